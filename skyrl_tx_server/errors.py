@@ -1,0 +1,40 @@
+"""Every error the server raises on purpose. Each carries its HTTP status and the Tinker failure category.
+
+    ServerError                 500 server
+    |-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
+    |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
+    |   `-- ConflictError       409 user     the name is taken
+    |-- CapacityError           429 server   out of slots or memory right now
+    |-- FutureLostError         410 server   the request was lost in a restart
+    `-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit status 2
+"""
+
+
+class ServerError(Exception):
+    status: int = 500
+    category: str = "server"
+
+
+class UserError(ServerError, ValueError):
+    status = 400
+    category = "user"
+
+
+class NotFoundError(UserError):
+    status = 404
+
+
+class ConflictError(UserError):
+    status = 409
+
+
+class CapacityError(ServerError):
+    status = 429
+
+
+class FutureLostError(ServerError):
+    status = 410
+
+
+class ConfigError(ServerError, ValueError):
+    pass

@@ -1,0 +1,226 @@
+"""The meeting point of the HTTP side and the engine: frozen requests and results, arrays in numpy.
+
+HTTP code turns a body into one of these operations and submits it; the engine answers with the matching result.
+Neither side imports the other. Token ids are int32, log-probabilities and weights float32, all little-endian numpy arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+LORA_ALPHA = 32.0
+"""LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without Regret")."""
+
+
+class LossFn(StrEnum):
+    """The losses this server computes; formulas in `steps/losses.py`."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+    DRO = "dro"
+
+
+class StopReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSpec:
+    """What an adapter is made of; saved with every checkpoint."""
+
+    rank: int
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = LORA_ALPHA
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamSettings:
+    """One optimizer step's settings, exactly Tinker's AdamParams: decoupled weight decay, global-norm clipping (0 = off)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainDatum:
+    """One sequence to train on. `tokens`, `target_tokens` and every loss input have the same length N."""
+
+    tokens: np.ndarray  # [N] int32
+    target_tokens: np.ndarray  # [N] int32
+    weights: np.ndarray | None = None  # [N] float32; None means one everywhere (cross_entropy only)
+    logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
+    advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """How to sample one request."""
+
+    max_tokens: int | None = None  # None: up to the model's context
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = -1  # -1 is off
+    top_p: float = 1.0
+    seed: int | None = None  # None: fresh randomness; sample i of a request uses fold_in(seed, i)
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_at_eos: bool = True  # the client gave no `stop` at all
+
+
+# --- operations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreateModel:
+    """A fresh adapter and optimizer under `model_id`. Result: `Done`."""
+
+    model_id: str
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadWeights:
+    """Replace a model's adapter (and optimizer state, when asked) by a training checkpoint's. Result: `WeightsLoaded`.
+
+    `create` makes the model first, with the checkpoint's own LoraSpec. Without `optimizer` the moments and step start at zero.
+    """
+
+    model_id: str
+    path: str  # tinker://<run>/weights/<name>
+    optimizer: bool
+    create: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackward:
+    """Add the gradient of the summed loss to the model's accumulator (not when `forward_only`). Result: `ForwardBackwardResult`."""
+
+    model_id: str
+    data: tuple[TrainDatum, ...]
+    loss_fn: LossFn
+    loss_fn_config: dict[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimStep:
+    """Apply the accumulated gradient, then clear it. Result: `OptimStepResult`."""
+
+    model_id: str
+    adam: AdamSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveWeights:
+    """A training checkpoint (adapter and optimizer) at tinker://<model_id>/weights/<name>. Result: `WeightsSaved`."""
+
+    model_id: str
+    name: str
+    overwrite: bool = False
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSampler:
+    """An immutable sampler snapshot of the model's current adapter. Result: `WeightsSaved`.
+
+    `name` writes tinker://<model_id>/sampler_weights/<name> and makes it sampleable under that path as `weights`;
+    None keeps the snapshot in memory only, sampleable under `weights` (the sampling session's id).
+    """
+
+    model_id: str
+    name: str | None
+    weights: str
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnloadModel:
+    """Free a model's adapter, gradient and optimizer. Its snapshots stay. Result: `Done`."""
+
+    model_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropSnapshot:
+    """Free an in-memory sampler snapshot once no running sample uses it. Result: `Done`."""
+
+    weights: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """`num_samples` completions of one prompt. Result: `SampleResult`.
+
+    `weights` names a snapshot (an ephemeral id, or a tinker:// sampler path, loaded from disk on first use); None is the base model.
+    """
+
+    weights: str | None
+    prompt: np.ndarray  # [P] int32, P >= 1
+    settings: SamplingSettings
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+
+
+Op = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | UnloadModel | DropSnapshot | Sample
+"""Everything the engine executes. Ops of one `model_id` run in submission order."""
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsLoaded:
+    model_id: str
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackwardResult:
+    logprobs: tuple[np.ndarray, ...]  # one [N] float32 per datum: log p(target) at every position, weighted or not
+    metrics: dict[str, float]  # keys of the form "name:reduction"; always "loss:sum"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimStepResult:
+    metrics: dict[str, float]  # "grad_norm" (before clipping) always
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsSaved:
+    path: str | None  # None for an ephemeral snapshot
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledSequence:
+    tokens: np.ndarray  # [n] int32, the stop token included
+    logprobs: np.ndarray  # [n] float32, of the untempered, unfiltered distribution
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleResult:
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None when not asked for
+    prompt_cache_hit_tokens: int
+
+
+OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

@@ -1,0 +1,29 @@
+"""The one seam between training and environments: a task source hands out single-use trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from src.policy import Policy
+from src.trajectory import Task, Trajectory, TrialFailure
+
+
+class Trial(Protocol):
+    """One attempt at one task, used once."""
+
+    async def run(self, policy: Policy) -> Trajectory | TrialFailure:
+        """Play the task with `policy` and grade it. Never raises but for cancellation; cancelling frees the sandbox."""
+        ...
+
+
+class TaskSource(Protocol):
+    """The tasks of a run, split into training and held-out ones."""
+
+    train: Sequence[Task]
+    eval: Sequence[Task]
+
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
+        """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible."""
+        ...

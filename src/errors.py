@@ -1,0 +1,44 @@
+"""Every error the trainer raises on purpose, and the border that attributes foreign ones.
+
+    TrainerError                    one line for the user, exit status 1
+    |-- ConfigError (ValueError)    a bad option, file or task; exit status 2, before any work
+    |-- BackendError                the Tinker endpoint cannot be reached or answered with a failure
+    |-- SandboxError                a sandbox could not start or died
+    `-- VerifierError               a trial could not be graded
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class TrainerError(Exception):
+    """Shown as one line; `exit_status` is the process's."""
+
+    exit_status: int = 1
+
+
+class ConfigError(TrainerError, ValueError):
+    exit_status = 2
+
+
+class BackendError(TrainerError, ConnectionError):
+    pass
+
+
+class SandboxError(TrainerError, RuntimeError):
+    pass
+
+
+class VerifierError(TrainerError, RuntimeError):
+    pass
+
+
+@contextmanager
+def boundary(error: type[TrainerError], what: str) -> Iterator[None]:
+    """Attribute any foreign exception raised inside to the border it crossed: `boundary(BackendError, "saving weights")`."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as cause:
+        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause

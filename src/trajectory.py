@@ -1,0 +1,85 @@
+"""The records that flow through training: Task -> Turn -> Trajectory | TrialFailure -> TrajectoryGroup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class StopReason(StrEnum):
+    """Why a completion, or a whole trajectory, ended. A sampler only ever says `stop` or `length`."""
+
+    STOP = "stop"  # the agent ended by itself
+    LENGTH = "length"  # a completion was cut at max_tokens (trajectory: too many in a row)
+    CONTEXT_LENGTH = "context_length"  # the next prompt would not fit in the context
+    MAX_TURNS = "max_turns"
+    AGENT_TIMEOUT = "agent_timeout"
+    SESSION_CLOSED = "session_closed"  # the agent closed its own terminal
+
+
+class FailureKind(StrEnum):
+    """Why a trial has no usable result. None of these is a reward."""
+
+    SANDBOX = "sandbox"
+    BACKEND = "backend"
+    VERIFIER = "verifier"
+    TIMEOUT = "timeout"  # the whole-trial deadline
+    AGENT = "agent"
+    HARBOR = "harbor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One problem to solve. `id` is the group key: all trials of a task form one group."""
+
+    id: str
+    path: Path
+    instruction: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One sampled completion, exactly as the sampler saw and returned it."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # the stop token included
+    logprobs: list[float]  # one per completion token
+    stop_reason: StopReason
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """A graded trial."""
+
+    task_id: str
+    turns: list[Turn]
+    reward: float
+    stop_reason: StopReason
+    trial_name: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialFailure:
+    """A trial that could not be graded; it leaves the group and is counted by `kind`."""
+
+    task_id: str
+    kind: FailureKind
+    message: str
+    trial_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryGroup:
+    """All trials of one task under one policy."""
+
+    task: Task
+    trajectories: list[Trajectory]
+    failures: list[TrialFailure] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trajectory.reward for trajectory in self.trajectories]
