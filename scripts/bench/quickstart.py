@@ -1,0 +1,89 @@
+"""Runs the quick start once per seed and prints what the closing note needs: success before and after, the curve, wall time, memory.
+
+    python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
+
+Other key=value pairs go to ./run_skyrl_tx.sh. `cpus` pins the whole run to those cores. Peak memory is the largest sum, over the
+run's processes, of proportional set sizes (PSS), read once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SUCCESS = "test/env/all/reward/total"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    seed: str
+    status: int
+    wall_s: float
+    peak_mib: float
+    curve: list[tuple[int, float]]  # (step, held-out success)
+
+
+def main(argv: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in argv)
+    seeds = given.pop("seeds", "0,1,2").split(",")
+    cpus = given.pop("cpus", "")
+    base = Path(given.pop("logs_dir", "runs")) / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = [run(seed, cpus, base / f"seed-{seed}", given) for seed in seeds]
+    print(f"\n{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}  curve (step:success)")
+    for one in runs:
+        before, after = (one.curve[0][1], one.curve[-1][1]) if one.curve else (float("nan"), float("nan"))
+        curve = " ".join(f"{step}:{success:.3f}" for step, success in one.curve)
+        print(f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m {one.peak_mib:6.0f} MiB  {curve}")
+    return max(one.status for one in runs)
+
+
+def run(seed: str, cpus: str, log_path: Path, options: dict[str, str]) -> Run:
+    command = [str(ROOT / "run_skyrl_tx.sh"), f"seed={seed}", f"log_path={log_path}", *(f"{key}={value}" for key, value in options.items())]
+    started = time.monotonic()
+    process = subprocess.Popen(["taskset", "-c", cpus, *command] if cpus else command, cwd=ROOT)
+    peak_kib = 0.0
+    while process.poll() is None:
+        peak_kib = max(peak_kib, sum(pss_kib(pid) for pid in descendants(process.pid)))
+        time.sleep(1.0)
+    wall_s = time.monotonic() - started
+    metrics_file = ROOT / log_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()] if metrics_file.exists() else []
+    curve = [(int(line["step"]), float(line[SUCCESS])) for line in lines if SUCCESS in line]
+    return Run(seed=seed, status=process.returncode, wall_s=wall_s, peak_mib=peak_kib / 1024, curve=curve)
+
+
+def descendants(root: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        pid = queue.pop()
+        found.append(pid)
+        queue.extend(parents.get(pid, []))
+    return found
+
+
+def pss_kib(pid: int) -> float:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return float(line.split()[1])
+    except OSError:
+        pass  # the process ended meanwhile
+    return 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

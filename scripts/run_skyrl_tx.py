@@ -1,0 +1,201 @@
+"""`./run_skyrl_tx.sh`: train on our own server, starting one when none answers.
+
+Without `model_name` it is the quick start: the small model and tasks of datasets/quickstart, an embedded server on a free port.
+With `model_name` it is the full recipe. Options given on the command line win over the recipe's. A server started here is
+stopped when training ends, and dies with this process even if that is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+from dotenv import load_dotenv
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "datasets" / "quickstart"
+START_TIMEOUT_S = 1800.0
+PR_SET_PDEATHSIG = 1
+
+QUICKSTART_OPTIONS = {
+    "model_name": "local/quickstart",
+    "tokenizer": str(QUICKSTART / "model"),
+    "tasks_dir": str(QUICKSTART / "train"),
+    "eval_tasks": str(QUICKSTART / "heldout"),
+    "environment_type": "sandbox",
+    "logs_dir": "./runs",
+    "lora_rank": "16",
+    "learning_rate": "1e-3",
+    "batch_size": "8",
+    "group_size": "8",
+    "eval_group_size": "8",
+    "n_epochs": "100",
+    "max_steps": "12",
+    "eval_every": "6",
+    "n_parallel_envs": "16",
+    "temperature": "1.0",
+    "max_tokens": "160",
+    "context_limit": "2048",
+    "max_turns": "5",
+    "enable_summarize": "false",
+    "loss_fn": "importance_sampling",
+    "trial_timeout_sec": "120",
+    "save_every": "100",
+}
+QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=8192")
+
+RECIPE_OPTIONS = {
+    "learning_rate": "2e-4",
+    "batch_size": "2",
+    "group_size": "16",
+    "n_parallel_envs": "16",
+    "max_tokens": "2048",
+    "temperature": "0.7",
+    "context_limit": "128000",
+    "proactive_summarization_threshold": "8000",
+    "enable_summarize": "true",
+    "n_epochs": "2",
+    "num_substeps": "4",
+    "remove_constant_reward_groups": "true",
+    "normalize_advantages_by_std": "true",
+    "loss_fn": "ppo",
+    "environment_type": "docker",
+    "wandb_project": "harbor-training",
+    "wandb_name": "qwen3-skyrl-tx",
+}
+
+
+def main(argv: list[str]) -> int:
+    load_dotenv(ROOT / ".env")
+    load_dotenv(ROOT / ".env.skyrl-tx")
+    if any(argument in ("--help", "-h") for argument in argv):
+        return subprocess.call([sys.executable, "-m", "src.train", "--help"])
+    given = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    malformed = [argument for argument in argv if "=" not in argument]
+    if malformed:
+        return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
+    return full_recipe(given) if "model_name" in given else quick_start(given)
+
+
+def quick_start(given: dict[str, str]) -> int:
+    started = time.monotonic()
+    options = {**QUICKSTART_OPTIONS, **given}
+    options.setdefault("seed", "0")
+    options.setdefault("log_path", f"{options['logs_dir']}/quickstart-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
+    options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
+    side_files = Path(options["log_path"] + ".server")
+    server = start_server(
+        url,
+        (
+            f"base_model={QUICKSTART / 'model'}",
+            f"model_alias={options['model_name']}",
+            *QUICKSTART_SERVER,
+            f"checkpoints_dir={side_files / 'checkpoints'}",
+        ),
+        side_files / "server.log",
+    )
+    status = train(options, server)
+    say(f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}")
+    return status
+
+
+def full_recipe(given: dict[str, str]) -> int:
+    options = {**RECIPE_OPTIONS, **given}
+    if "tasks_dir" not in options:
+        return fail("model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2")
+    url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
+    server = None
+    if healthy(url):
+        say(f"using the server at {url}")
+    elif not httpx.URL(url).host in ("localhost", "127.0.0.1"):
+        return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {options['model_name']}")
+    else:
+        port = httpx.URL(url).port or 8000
+        options["skyrl_tx_url"] = url = f"http://127.0.0.1:{port}"
+        arguments = (f"base_model={options['model_name']}", f"max_context_length={options['context_limit']}")
+        server = start_server(url, arguments, Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}.log")
+    return train(options, server)
+
+
+def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> int:
+    """Run the trainer to its end, passing on signals; then stop the server this process started."""
+    command = [sys.executable, "-m", "src.train", "backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
+    trainer = subprocess.Popen(command, preexec_fn=die_with_parent)
+    # The terminal sends Ctrl-C to the trainer as well; here it must only wait for the trainer's clean end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
+    status = trainer.wait()
+    if server is not None:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+    return status if status >= 0 else 128 - status
+
+
+def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subprocess.Popen[bytes]:
+    """Start the server and wait until it can work; exits with the server's own error when it cannot."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    say(f"starting the server at {url} (log: {log_file})")
+    address = httpx.URL(url)
+    with log_file.open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "skyrl_tx_server", f"host={address.host}", f"port={address.port}", *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    started = time.monotonic()
+    while not healthy(url):
+        if server.poll() is not None:
+            lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+            sys.exit(fail(f"the server stopped with status {server.returncode}: {lines[-1] if lines else 'no output'}"))
+        if time.monotonic() - started > START_TIMEOUT_S:
+            server.kill()
+            sys.exit(fail(f"the server did not come up within {START_TIMEOUT_S:.0f} s; see {log_file}"))
+        time.sleep(0.2)  # another process: there is no event to wait for
+    ready = [line for line in log_file.read_text(errors="replace").splitlines() if "server ready" in line]
+    say(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
+    return server
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url.rstrip('/')}/api/v1/healthz", timeout=2.0).json() == {"status": "ok"}
+    except (httpx.HTTPError, ValueError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def die_with_parent() -> None:
+    """In the child, before exec: ask Linux to send SIGTERM when the parent dies, however it dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def say(text: str) -> None:
+    print(f"run_skyrl_tx: {text}", flush=True)
+
+
+def fail(text: str) -> int:
+    print(f"run_skyrl_tx: {text}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's two system tools. Safe to run again (about a second).
+#
+#   scripts/setup.sh
+#
+# uv is fetched from PyPI when it is not on PATH. With an NVIDIA driver present, JAX's CUDA build is added.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then sudo "$@"; else return 1; fi
+}
+
+install_packages() {
+  say "installing system packages: $*"
+  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q >/dev/null && apt-get install -y -q --no-install-recommends $* >/dev/null" ||
+    fail "could not install $*; as root: apt-get install $*"
+}
+
+# The sandbox needs bubblewrap, Terminus-2 needs tmux.
+missing=()
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v tmux >/dev/null || missing+=(tmux)
+if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
+
+uv=$(command -v uv || true)
+for candidate in "$HOME/.local/bin/uv" .cache/uv/bin/uv; do
+  if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$PWD/$candidate; [ -x "$uv" ] || uv=$candidate; fi
+done
+if [ -z "$uv" ]; then
+  command -v python3 >/dev/null || install_packages python3 python3-pip
+  python3 -m pip --version >/dev/null 2>&1 || install_packages python3-pip
+  say "fetching uv from PyPI"
+  python3 -m pip install -q --disable-pip-version-check --target .cache/uv uv 2>/dev/null || fail "could not fetch uv from PyPI; see https://docs.astral.sh/uv"
+  uv=$PWD/.cache/uv/bin/uv
+fi
+
+gpu=no
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpu=yes; fi
+stamp=$(cat requirements.txt .python-version | sha256sum | cut -c1-16)-gpu=$gpu
+if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$stamp" ]; then exit 0; fi
+
+if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+  say "creating .venv"
+  "$uv" venv -q --allow-existing --python "$(cat .python-version)" .venv 2>/dev/null ||
+    "$uv" venv -q --allow-existing --python '>=3.12' .venv ||
+    fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
+fi
+say "installing $(wc -l <requirements.txt) pinned packages"
+"$uv" pip install -q --python .venv/bin/python -r requirements.txt
+if [ $gpu = yes ]; then
+  say "an NVIDIA GPU is here: adding JAX's CUDA build"
+  "$uv" pip install -q --python .venv/bin/python -c requirements.txt 'jax[cuda12]'
+fi
+printf '%s' "$stamp" >.venv/.ready
+say "ready ($(.venv/bin/python --version), JAX $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'))"

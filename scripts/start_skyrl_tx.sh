@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Starts the server in the foreground.
+#
+#   scripts/start_skyrl_tx.sh [MODEL] [TENSOR_PARALLEL] [key=value ...]
+#
+# MODEL is a Hugging Face id or directory (default Qwen/Qwen3-4B). Further options: python -m skyrl_tx_server --help
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+exec .venv/bin/python -m skyrl_tx_server "base_model=${1:-Qwen/Qwen3-4B}" "tensor_parallel=${2:-1}" "${@:3}"
