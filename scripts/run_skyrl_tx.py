@@ -115,7 +115,7 @@ def full_recipe(given: dict[str, str]) -> int:
     server = None
     if healthy(url):
         say(f"using the server at {url}")
-    elif not httpx.URL(url).host in ("localhost", "127.0.0.1"):
+    elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {options['model_name']}")
     else:
         port = httpx.URL(url).port or 8000

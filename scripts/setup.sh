@@ -27,8 +27,8 @@ command -v tmux >/dev/null || missing+=(tmux)
 if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
 
 uv=$(command -v uv || true)
-for candidate in "$HOME/.local/bin/uv" .cache/uv/bin/uv; do
-  if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$PWD/$candidate; [ -x "$uv" ] || uv=$candidate; fi
+for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do
+  if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$candidate; fi
 done
 if [ -z "$uv" ]; then
   command -v python3 >/dev/null || install_packages python3 python3-pip
@@ -45,9 +45,12 @@ if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$st
 
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
   say "creating .venv"
-  "$uv" venv -q --allow-existing --python "$(cat .python-version)" .venv 2>/dev/null ||
-    "$uv" venv -q --allow-existing --python '>=3.12' .venv ||
-    fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
+  wanted=$(cat .python-version)
+  pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted"*/bin/python3) # pyenv's own, also where its shims are not on PATH
+  for python in "$wanted" "${pyenv_pythons[0]}" '>=3.12'; do
+    if "$uv" venv -q --allow-existing --python "$python" .venv 2>/dev/null; then break; fi
+  done
+  [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
 fi
 say "installing $(wc -l <requirements.txt) pinned packages"
 "$uv" pip install -q --python .venv/bin/python -r requirements.txt
