@@ -1,0 +1,42 @@
+"""Policy: one version of the weights, which samples turns and scores tokens."""
+
+from __future__ import annotations
+
+import tinker
+
+from src.errors import BackendError, boundary
+from src.trajectory import StopReason, Turn
+
+
+class Policy:
+    """A frozen snapshot of the weights behind a sampling client. `version` counts optimizer batches; the start is 0."""
+
+    def __init__(self, sampling_client: tinker.SamplingClient, version: int) -> None:
+        self.version = version
+        self._client = sampling_client
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        """One completion, its stop token included. Raises BackendError, also when the sampler returns no logprobs."""
+        params = tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+        with boundary(BackendError, "sampling"):
+            response = await self._client.sample_async(tinker.ModelInput.from_ints(prompt_ids), num_samples=1, sampling_params=params)
+        sequence = response.sequences[0]
+        if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
+            got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
+            raise BackendError(f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train")
+        return Turn(
+            prompt_ids=list(prompt_ids),
+            completion_ids=list(sequence.tokens),
+            logprobs=list(sequence.logprobs),
+            stop_reason=StopReason(sequence.stop_reason),
+            policy_version=self.version,
+        )
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it: `len(token_ids) - 1` numbers."""
+        with boundary(BackendError, "computing logprobs"):
+            values = await self._client.compute_logprobs_async(tinker.ModelInput.from_ints(token_ids))
+        known = [value for value in values[1:] if value is not None]
+        if len(known) != len(token_ids) - 1:
+            raise BackendError(f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs")
+        return known

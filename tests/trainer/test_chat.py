@@ -1,0 +1,60 @@
+import pytest
+
+from src.chat import load_chat
+from src.errors import ConfigError
+from tests.fakes.tokenizer import byte_chat, byte_tokenizer
+
+USER = [{"role": "user", "content": "go"}]
+GENERATION = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def text(ids: list[int]) -> str:
+    return byte_tokenizer().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encode(value: str) -> list[int]:
+    return byte_tokenizer().encode(value, add_special_tokens=False)
+
+
+def test_render_ends_with_the_generation_prompt_and_thinking_off():
+    assert text(byte_chat().render(USER)) == "<|im_start|>user\ngo<|im_end|>\n" + GENERATION
+
+
+def test_extend_keeps_the_sampled_ids_even_where_encoding_them_again_would_differ():
+    chat = byte_chat()
+    prompt = chat.render(USER)
+    completion = [*encode("<think>secret</think>ab"), chat.turn_end_id]
+    extended = chat.extend(prompt, completion, [{"role": "user", "content": "ok"}])
+    assert extended[: len(prompt) + len(completion)] == prompt + completion
+    assert text(extended[len(prompt) + len(completion) :]) == "\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
+
+
+def test_extend_closes_a_turn_that_was_cut_before_its_end():
+    chat = byte_chat()
+    extended = chat.extend([1], encode("ab"), [{"role": "user", "content": "ok"}])
+    assert text(extended[3:]) == "<|im_end|>\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
+
+
+def test_extend_equals_render_when_nothing_is_rewritten():
+    chat = byte_chat()
+    messages = [*USER, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "ok"}]
+    opened = encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.extend(opened, [*encode("ab"), chat.turn_end_id], messages[2:]) == chat.render(messages)
+
+
+def test_decode_drops_only_the_turn_end():
+    chat = byte_chat()
+    assert chat.decode([*encode("a<think>b"), chat.turn_end_id]) == "a<think>b"
+    assert chat.decode(encode("ab ")) == "ab "
+    assert chat.decode([]) == ""
+
+
+def test_load_chat_reads_a_directory(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_chat(str(tmp_path)).render(USER) == byte_chat().render(USER)
+
+
+def test_a_directory_without_a_tokenizer_is_one_clear_line(tmp_path):
+    with pytest.raises(ConfigError, match="no tokenizer in") as error:
+        load_chat(str(tmp_path))
+    assert "\n" not in str(error.value)
