@@ -1,0 +1,148 @@
+"""The one table of shapes the device ever sees, and operations laid out in those shapes. Host numpy only, no jax.
+
+Every distinct shape is a program to compile, so shapes come from here and nowhere else. Training packs sequences
+first-fit into rows of a bucketed length; segment ids keep them apart and 0 marks padding. Example, rows of 8:
+
+    data of lengths 5, 3, 4   ->   tokens       a a a a a b b b | c c c c . . . .
+                                   segment_ids  1 1 1 1 1 2 2 2 | 1 1 1 1 0 0 0 0
+                                   positions    0 1 2 3 4 0 1 2 | 0 1 2 3 0 0 0 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import TrainDatum
+
+MIN_TRAIN_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainShape:
+    """One training micro-batch: `rows` packed rows of `length` tokens."""
+
+    rows: int
+    length: int
+
+
+def train_shapes(*, max_context_length: int, tokens_per_batch: int) -> tuple[TrainShape, ...]:
+    """Every training shape, shortest rows first: lengths double from 128 and end at the context (rounded up to 128).
+
+    >>> [(s.rows, s.length) for s in train_shapes(max_context_length=1000, tokens_per_batch=512)]
+    [(4, 128), (2, 256), (1, 512), (1, 1024)]
+    """
+    longest = -(-max_context_length // MIN_TRAIN_LENGTH) * MIN_TRAIN_LENGTH
+    lengths = [MIN_TRAIN_LENGTH]
+    while lengths[-1] < longest:
+        lengths.append(min(2 * lengths[-1], longest))
+    return tuple(TrainShape(rows=max(1, tokens_per_batch // length), length=length) for length in lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where one datum lies in a packed batch."""
+
+    datum: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """Sequences laid out in one `TrainShape`; every array is [rows, length]. Inputs a loss does not read are zero."""
+
+    tokens: np.ndarray  # int32
+    positions: np.ndarray  # int32, from 0 in every segment
+    segment_ids: np.ndarray  # int32, from 1 in every row; 0 is padding
+    targets: np.ndarray  # int32
+    weights: np.ndarray  # float32
+    sampler_logprobs: np.ndarray  # float32
+    advantages: np.ndarray  # float32
+    placements: tuple[Placement, ...]
+
+
+def check_data(data: Sequence[TrainDatum], *, vocab_size: int, max_context_length: int) -> None:
+    """Refuse sequences the model cannot hold. Raises UserError that names the datum."""
+    if not data:
+        raise UserError("the request holds no data: send at least one datum")
+    for index, datum in enumerate(data):
+        length = len(datum.tokens)
+        if length == 0:
+            raise UserError(f"datum {index} is empty: model_input needs at least one token")
+        if length > max_context_length:
+            raise UserError(f"datum {index} has {length} tokens, more than the context of {max_context_length}: shorten it")
+        if len(datum.target_tokens) != length:
+            raise UserError(f"datum {index}: target_tokens has length {len(datum.target_tokens)}, model_input {length}: make them equal")
+        for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.target_tokens)):
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                raise UserError(f"datum {index}: {name} holds a token id outside 0..{vocab_size - 1}, the model's vocabulary")
+
+
+def pack(data: Sequence[TrainDatum], shapes: Sequence[TrainShape]) -> list[PackedBatch]:
+    """Lay checked data out in as few micro-batches as first-fit finds, all in the smallest shape that holds the longest datum."""
+    longest = max(len(datum.tokens) for datum in data)
+    shape = next(shape for shape in shapes if shape.length >= longest)
+    rows = _first_fit([len(datum.tokens) for datum in data], capacity=shape.length)
+    return [_lay_out(data, rows[first : first + shape.rows], shape) for first in range(0, len(rows), shape.rows)]
+
+
+def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """One array per datum, in the order given to `pack`, from one [rows, length] array per batch."""
+    found = {
+        place.datum: array[place.row, place.start : place.start + place.length]
+        for batch, array in zip(batches, values, strict=True)
+        for place in batch.placements
+    }
+    return tuple(found[index] for index in range(len(found)))
+
+
+def _first_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Rows of indices whose lengths sum to at most `capacity`; longest first, since that packs tightest."""
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((r for r, room in enumerate(free) if room >= lengths[index]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(capacity)
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
+def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: TrainShape) -> PackedBatch:
+    size = (shape.rows, shape.length)
+    tokens, positions, segment_ids, targets = (np.zeros(size, np.int32) for _ in range(4))
+    weights, sampler_logprobs, advantages = (np.zeros(size, np.float32) for _ in range(3))
+    placements = []
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members, start=1):
+            datum, length = data[index], len(data[index].tokens)
+            span = (row, slice(start, start + length))
+            tokens[span] = datum.tokens
+            positions[span] = np.arange(length)
+            segment_ids[span] = segment
+            targets[span] = datum.target_tokens
+            weights[span] = 1.0 if datum.weights is None else datum.weights
+            if datum.logprobs is not None:
+                sampler_logprobs[span] = datum.logprobs
+            if datum.advantages is not None:
+                advantages[span] = datum.advantages
+            placements.append(Placement(datum=index, row=row, start=start, length=length))
+            start += length
+    return PackedBatch(
+        tokens=tokens,
+        positions=positions,
+        segment_ids=segment_ids,
+        targets=targets,
+        weights=weights,
+        sampler_logprobs=sampler_logprobs,
+        advantages=advantages,
+        placements=tuple(placements),
+    )
