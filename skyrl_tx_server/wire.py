@@ -1,0 +1,574 @@
+"""The SDK's JSON bodies to operations and back, and the checks that JSON and protobuf requests share.
+
+Everything the server cannot honour is a `UserError` that names the alternative; nothing that would change a result is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    Done,
+    ForwardBackwardResult,
+    LoraSpec,
+    LossFn,
+    OpResult,
+    OptimStepResult,
+    SampleResult,
+    SamplingSettings,
+    TrainDatum,
+    WeightsLoaded,
+    WeightsSaved,
+)
+
+MAX_SAMPLES_PER_REQUEST = 4096
+MAX_SEED = 2**63 - 1
+CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+TEN_YEARS_S = 315_360_000
+
+LOSS_INPUTS = {
+    LossFn.CROSS_ENTROPY: frozenset({"target_tokens", "weights"}),
+    LossFn.IMPORTANCE_SAMPLING: frozenset({"target_tokens", "logprobs", "advantages"}),
+    LossFn.PPO: frozenset({"target_tokens", "logprobs", "advantages"}),
+    LossFn.CISPO: frozenset({"target_tokens", "logprobs", "advantages"}),
+    LossFn.DRO: frozenset({"target_tokens", "logprobs", "advantages"}),
+}
+LOSS_CONFIG = {
+    LossFn.PPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
+    LossFn.CISPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
+    LossFn.DRO: frozenset({"beta"}),
+}
+INPUT_HINTS = {
+    "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
+    "weights": "only cross_entropy takes weights; fold them into the advantages",
+    "clip_low_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
+    "clip_high_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
+    "sequence_ratio_mask": "it belongs to gspo, which this server does not compute",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What this server's model can take; every check of a request's size reads it."""
+
+    vocab_size: int
+    max_context_length: int
+    max_lora_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRequest:
+    """One forward or forward_backward request, from either wire format."""
+
+    model_id: str
+    seq_id: int | None  # None: the client gave none, so it cannot be recognised when sent again
+    loss_fn: LossFn
+    loss_fn_config: dict[str, float]
+    data: tuple[TrainDatum, ...]
+    forward_only: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """One asample request; `sampler_id` is None only when the caller named a base model or a path instead."""
+
+    sampler_id: str | None
+    seq_id: int | None
+    base_model: str | None
+    model_path: str | None
+    prompt: np.ndarray  # [P] int32
+    num_samples: int
+    settings: SamplingSettings
+    prompt_logprobs: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPath:
+    """A parsed tinker://<run>/<weights|sampler_weights>/<name>."""
+
+    run_id: str
+    kind: str
+    name: str
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+class Fields:
+    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be refused."""
+
+    def __init__(self, body: object, where: str) -> None:
+        if not isinstance(body, dict):
+            raise UserError(f"{where}: expected a JSON object, got {type(body).__name__}")
+        self._values: dict[str, object] = {str(name): value for name, value in body.items() if value is not None}
+        self._where = where
+        self._read: set[str] = set()
+
+    def _take(self, name: str) -> object:
+        self._read.add(name)
+        return self._values.get(name)
+
+    def _required[T](self, name: str, value: T | None) -> T:
+        if value is None:
+            raise UserError(f"{self._where}: {name} is missing")
+        return value
+
+    def _wrong(self, name: str, expected: str, value: object) -> UserError:
+        return UserError(f"{self._where}: {name} must be {expected}, got {repr(value)[:80]}")
+
+    def optional_text(self, name: str) -> str | None:
+        value = self._take(name)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(name, "a string", value)
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._required(name, self.optional_text(name))
+        if not value:
+            raise self._wrong(name, "a non-empty string", value)
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self._take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self._wrong(name, "an integer", value)
+        return value
+
+    def integer(self, name: str) -> int:
+        return self._required(name, self.optional_integer(name))
+
+    def number(self, name: str, default: float) -> float:
+        value = self._take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, "a finite number", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def items(self, name: str) -> list[object]:
+        value = self._take(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._wrong(name, "a list", value)
+        return value
+
+    def mapping(self, name: str) -> dict[str, object]:
+        value = self._take(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return value
+
+    def anything(self, name: str) -> object:
+        return self._take(name)
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """User metadata; the reply types of the SDK allow string values only."""
+        return {key: value if isinstance(value, str) else str(value) for key, value in self.mapping(name).items()}
+
+    def refuse(self, name: str, alternative: str) -> None:
+        """Refuse a field this server cannot honour, unless it is switched off."""
+        value = self._take(name)
+        if value is not None and value is not False and value != 0 and value != []:
+            raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
+
+    def ignore(self, *names: str) -> None:
+        """Fields that cannot change a result here."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Refuse what nobody read: it might have changed the result."""
+        unknown = sorted(set(self._values) - self._read)
+        if unknown:
+            raise UserError(f"{self._where}: unknown field {', '.join(unknown)}; this server would have to ignore it. Leave it out")
+
+
+# --- small values -----------------------------------------------------------------------------------------------
+
+
+def parse_checkpoint_path(path: str) -> CheckpointPath:
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or not all(parts) or parts[1] not in ("weights", "sampler_weights"):
+        raise UserError(f"{path!r} is not a checkpoint path; expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>")
+    if ".." in parts[0] or CHECKPOINT_NAME.fullmatch(parts[2]) is None:
+        raise NotFoundError(f"no checkpoint {path}")
+    return CheckpointPath(run_id=parts[0], kind=parts[1], name=parts[2])
+
+
+def check_checkpoint_name(name: str) -> str:
+    if CHECKPOINT_NAME.fullmatch(name) is None:
+        raise UserError(f"checkpoint name {name[:80]!r} must be 1-255 letters, digits, '.', '_' or '-', beginning with a letter, digit or '_'")
+    return name
+
+
+def check_ttl(ttl_seconds: int | None) -> int | None:
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= TEN_YEARS_S:
+        raise UserError(f"ttl_seconds={ttl_seconds} must lie between 1 and {TEN_YEARS_S} (ten years); leave it out to keep the checkpoint")
+    return ttl_seconds
+
+
+def check_optimizer_config(fields: Fields) -> None:
+    """Only AdamW exists here; dimuon is refused when the model is made rather than at its first step."""
+    config = Fields(fields.mapping("optimizer_config"), "optimizer_config")
+    kind = config.optional_text("type")
+    if kind not in (None, "adamw"):
+        raise UserError(f"optimizer {kind!r} is not supported by this server; use AdamW (tinker.AdamParams)")
+    config.finish()
+
+
+def parse_lora(body: object, limits: Limits) -> LoraSpec:
+    fields = Fields(body, "lora_config")
+    rank = fields.optional_integer("rank")
+    spec = LoraSpec(
+        rank=32 if rank is None else rank,
+        seed=fields.optional_integer("seed") or 0,
+        train_attn=fields.flag("train_attn", True),
+        train_mlp=fields.flag("train_mlp", True),
+        train_unembed=fields.flag("train_unembed", True),
+    )
+    fields.finish()
+    if spec.rank < 1:
+        raise UserError(f"LoRA rank {spec.rank} must be at least 1")
+    if spec.rank > limits.max_lora_rank:
+        raise UserError(
+            f"LoRA rank {spec.rank} is above this server's max_lora_rank={limits.max_lora_rank}; "
+            f"ask for a smaller rank or start the server with max_lora_rank={spec.rank}"
+        )
+    if not 0 <= spec.seed <= MAX_SEED:
+        raise UserError(f"lora_config: seed={spec.seed} must lie between 0 and 2**63 - 1")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise UserError("lora_config: nothing to train; at least one of train_attn, train_mlp, train_unembed must be true")
+    return spec
+
+
+def parse_adam(fields: Fields) -> AdamSettings:
+    """The optimizer settings of an optim_step body."""
+    other = fields.mapping("optimizer_params")
+    if other:
+        raise UserError(f"optimizer {other.get('type')!r} is not supported by this server; use AdamW (tinker.AdamParams)")
+    params = Fields(fields.mapping("adam_params"), "adam_params")
+    default = AdamSettings()
+    adam = AdamSettings(
+        learning_rate=params.number("learning_rate", default.learning_rate),
+        beta1=params.number("beta1", default.beta1),
+        beta2=params.number("beta2", default.beta2),
+        eps=params.number("eps", default.eps),
+        weight_decay=params.number("weight_decay", default.weight_decay),
+        grad_clip_norm=params.number("grad_clip_norm", default.grad_clip_norm),
+    )
+    params.ignore("type")
+    params.finish()
+    if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
+        raise UserError("adam_params: learning_rate, weight_decay and grad_clip_norm must not be negative")
+    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 0):
+        raise UserError("adam_params: beta1 and beta2 must lie in [0, 1) and eps above 0")
+    return adam
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------
+
+
+def integers(values: object, where: str) -> np.ndarray:
+    """A flat JSON list of integers as [N] int64."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{where}: expected a flat list of integers") from None
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UserError(f"{where}: expected a flat list of integers, got {array.ndim} dimension(s) of {array.dtype}")
+    return array.astype(np.int64)
+
+
+def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
+    """[N] integers in the vocabulary, as int32."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
+        bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
+        raise UserError(f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the tokenizer the model's own?")
+    return tokens.astype(np.int32)
+
+
+def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
+    """The chunks of a ModelInput as one [P] int32 array."""
+    fields = Fields(body, where)
+    parts = [np.zeros(0, np.int64)]
+    for chunk_body in fields.items("chunks"):
+        chunk = Fields(chunk_body, f"{where} chunk")
+        kind = chunk.optional_text("type") or "encoded_text"
+        if kind != "encoded_text":
+            raise UserError(f"{where}: {kind} chunks are not supported by this text-only server; send encoded_text tokens")
+        parts.append(integers(chunk.items("tokens"), where))
+        chunk.finish()
+    fields.finish()
+    return check_tokens(np.concatenate(parts), where, limits)
+
+
+def parse_stop(stop: object) -> SamplingSettings:
+    """The SDK's `stop`: None means the model's own end tokens, [] means none at all."""
+    wrong = UserError(f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {repr(stop)[:80]}")
+    if stop is None:
+        return SamplingSettings()
+    values = [stop] if isinstance(stop, str) else stop
+    if not isinstance(values, list):
+        raise wrong
+    strings = tuple(value for value in values if isinstance(value, str))
+    token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+    if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
+        raise wrong
+    if "" in strings:
+        raise UserError("sampling_params: an empty stop string would stop before the first token; leave it out")
+    return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
+
+
+def parse_sampling_params(body: object) -> SamplingSettings:
+    fields = Fields(body, "sampling_params")
+    stop = parse_stop(fields.anything("stop"))
+    settings = SamplingSettings(
+        max_tokens=fields.optional_integer("max_tokens"),
+        temperature=fields.number("temperature", 1.0),
+        top_k=-1 if (top_k := fields.optional_integer("top_k")) is None else top_k,
+        top_p=fields.number("top_p", 1.0),
+        seed=fields.optional_integer("seed"),
+        stop_strings=stop.stop_strings,
+        stop_token_ids=stop.stop_token_ids,
+        stop_at_eos=stop.stop_at_eos,
+    )
+    fields.finish()
+    if settings.max_tokens is not None and settings.max_tokens < 1:
+        raise UserError(f"sampling_params: max_tokens={settings.max_tokens} must be at least 1")
+    if settings.temperature < 0:
+        raise UserError(f"sampling_params: temperature={settings.temperature} must not be negative (0 is greedy)")
+    if settings.top_k != -1 and settings.top_k < 1:
+        raise UserError(f"sampling_params: top_k={settings.top_k} must be -1 (off) or at least 1")
+    if not 0 < settings.top_p <= 1:
+        raise UserError(f"sampling_params: top_p={settings.top_p} must lie in (0, 1]")
+    if settings.seed is not None and not 0 <= settings.seed <= MAX_SEED:
+        raise UserError(f"sampling_params: seed={settings.seed} must lie between 0 and 2**63 - 1")
+    return settings
+
+
+def parse_sample(body: object, limits: Limits) -> SampleRequest:
+    fields = Fields(body, "asample")
+    fields.refuse("topk_prompt_logprobs", "set include_prompt_logprobs=True for the log-probabilities of the prompt's own tokens")
+    fields.refuse("topk_sample_logprobs", "each sampled token's own log-probability is always returned")
+    fields.refuse("target_prompt_logprobs", "use forward(..., 'cross_entropy') to score chosen targets, one per position")
+    fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead")
+    fields.refuse("prompt_logprobs_last_n", "leave it out and cut the end off the full prompt logprobs")
+    # Stability records are read by stable_reinforce alone, which is refused by name.
+    fields.ignore("type", "record_stability_info")
+    num_samples = fields.optional_integer("num_samples")
+    request = SampleRequest(
+        sampler_id=fields.optional_text("sampling_session_id"),
+        seq_id=fields.optional_integer("seq_id"),
+        base_model=fields.optional_text("base_model"),
+        model_path=fields.optional_text("model_path"),
+        prompt=parse_model_input(fields.mapping("prompt"), "prompt", limits),
+        num_samples=1 if num_samples is None else num_samples,
+        settings=parse_sampling_params(fields.mapping("sampling_params")),
+        prompt_logprobs=fields.flag("prompt_logprobs", False),
+    )
+    fields.finish()
+    if not 1 <= request.num_samples <= MAX_SAMPLES_PER_REQUEST:
+        raise UserError(f"asample: num_samples={request.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}")
+    if request.prompt.size == 0:
+        raise UserError("asample: the prompt is empty; send at least one token")
+    wanted = request.settings.max_tokens or 1
+    if request.prompt.size + wanted > limits.max_context_length:
+        raise UserError(
+            f"Prompt length plus max_tokens exceeds the model's context window: {request.prompt.size} + {wanted} > {limits.max_context_length}"
+        )
+    return request
+
+
+# --- training data ----------------------------------------------------------------------------------------------
+
+
+def parse_loss_fn(name: str) -> LossFn:
+    try:
+        return LossFn(name)
+    except ValueError:
+        known = ", ".join(loss.value for loss in LossFn)
+        if name == "custom":
+            raise UserError(f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}") from None
+        raise UserError(f"loss {name!r} is not supported by this server; use one of: {known}") from None
+
+
+def check_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> dict[str, float]:
+    known = LOSS_CONFIG.get(loss_fn, frozenset())
+    for name, value in config.items():
+        if name not in known:
+            allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+            raise UserError(f"loss_fn_config: unknown setting {name!r} for {loss_fn.value}; {allowed}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise UserError(f"loss_fn_config: {name} must be a finite number, not negative, got {repr(value)[:80]}")
+    checked = {name: float(value) for name, value in config.items() if isinstance(value, int | float)}
+    low, high = checked.get("clip_low_threshold"), checked.get("clip_high_threshold")
+    if low is not None and high is not None and low > high:
+        raise UserError(f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are absolute bounds on the ratio")
+    return checked
+
+
+def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits) -> TrainDatum:
+    """One datum from its decoded arrays, with every property the loss relies on checked."""
+    where = f"datum {index}"
+    expected = LOSS_INPUTS[loss_fn]
+    for name, array in inputs.items():
+        if name not in expected:
+            hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
+            raise UserError(f"{where}: loss {loss_fn.value} does not use the input {name!r}; {hint}")
+        if array.ndim != 1:
+            raise UserError(
+                f"{where}: {name} has shape {list(array.shape)}; this server takes one target per position (1-D). Repeat the datum once per target"
+            )
+        if array.size != tokens.size:
+            raise UserError(f"{where}: {name} has {array.size} entries for {tokens.size} model_input tokens; they must be equal")
+    missing = expected - set(inputs) - {"weights"}
+    if missing:
+        raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
+    if tokens.size == 0:
+        raise UserError(f"{where}: model_input is empty")
+    if tokens.size > limits.max_context_length:
+        raise UserError(f"{where}: {tokens.size} tokens exceed the model's context window of {limits.max_context_length}")
+    targets = inputs["target_tokens"]
+    if targets.dtype.kind not in "iu":
+        raise UserError(f"{where}: target_tokens must be int64, got {targets.dtype}")
+    return TrainDatum(
+        tokens=tokens,
+        target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
+        weights=_finite(inputs, "weights", where),
+        logprobs=_finite(inputs, "logprobs", where),
+        advantages=_finite(inputs, "advantages", where),
+    )
+
+
+def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
+    """One NaN would poison the whole accumulated gradient, and with it every later step."""
+    if name not in inputs:
+        return None
+    values = inputs[name].astype(np.float32)
+    if not np.isfinite(values).all():
+        raise UserError(f"{where}: {name} holds a value that is not finite")
+    return values
+
+
+def parse_tensor(body: object, where: str) -> np.ndarray:
+    """A JSON TensorData. SDK 0.24 and older may leave dtype and shape out."""
+    if isinstance(body, list):
+        body = {"data": body}
+    fields = Fields(body, where)
+    if fields.items("sparse_crow_indices") or fields.items("sparse_col_indices"):
+        raise UserError(f"{where}: sparse tensors are not supported by this server; send a dense 1-D tensor")
+    dtype = fields.optional_text("dtype")
+    if dtype not in (None, "int64", "float32"):
+        raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
+    try:
+        array = np.asarray(fields.items("data"), dtype=None if dtype is None else np.dtype(dtype))
+        shape = integers(fields.items("shape"), where)
+        array = array.reshape(shape.tolist()) if shape.size else array
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{where}: data does not match its dtype and shape") from None
+    if array.dtype.kind not in "iuf":
+        raise UserError(f"{where}: data must be numbers")
+    fields.finish()
+    return array
+
+
+def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
+    """The JSON body of forward_backward and forward, as SDK 0.24 and older send it."""
+    fields = Fields(body, "forward" if forward_only else "forward_backward")
+    inner = Fields(fields.mapping("forward_input" if forward_only else "forward_backward_input"), "forward_backward_input")
+    loss_fn = parse_loss_fn(inner.text("loss_fn"))
+    data = []
+    for index, datum_body in enumerate(inner.items("data")):
+        datum = Fields(datum_body, f"datum {index}")
+        tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
+        inputs = {name: parse_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
+        datum.finish()
+        data.append(check_datum(index, tokens, inputs, loss_fn, limits))
+    request = TrainRequest(
+        model_id=fields.text("model_id"),
+        seq_id=fields.optional_integer("seq_id"),
+        loss_fn=loss_fn,
+        loss_fn_config=check_loss_config(loss_fn, inner.mapping("loss_fn_config")),
+        data=tuple(data),
+        forward_only=forward_only,
+    )
+    inner.finish()
+    fields.ignore("type")
+    fields.finish()
+    if not data:
+        raise UserError("forward_backward: data is empty; send at least one datum")
+    return request
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def _nullable(values: np.ndarray) -> list[float | None]:
+    """JSON has no NaN; the SDK writes an undefined log-probability as null."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
+    """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not (ids)."""
+    match result:
+        case SampleResult():
+            return {
+                "type": "sample",
+                "sequences": [
+                    {"stop_reason": sequence.stop_reason.value, "tokens": sequence.tokens.tolist(), "logprobs": sequence.logprobs.tolist()}
+                    for sequence in result.sequences
+                ],
+                "prompt_logprobs": None if result.prompt_logprobs is None else _nullable(result.prompt_logprobs),
+                "prompt_cache_hit_tokens": result.prompt_cache_hit_tokens,
+            }
+        case ForwardBackwardResult():
+            return {
+                "loss_fn_output_type": "ArrayRecord",
+                "loss_fn_outputs": [
+                    {"logprobs": {"data": logprobs.tolist(), "dtype": "float32", "shape": [int(logprobs.size)]}} for logprobs in result.logprobs
+                ],
+                "metrics": dict(result.metrics),
+            }
+        case OptimStepResult():
+            return {"metrics": dict(result.metrics)}
+        case WeightsSaved():
+            return {"type": kind, "path": result.path, **extra}
+        case WeightsLoaded():
+            return {"type": kind, "model_id": result.model_id, **extra}
+        case Done():
+            return {"type": kind, **extra}
+
+
+def result_size(result: OpResult) -> int:
+    """Roughly how many bytes a finished future keeps alive."""
+    match result:
+        case SampleResult():
+            prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
+            return 200 + prompt + sum(200 + sequence.tokens.nbytes + sequence.logprobs.nbytes for sequence in result.sequences)
+        case ForwardBackwardResult():
+            return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)
+        case _:
+            return 500
