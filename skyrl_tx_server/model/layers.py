@@ -1,0 +1,93 @@
+"""The pieces of a Qwen3 layer: RMS norm, rotary embedding, causal attention over packed rows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.model.config import ModelConfig, YarnScaling
+
+QUERY_BLOCK = 256
+MAX_QUERY_BLOCKS = 8
+
+
+class Rope(NamedTuple):
+    """Rotary tables for given positions, each [B, T, head_dim / 2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Normalise in float32, scale in x's dtype (Hugging Face's order)."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype) * weight
+
+
+def rope_tables(config: ModelConfig, positions: jax.Array, dtype: jnp.dtype = jnp.float32) -> Rope:
+    """cos and sin for positions [B, T], computed in float32 and cast to the activations' dtype."""
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(config)
+    return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
+
+
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+    """Rotate x [B, T, heads, head_dim], halves paired as in Hugging Face."""
+    cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Causal attention of q [B, T, H, hd] over k, v [B, T, K, hd], each token within its own segment.
+
+    Long rows go block by block over the queries: a block sees only the keys before its end, and its probabilities are
+    recomputed in the backward pass, so [T, T] never lies in memory whole.
+    """
+    length = q.shape[1]
+    block = max(QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
+    if length <= block:
+        return _attend_block(q, k, v, segment_ids_BT, segment_ids_BT, first=0)
+    attend = jax.checkpoint(_attend_block, static_argnums=(5,))
+    blocks = []
+    for first in range(0, length, block):
+        end = min(first + block, length)
+        blocks.append(attend(q[:, first:end], k[:, :end], v[:, :end], segment_ids_BT[:, first:end], segment_ids_BT[:, :end], first))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _attend_block(q: jax.Array, k: jax.Array, v: jax.Array, query_segments: jax.Array, key_segments: jax.Array, first: int) -> jax.Array:
+    causal = (first + jnp.arange(q.shape[1]))[:, None] >= jnp.arange(k.shape[1])[None, :]
+    same = query_segments[:, :, None] == key_segments[:, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=(causal[None] & same)[:, None])
+
+
+def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """[head_dim / 2] float32, known when the program is traced."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    plain = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    return plain if config.rope_scaling is None else _yarn_frequencies(plain, config.rope_scaling, config)
+
+
+def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, config: ModelConfig) -> np.ndarray:
+    """Interpolate slow dimensions, leave fast ones, ramp between (YaRN, arXiv:2309.00071, section 3.2)."""
+
+    def dimension(rotations: float) -> float:
+        return (
+            config.head_dim
+            * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(config.rope_theta))
+        )
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    if low == high:
+        high += 0.001  # Hugging Face's guard against a division by zero
+    interpolated = np.clip((np.arange(config.head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (plain / yarn.factor * interpolated + plain * (1 - interpolated)).astype(np.float32)
