@@ -6,13 +6,12 @@ Everything the server cannot honour is a `UserError` that names the alternative;
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
     AdamSettings,
     Done,
@@ -30,7 +29,6 @@ from skyrl_tx_server.ops import (
 
 MAX_SAMPLES_PER_REQUEST = 4096
 MAX_SEED = 2**63 - 1
-CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 TEN_YEARS_S = 315_360_000
 
 LOSS_INPUTS = {
@@ -87,22 +85,6 @@ class SampleRequest:
     num_samples: int
     settings: SamplingSettings
     prompt_logprobs: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointPath:
-    """A parsed tinker://<run>/<weights|sampler_weights>/<name>."""
-
-    run_id: str
-    kind: str
-    name: str
-
-    @property
-    def checkpoint_id(self) -> str:
-        return f"{self.kind}/{self.name}"
-
-    def __str__(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
 class Fields:
@@ -205,21 +187,6 @@ class Fields:
 
 
 # --- small values -----------------------------------------------------------------------------------------------
-
-
-def parse_checkpoint_path(path: str) -> CheckpointPath:
-    parts = path.removeprefix("tinker://").split("/")
-    if not path.startswith("tinker://") or len(parts) != 3 or not all(parts) or parts[1] not in ("weights", "sampler_weights"):
-        raise UserError(f"{path!r} is not a checkpoint path; expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>")
-    if ".." in parts[0] or CHECKPOINT_NAME.fullmatch(parts[2]) is None:
-        raise NotFoundError(f"no checkpoint {path}")
-    return CheckpointPath(run_id=parts[0], kind=parts[1], name=parts[2])
-
-
-def check_checkpoint_name(name: str) -> str:
-    if CHECKPOINT_NAME.fullmatch(name) is None:
-        raise UserError(f"checkpoint name {name[:80]!r} must be 1-255 letters, digits, '.', '_' or '-', beginning with a letter, digit or '_'")
-    return name
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import ForwardBackwardResult, OpResult, SampleResult, StopReason, TrainDatum
+from skyrl_tx_server.ops import ForwardBackwardResult, LossFn, OpResult, SampleResult, StopReason, TrainDatum
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.wire import Limits, TrainRequest, check_datum, check_loss_config, check_tokens, parse_loss_fn
 
@@ -51,7 +51,7 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     )
 
 
-def _datum(index: int, datum: pb.Datum, loss_fn: str, limits: Limits) -> TrainDatum:
+def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
     where = f"datum {index}"
     _refuse_unknown(datum, where)
     chunks = []
@@ -62,7 +62,7 @@ def _datum(index: int, datum: pb.Datum, loss_fn: str, limits: Limits) -> TrainDa
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
     tokens = check_tokens(np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits)
     inputs = {name: _tensor(tensor, f"{where}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
-    return check_datum(index, tokens, inputs, parse_loss_fn(loss_fn), limits)
+    return check_datum(index, tokens, inputs, loss_fn, limits)
 
 
 def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
