@@ -1,0 +1,301 @@
+"""The engine: one thread owns the devices, takes the scheduler's turns, and resolves a future per operation.
+
+HTTP code calls `submit` from any thread. A failing operation fails its own future alone: an error raised on purpose (a `ServerError`)
+reaches the caller as it is, anything else is logged with its traceback and reaches the caller as a `ServerError` with type and message.
+Only when the device state of all running samples is lost with it (the key-value cache was donated to the program that failed) do these
+samples fail together; the executor starts over with an empty cache and waiting requests go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from skyrl_tx_server.errors import CapacityError, ServerError
+from skyrl_tx_server.ops import Op, OpResult, Sample, SampledSequence, SampleResult
+from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What clients may ask of this engine."""
+
+    base_model: str
+    max_context_length: int  # prompt + completion
+    max_lora_rank: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRow:
+    """Sample `index` of request `ticket` is complete."""
+
+    ticket: int
+    index: int
+    sequence: SampledSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """What prefilling a request brought at once."""
+
+    prompt_logprobs: np.ndarray | None  # [P] float32
+    prompt_cache_hit_tokens: int
+    finished: Sequence[FinishedRow]  # rows that were over after their first token
+
+
+class RowsLostError(ServerError):
+    """The device state of every running sample is gone; the executor has an empty cache again."""
+
+
+class Executor(Protocol):
+    """Sole owner of the devices; called from the engine's thread only."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def rows_decoding(self) -> int: ...
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
+        ...
+
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+        """Give samples first .. first + count - 1 a slot each. CapacityError: no room now. RowsLostError: see there."""
+        ...
+
+    def decode(self) -> Sequence[FinishedRow]:
+        """One decode block over all occupied slots. After any exception no slot is occupied."""
+        ...
+
+    def release(self, ticket: int) -> None:
+        """Free the slots of a request that failed."""
+        ...
+
+    def stats(self) -> dict[str, object]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sampling:
+    """A `Sample` on its way: rows arrive one by one, in any order."""
+
+    op: Sample
+    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    prompt_logprobs: np.ndarray | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+class Engine:
+    """Operations in, futures out. `start` it once, `stop` it once."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._scheduler = Scheduler()
+        self._work = threading.Condition()  # guards every attribute below and the scheduler
+        self._futures: dict[int, Future[OpResult]] = {}
+        self._last_ticket = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        # The engine's thread alone:
+        self._jobs: dict[int, Generator[None, None, OpResult]] = {}
+        self._sampling: dict[int, _Sampling] = {}
+        self._counts = {"ops_finished": 0, "ops_failed": 0, "tokens_sampled": 0, "tokens_prefilled": 0, "decode_blocks": 0}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._executor.info
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the turn under way, then fail what is pending. Safe to call twice, and without `start`."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._close()
+
+    def submit(self, op: Op) -> Future[OpResult]:
+        """Queue `op`. Cancelling the future before its first turn withdraws it."""
+        future: Future[OpResult] = Future()
+        with self._work:
+            if self._stopping:
+                future.set_exception(ServerError("the server is stopping; this request was not accepted"))
+                return future
+            self._last_ticket += 1
+            self._futures[self._last_ticket] = future
+            self._scheduler.add(self._last_ticket, op)
+            self._work.notify()
+        return future
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges for metrics and tests; the executor's own (slots, compilations by name) among them."""
+        with self._work:
+            queues = {
+                "ops_pending": len(self._futures),
+                "samples_waiting": self._scheduler.num_waiting_samples,
+                "steps_waiting": self._scheduler.num_waiting_steps,
+            }
+        return {**queues, **self._counts, **self._executor.stats()}
+
+    def _loop(self) -> None:
+        try:
+            while (turn := self._next_turn()) is not None:
+                match turn:
+                    case Step():
+                        self._step(turn)
+                    case Admit():
+                        self._admit(turn)
+                    case Decode():
+                        self._decode()
+        except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
+            logger.exception("the engine thread died")
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        with self._work:
+            self._stopping = True
+            pending, self._futures = self._futures, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(ServerError("the server is stopping; this request was not finished"))
+
+    def _next_turn(self) -> Turn | None:
+        """Wait for work; None when stopping."""
+        with self._work:
+            while not self._stopping:
+                decoding = self._executor.rows_decoding
+                turn = self._scheduler.next(free_slots=self._executor.num_slots - decoding, rows_decoding=decoding)
+                if turn is not None:
+                    return turn
+                self._work.wait()
+            return None
+
+    def _step(self, step: Step) -> None:
+        if step.ticket not in self._jobs and not self._begin(step.ticket):
+            self._finish(step)
+            return
+        try:
+            if step.ticket not in self._jobs:
+                self._jobs[step.ticket] = self._executor.run(step.op)
+            next(self._jobs[step.ticket])
+        except StopIteration as finished:
+            self._finish(step)
+            self._resolve(step.ticket, finished.value)
+        except Exception as error:
+            self._finish(step)
+            self._fail(step.ticket, error, what=type(step.op).__name__)
+
+    def _finish(self, step: Step) -> None:
+        self._jobs.pop(step.ticket, None)
+        with self._work:
+            self._scheduler.finish(step)
+
+    def _admit(self, admit: Admit) -> None:
+        if admit.ticket not in self._sampling:
+            if not self._begin(admit.ticket):
+                with self._work:
+                    self._scheduler.drop_sample(admit.ticket)
+                return
+            self._sampling[admit.ticket] = _Sampling(op=admit.op)
+        sampling = self._sampling[admit.ticket]
+        try:
+            admission = self._executor.admit(admit.ticket, admit.op, first=admit.first, count=admit.count)
+        except CapacityError as error:
+            if self._executor.rows_decoding:  # a row that finishes makes room
+                with self._work:
+                    self._scheduler.hold(admit)
+            else:
+                self._fail_sample(admit.ticket, error)
+        except RowsLostError as error:
+            self._fail_all_samples(error)
+        except Exception as error:
+            self._fail_sample(admit.ticket, error)
+        else:
+            self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
+            if admit.first == 0:
+                sampling.prompt_logprobs = admission.prompt_logprobs
+                sampling.prompt_cache_hit_tokens = admission.prompt_cache_hit_tokens
+            self._collect(admission.finished)
+
+    def _decode(self) -> None:
+        self._counts["decode_blocks"] += 1
+        try:
+            finished = self._executor.decode()
+        except Exception as error:
+            self._fail_all_samples(error)
+        else:
+            self._collect(finished)
+
+    def _collect(self, rows: Sequence[FinishedRow]) -> None:
+        for row in rows:
+            sampling = self._sampling[row.ticket]
+            sampling.sequences[row.index] = row.sequence
+            self._counts["tokens_sampled"] += len(row.sequence.tokens)
+            if len(sampling.sequences) == sampling.op.num_samples:
+                del self._sampling[row.ticket]
+                result = SampleResult(
+                    sequences=tuple(sampling.sequences[index] for index in range(sampling.op.num_samples)),
+                    prompt_logprobs=sampling.prompt_logprobs,
+                    prompt_cache_hit_tokens=sampling.prompt_cache_hit_tokens,
+                )
+                self._resolve(row.ticket, result)
+        if rows:
+            with self._work:
+                self._scheduler.row_finished()
+
+    def _fail_sample(self, ticket: int, error: Exception) -> None:
+        self._sampling.pop(ticket, None)
+        self._executor.release(ticket)
+        with self._work:
+            self._scheduler.drop_sample(ticket)
+            self._scheduler.row_finished()
+        self._fail(ticket, error, what="Sample")
+
+    def _fail_all_samples(self, error: Exception) -> None:
+        """Every request that has begun shares the fate of the lost cache; those still waiting do not."""
+        for ticket in list(self._sampling):
+            self._fail_sample(ticket, error)
+
+    def _begin(self, ticket: int) -> bool:
+        """False when the caller has withdrawn the operation."""
+        with self._work:
+            future = self._futures[ticket]
+            if future.set_running_or_notify_cancel():
+                return True
+            del self._futures[ticket]
+            return False
+
+    def _resolve(self, ticket: int, result: OpResult) -> None:
+        self._counts["ops_finished"] += 1
+        self._deliver(ticket, lambda future: future.set_result(result))
+
+    def _fail(self, ticket: int, error: Exception, *, what: str) -> None:
+        self._counts["ops_failed"] += 1
+        if not isinstance(error, ServerError):
+            logger.error("%s failed: %s", what, error, exc_info=error)
+            unexpected = error
+            error = ServerError(f"{what} failed in the engine: {type(unexpected).__name__}: {unexpected}")
+            error.__cause__ = unexpected
+        self._deliver(ticket, lambda future: future.set_exception(error))
+
+    def _deliver(self, ticket: int, put: Callable[[Future[OpResult]], None]) -> None:
+        with self._work:
+            future = self._futures.pop(ticket, None)
+        if future is not None:  # None: stop() has answered already
+            put(future)

@@ -1,0 +1,167 @@
+"""Which work comes next: pure bookkeeping, no threads and no devices.
+
+Rules, each with its test:
+- Operations of one model run in submission order, one at a time; models take turns, one step (one micro-batch) each.
+- When training and sampling both have work they alternate: a decode block between two training steps, a training step between two decode
+  blocks. A forward pass beside a long generation therefore waits for one block (and at most PREFILLS_PER_TURN prefills).
+- Waiting samples get free slots in the order they came; a request for several samples may enter in parts.
+- A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that were asked for before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from skyrl_tx_server.ops import DropSnapshot, Op, Sample, SaveSampler
+
+PREFILLS_PER_TURN = 4
+"""Prompts prefilled before a decode block while training waits; without waiting training every free slot is filled first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Run one step of the operation `ticket`: one micro-batch of training, or a whole small operation."""
+
+    ticket: int
+    op: Op
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admit:
+    """Prefill the prompt of `op` and give samples `first .. first + count - 1` of it a slot each."""
+
+    ticket: int
+    op: Sample
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """Run one decode block over all occupied slots."""
+
+
+Turn = Step | Admit | Decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting:
+    ticket: int
+    op: Sample
+    first: int  # samples below this index have their slots already
+
+
+class Scheduler:
+    """The queues and whose turn it is. The caller owns the lock."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[Step]] = {}  # by model; the dict's order is the round-robin order
+        self._samples: deque[_Waiting] = deque()
+        self._training_next = True
+        self._prefills = 0  # since the last decode block
+        self._samples_held = False
+
+    def add(self, ticket: int, op: Op) -> None:
+        """Queue `op`; tickets grow with every submission."""
+        if isinstance(op, Sample):
+            self._samples.append(_Waiting(ticket=ticket, op=op, first=0))
+        else:
+            self._lines.setdefault(_line_of(op), deque()).append(Step(ticket=ticket, op=op))
+
+    def next(self, *, free_slots: int, rows_decoding: int) -> Turn | None:
+        """The next turn; None when there is nothing to do until something is added or a row finishes."""
+        step = self._runnable_step()
+        admit = self._admission(free_slots)
+        if step is not None and self._prefills >= PREFILLS_PER_TURN:
+            admit = None
+            if not rows_decoding:  # every prefilled request was already over: the prefills were sampling's turn
+                self._training_next = True
+        if step is not None and (self._training_next or not (admit or rows_decoding)):
+            self._training_next = False
+            self._prefills = 0
+            line = _line_of(step.op)
+            self._lines[line] = self._lines.pop(line)
+            return step
+        if admit is not None:
+            self._prefills += 1
+            self._take(admit)
+            return admit
+        if rows_decoding:
+            self._training_next = True
+            self._prefills = 0
+            return Decode()
+        return None
+
+    def finish(self, step: Step) -> None:
+        """The operation of `step` is over, well or badly; its model's next one may run."""
+        line = self._lines[_line_of(step.op)]
+        assert line[0].ticket == step.ticket
+        line.popleft()
+        if not line:
+            del self._lines[_line_of(step.op)]
+
+    def hold(self, admit: Admit) -> None:
+        """The executor has no room for `admit` now: keep its place at the head of the queue until a row finishes."""
+        self._drop_waiting(admit.ticket)
+        self._samples.appendleft(_Waiting(ticket=admit.ticket, op=admit.op, first=admit.first))
+        self._samples_held = True
+
+    def row_finished(self) -> None:
+        self._samples_held = False
+
+    def drop_sample(self, ticket: int) -> None:
+        """Forget what still waits of a failed request."""
+        self._drop_waiting(ticket)
+
+    @property
+    def num_waiting_samples(self) -> int:
+        return len(self._samples)
+
+    @property
+    def num_waiting_steps(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def _runnable_step(self) -> Step | None:
+        return next((line[0] for line in self._lines.values() if self._may_run(line[0])), None)
+
+    def _may_run(self, step: Step) -> bool:
+        match step.op:
+            case DropSnapshot(weights=weights):
+                return not any(w.op.weights == weights and w.ticket < step.ticket for w in self._samples) and not self._being_saved(
+                    weights, step.ticket
+                )
+            case _:
+                return True
+
+    def _admission(self, free_slots: int) -> Admit | None:
+        if not free_slots or self._samples_held:
+            return None
+        for waiting in self._samples:
+            if waiting.op.weights is None or not self._being_saved(waiting.op.weights, waiting.ticket):
+                count = min(free_slots, waiting.op.num_samples - waiting.first)
+                return Admit(ticket=waiting.ticket, op=waiting.op, first=waiting.first, count=count)
+        return None
+
+    def _being_saved(self, weights: str, ticket: int) -> bool:
+        return any(
+            isinstance(step.op, SaveSampler) and step.op.weights == weights and step.ticket < ticket
+            for line in self._lines.values()
+            for step in line
+        )
+
+    def _take(self, admit: Admit) -> None:
+        at = next(i for i, waiting in enumerate(self._samples) if waiting.ticket == admit.ticket)
+        if admit.first + admit.count == admit.op.num_samples:
+            del self._samples[at]
+        else:
+            self._samples[at] = replace(self._samples[at], first=admit.first + admit.count)
+
+    def _drop_waiting(self, ticket: int) -> None:
+        self._samples = deque(waiting for waiting in self._samples if waiting.ticket != ticket)
+
+
+def _line_of(op: Op) -> str:
+    """Operations in one line run in order: those of one model, and those on one snapshot that no model owns."""
+    assert not isinstance(op, Sample)
+    return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

@@ -1,0 +1,140 @@
+"""An executor without devices: every operation succeeds unless told otherwise, and what ran is on record."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import (
+    CreateModel,
+    Done,
+    DropSnapshot,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    OpResult,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SampledSequence,
+    SaveSampler,
+    SaveWeights,
+    StopReason,
+    UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
+)
+
+
+@dataclass(kw_only=True)
+class FakeExecutor:
+    """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are all -1.
+
+    A decode block adds `block` tokens to every row, and a row is over after `max_tokens` (default 4) tokens.
+    """
+
+    num_slots: int = 4
+    block: int = 2
+    info: EngineInfo = field(
+        default_factory=lambda: EngineInfo(base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000)
+    )
+    gate: threading.Event | None = None  # when set, nothing runs before the event is
+    errors: dict[str, Exception] = field(default_factory=dict)  # by entry of `log`: raised instead of running it
+    log: list[str] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)  # who called
+    models: dict[str, LoraSpec] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
+
+    @property
+    def rows_decoding(self) -> int:
+        return len(self._rows)
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        match op:
+            case CreateModel(model_id=model_id, lora=lora):
+                self._enter(f"create {model_id}")
+                self.models[model_id] = lora
+                return Done()
+            case LoadWeights(model_id=model_id):
+                self._enter(f"load {model_id}")
+                lora = self.models.setdefault(model_id, LoraSpec(rank=4))
+                return WeightsLoaded(model_id=model_id, lora=lora)
+            case ForwardBackward(model_id=model_id, data=data):
+                for number, _ in enumerate(data):
+                    if number:
+                        yield
+                    self._enter(f"forward_backward {model_id} {number}")
+                logprobs = tuple(np.full(len(datum.tokens), -1.0, np.float32) for datum in data)
+                return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": float(sum(len(datum.tokens) for datum in data))})
+            case OptimStep(model_id=model_id):
+                self._enter(f"optim {model_id}")
+                return OptimStepResult(metrics={"grad_norm": 1.0})
+            case SaveWeights(model_id=model_id, name=name):
+                self._enter(f"save {model_id}")
+                return WeightsSaved(path=f"tinker://{model_id}/weights/{name}", size_bytes=1)
+            case SaveSampler(model_id=model_id, name=name, weights=weights):
+                self._enter(f"snapshot {weights}")
+                return WeightsSaved(path=f"tinker://{model_id}/sampler_weights/{name}" if name else None, size_bytes=1)
+            case UnloadModel(model_id=model_id):
+                self._enter(f"unload {model_id}")
+                self.models.pop(model_id, None)
+                return Done()
+            case DropSnapshot(weights=weights):
+                self._enter(f"drop {weights}")
+                return Done()
+            case Sample():
+                raise AssertionError("a Sample is admitted, not run")
+
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+        self._enter(f"admit {op.weights} {first}+{count}")
+        if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
+            raise UserError("Prompt length plus max_tokens exceeds the model's context window")
+        assert self.rows_decoding + count <= self.num_slots
+        for index in range(first, first + count):
+            self._rows[ticket, index] = (op, 0)
+        logprobs = None
+        if op.prompt_logprobs:
+            logprobs = np.full(len(op.prompt), -1.0, np.float32)
+            logprobs[0] = np.nan
+        return Admission(prompt_logprobs=logprobs, prompt_cache_hit_tokens=0, finished=())
+
+    def decode(self) -> Sequence[FinishedRow]:
+        try:
+            self._enter("decode")
+        except Exception:
+            self._rows.clear()
+            raise
+        finished = []
+        for (ticket, index), (op, sampled) in list(self._rows.items()):
+            length = op.settings.max_tokens or 4
+            if sampled + self.block < length:
+                self._rows[ticket, index] = (op, sampled + self.block)
+                continue
+            del self._rows[ticket, index]
+            tokens = (int(op.prompt[-1]) + 1 + np.arange(length)) % self.info.vocab_size
+            sequence = SampledSequence(
+                tokens=tokens.astype(np.int32), logprobs=np.full(length, -1.0, np.float32), stop_reason=StopReason.LENGTH
+            )
+            finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
+        return finished
+
+    def release(self, ticket: int) -> None:
+        self._rows = {key: row for key, row in self._rows.items() if key[0] != ticket}
+
+    def stats(self) -> dict[str, object]:
+        return {"slots": self.num_slots, "slots_used": self.rows_decoding, "compilations": {}}
+
+    def _enter(self, entry: str) -> None:
+        if self.gate is not None:
+            self.gate.wait()
+        self.threads.add(threading.get_ident())
+        self.log.append(entry)
+        if entry in self.errors:
+            raise self.errors[entry]

@@ -1,0 +1,145 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, parse_path
+from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.ops import LoraSpec
+
+RUN = "session-1:train:0"
+ARRAYS = {"adapter/a": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.array(0.5, np.float32)}
+LORA = LoraSpec(rank=4, seed=7, train_unembed=False, alpha=16.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", "org/model")
+
+
+def write(store: CheckpointStore, name: str = "one", *, kind: str = "weights", run: str = RUN, overwrite: bool = False, scale: float = 1.0):
+    arrays = {key: value * np.float32(scale) for key, value in ARRAYS.items()}
+    return store.write(kind, run, name, arrays, LORA, 3, {"renderer_name": "qwen3"}, overwrite)
+
+
+def test_what_is_read_is_what_was_written(store: CheckpointStore):
+    written = write(store)
+    info, arrays = store.read(f"tinker://{RUN}/weights/one")
+    assert info == written == store.info(written.path)
+    assert (info.run_id, info.kind, info.name, info.base_model) == (RUN, CheckpointKind.TRAINING, "one", "org/model")
+    assert (info.lora, info.step, info.user_metadata) == (LORA, 3, {"renderer_name": "qwen3"})
+    assert info.size_bytes > sum(value.nbytes for value in ARRAYS.values())
+    assert arrays.keys() == ARRAYS.keys()
+    for key, value in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[key], value)
+        assert arrays[key].shape == value.shape
+
+
+def test_list_is_oldest_first_and_can_be_limited_to_a_run(store: CheckpointStore, tmp_path: Path):
+    for name, run in [("b", RUN), ("a", RUN), ("c", "other")]:
+        write(store, name, run=run)
+    (tmp_path / "checkpoints" / "foreign" / "weights" / "x").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "foreign" / "weights" / "x" / "checkpoint.json").write_text("{}")
+    assert [info.name for info in store.list()] == ["b", "a", "c"]
+    assert [info.name for info in store.list(RUN)] == ["b", "a"]
+
+
+def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
+    path = write(store).path
+    with pytest.raises(ConflictError, match="exists already"):
+        write(store, scale=2.0)
+    np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
+    write(store, scale=2.0, overwrite=True)
+    np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(1.0))
+    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    path = write(store).path
+
+    def no_space(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_space)
+        with pytest.raises(ServerError, match=r"cannot write checkpoint .*No space left"):
+            write(store, scale=2.0, overwrite=True)
+    np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
+    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStore):
+    directory = Path(store._root) / RUN / "weights" / "one"
+    directory.mkdir(parents=True)
+    (directory / "arrays-dead.safetensors").write_bytes(b"half")
+    assert not store.exists(f"tinker://{RUN}/weights/one") and store.list() == []
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        store.read(f"tinker://{RUN}/weights/one")
+    write(store)
+    assert not (directory / "arrays-dead.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda directory: next(directory.glob("arrays-*")).unlink(), "is damaged"),
+        (lambda directory: next(directory.glob("arrays-*")).write_bytes(b"x"), "is damaged"),
+        (lambda directory: flip_last_byte(next(directory.glob("arrays-*"))), "is damaged"),
+        (lambda directory: (directory / "checkpoint.json").write_text('{"format":'), "is not JSON"),
+        (lambda directory: (directory / "checkpoint.json").write_text('{"format": "peft"}'), "not written by this server"),
+        (lambda directory: change_record(directory, version=9), "format version 9"),
+        (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "lacks or garbles"),
+    ],
+)
+def test_torn_and_foreign_checkpoints_are_refused_by_name(store: CheckpointStore, damage, message: str):
+    path = write(store).path
+    damage(Path(store._root) / RUN / "weights" / "one")
+    with pytest.raises(UserError, match=message) as caught:
+        store.read(path)
+    assert path in str(caught.value)
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change_record(directory: Path, **changes: object) -> None:
+    record = json.loads((directory / "checkpoint.json").read_text())
+    (directory / "checkpoint.json").write_text(json.dumps(record | changes))
+
+
+def test_another_base_models_checkpoint_is_refused(store: CheckpointStore):
+    path = write(store).path
+    other = CheckpointStore(store._root, "org/other")
+    assert other.info(path).base_model == "org/model"
+    with pytest.raises(UserError, match="made from base model org/model, this server runs org/other"):
+        other.read(path)
+
+
+def test_delete_removes_it(store: CheckpointStore):
+    path = write(store, kind="sampler_weights").path
+    store.delete(path)
+    assert not store.exists(path)
+    with pytest.raises(NotFoundError):
+        store.delete(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b", "tinker://../weights/one", "tinker://run/weights/..",
+             "tinker://run/weights/", "tinker:///weights/one", "tinker://run/weights/a b"]
+)  # fmt: skip
+def test_paths_outside_the_grammar_are_refused(path: str):
+    with pytest.raises(UserError):
+        parse_path(path)
+
+
+def test_names_outside_the_grammar_are_refused_at_write(store: CheckpointStore):
+    for name in ("a/b", "..", "", "a b"):
+        with pytest.raises(UserError):
+            write(store, name)
+    assert replace(write(store, "ok-1.2_3"), user_metadata={}).name == "ok-1.2_3"

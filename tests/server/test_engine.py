@@ -1,0 +1,170 @@
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import Engine, RowsLostError
+from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    Done,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SampleResult,
+    SamplingSettings,
+    TrainDatum,
+)
+from tests.fakes.executor import FakeExecutor
+
+TIMEOUT_S = 10
+
+
+@contextmanager
+def running(executor: FakeExecutor) -> Iterator[Engine]:
+    engine = Engine(executor)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        if executor.gate is not None:
+            executor.gate.set()
+        engine.stop()
+
+
+def sample(last: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None) -> Sample:
+    settings = SamplingSettings(max_tokens=max_tokens)
+    return Sample(weights=weights, prompt=np.array([7, last], np.int32), settings=settings, num_samples=num_samples)
+
+
+def train(model_id: str, num_data: int) -> ForwardBackward:
+    tokens = np.zeros(3, np.int32)
+    datum = TrainDatum(tokens=tokens, target_tokens=tokens)
+    return ForwardBackward(model_id=model_id, data=(datum,) * num_data, loss_fn=LossFn.CROSS_ENTROPY)
+
+
+def create(model_id: str) -> CreateModel:
+    return CreateModel(model_id=model_id, lora=LoraSpec(rank=2))
+
+
+def optim(model_id: str) -> OptimStep:
+    return OptimStep(model_id=model_id, adam=AdamSettings())
+
+
+def test_results_come_back_through_futures_and_one_thread_does_the_work():
+    executor = FakeExecutor()
+    with running(executor) as engine:
+        futures = [engine.submit(create("a")), engine.submit(train("a", 2)), engine.submit(optim("a"))]
+        results = [future.result(TIMEOUT_S) for future in futures]
+    assert results[0] == Done()
+    assert results[1].metrics == {"loss:sum": 6.0}
+    assert executor.log == ["create a", "forward_backward a 0", "forward_backward a 1", "optim a"]
+    assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
+
+
+def test_samples_of_one_request_return_in_order_even_when_slots_are_few():
+    with running(FakeExecutor(num_slots=2)) as engine:
+        result = engine.submit(sample(10, num_samples=5)).result(TIMEOUT_S)
+    assert isinstance(result, SampleResult)
+    assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
+
+
+def test_training_runs_between_the_blocks_of_a_long_generation():
+    executor = FakeExecutor(gate=threading.Event())
+    with running(executor) as engine:
+        long = engine.submit(sample(max_tokens=40))
+        forward = engine.submit(train("a", 3))
+        executor.gate.set()
+        long.result(TIMEOUT_S), forward.result(TIMEOUT_S)
+    turns = [entry.split()[0] for entry in executor.log]
+    last = max(at for at, turn in enumerate(turns) if turn == "forward_backward")
+    between = turns[turns.index("decode") : last + 1]
+    assert all(pair in (["decode", "forward_backward"], ["forward_backward", "decode"]) for pair in map(list, pairwise(between)))
+
+
+def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
+    error = NotFoundError("no model a")
+    with running(FakeExecutor(errors={"optim a": error})) as engine:
+        failing, good = engine.submit(optim("a")), engine.submit(optim("b"))
+        assert failing.exception(TIMEOUT_S) is error
+        assert good.result(TIMEOUT_S).metrics == {"grad_norm": 1.0}
+
+
+def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(caplog: pytest.LogCaptureFixture):
+    with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
+        error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
+        after = engine.submit(optim("a")).result(TIMEOUT_S)
+    assert type(error) is ServerError and str(error) == "ForwardBackward failed in the engine: RuntimeError: out of memory"
+    assert after.metrics == {"grad_norm": 1.0}
+    assert "Traceback" in caplog.text
+
+
+def test_a_sample_that_cannot_be_honoured_fails_alone():
+    with running(FakeExecutor()) as engine:
+        good, bad = engine.submit(sample(max_tokens=20)), engine.submit(sample(max_tokens=63))
+        assert isinstance(bad.exception(TIMEOUT_S), UserError)
+        assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 20
+
+
+def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_request():
+    executor = FakeExecutor(num_slots=2, errors={"admit s 2+1": RuntimeError("boom")})
+    with running(executor) as engine:
+        bad, good = engine.submit(sample(num_samples=3, weights="s")), engine.submit(sample(5))
+        assert "boom" in str(bad.exception(TIMEOUT_S))
+        assert list(good.result(TIMEOUT_S).sequences[0].tokens) == [6, 7, 8, 9]
+        assert engine.stats()["slots_used"] == 0
+
+
+@pytest.mark.parametrize("entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", RowsLostError("lost"))])
+def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, error: Exception):
+    executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
+    with running(executor) as engine:
+        first = engine.submit(sample(max_tokens=20))
+        second = engine.submit(sample(weights="other"))
+        executor.gate.set()
+        assert "lost" in str(first.exception(TIMEOUT_S)) and "lost" in str(second.exception(TIMEOUT_S))
+        executor.errors.clear()
+        assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
+
+
+def test_a_sample_without_room_waits_for_a_row_to_finish():
+    class OneAtATime(FakeExecutor):
+        def admit(self, ticket, op, *, first, count):
+            if self.rows_decoding:
+                raise CapacityError("bank is full")
+            return super().admit(ticket, op, first=first, count=count)
+
+    with running(OneAtATime()) as engine:
+        futures = [engine.submit(sample(last)) for last in (1, 2, 3)]
+        assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
+
+
+def test_a_withdrawn_operation_never_runs():
+    executor = FakeExecutor(gate=threading.Event())
+    with running(executor) as engine:
+        first = engine.submit(create("a"))
+        withdrawn = engine.submit(create("b"))
+        withdrawn_sample = engine.submit(sample())
+        assert withdrawn.cancel() and withdrawn_sample.cancel()
+        executor.gate.set()
+        first.result(TIMEOUT_S), engine.submit(create("c")).result(TIMEOUT_S)
+        assert engine.stats()["ops_pending"] == 0
+    assert executor.log == ["create a", "create c"]
+
+
+def test_stop_fails_what_is_pending_with_a_clear_error():
+    executor = FakeExecutor()
+    engine = Engine(executor)
+    pending = [engine.submit(create("a")), engine.submit(sample())]
+    engine.stop()
+    engine.stop()
+    for future in [*pending, engine.submit(create("b"))]:
+        error = future.exception(TIMEOUT_S)
+        assert isinstance(error, ServerError) and "stopping" in str(error)
+    assert executor.log == []

@@ -1,0 +1,152 @@
+import numpy as np
+
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    DropSnapshot,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    Op,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+)
+from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, Admit, Decode, Scheduler, Step
+
+
+def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
+    return Sample(weights=weights, prompt=np.array([1], np.int32), settings=SamplingSettings(), num_samples=num_samples)
+
+
+def optim(model_id: str) -> OptimStep:
+    return OptimStep(model_id=model_id, adam=AdamSettings())
+
+
+def forward(model_id: str) -> ForwardBackward:
+    return ForwardBackward(model_id=model_id, data=(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)
+
+
+def queue(*ops: Op) -> Scheduler:
+    scheduler = Scheduler()
+    for ticket, op in enumerate(ops, start=1):
+        scheduler.add(ticket, op)
+    return scheduler
+
+
+def run_steps(scheduler: Scheduler) -> list[int]:
+    """Tickets in the order they run when every operation takes one step and nothing samples."""
+    order = []
+    while isinstance(turn := scheduler.next(free_slots=0, rows_decoding=0), Step):
+        order.append(turn.ticket)
+        scheduler.finish(turn)
+    return order
+
+
+def test_nothing_to_do_is_none():
+    assert Scheduler().next(free_slots=4, rows_decoding=0) is None
+
+
+def test_operations_of_one_model_run_in_submission_order_and_models_take_turns():
+    scheduler = queue(forward("a"), optim("a"), forward("a"), forward("b"), optim("b"))
+    assert run_steps(scheduler) == [1, 4, 2, 5, 3]
+
+
+def test_an_unfinished_operation_keeps_its_model_but_not_the_others_waiting():
+    scheduler = queue(forward("a"), optim("a"), forward("b"))
+    turns = [scheduler.next(free_slots=0, rows_decoding=0) for _ in range(4)]
+    assert [turn.ticket for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
+
+
+def test_training_and_decoding_alternate_when_both_have_work():
+    scheduler = queue(*[forward("a") for _ in range(3)])
+    kinds = []
+    for _ in range(6):
+        turn = scheduler.next(free_slots=0, rows_decoding=2)
+        kinds.append(type(turn))
+        if isinstance(turn, Step):
+            scheduler.finish(turn)
+    assert kinds == [Step, Decode, Step, Decode, Step, Decode]
+
+
+def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
+    scheduler = Scheduler()
+    for _ in range(5):
+        assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
+    scheduler.add(1, forward("a"))
+    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+    scheduler.add(2, forward("b"))
+    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
+    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+
+
+def test_waiting_samples_enter_in_order_and_in_parts():
+    scheduler = queue(sample(num_samples=3), sample(num_samples=2))
+    assert scheduler.next(free_slots=2, rows_decoding=0) == Admit(ticket=1, op=scheduler._samples[0].op, first=0, count=2)
+    assert isinstance(scheduler.next(free_slots=0, rows_decoding=2), Decode)
+    rest = scheduler.next(free_slots=2, rows_decoding=0)
+    assert isinstance(rest, Admit) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
+    second = scheduler.next(free_slots=1, rows_decoding=1)
+    assert isinstance(second, Admit) and (second.ticket, second.first, second.count) == (2, 0, 1)
+
+
+def test_all_free_slots_fill_before_decoding_unless_training_waits():
+    scheduler = queue(*[sample() for _ in range(8)])
+    turns = [scheduler.next(free_slots=8 - n, rows_decoding=n) for n in range(9)]
+    assert [type(turn) for turn in turns] == [Admit] * 8 + [Decode]
+
+    scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
+    turns = [scheduler.next(free_slots=8, rows_decoding=0)]
+    scheduler.finish(turns[0])
+    turns += [scheduler.next(free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
+    assert [type(turn) for turn in turns] == [Step] + [Admit] * PREFILLS_PER_TURN + [Decode, Step]
+
+
+def test_requests_that_end_in_their_prefill_do_not_starve_training():
+    scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
+    first = scheduler.next(free_slots=4, rows_decoding=0)
+    assert isinstance(first, Step)
+    scheduler.finish(first)
+    turns = [scheduler.next(free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
+    assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Step]
+
+
+def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
+    scheduler = queue(optim("a"), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample())
+    first = scheduler.next(free_slots=4, rows_decoding=0)
+    assert isinstance(first, Step) and first.ticket == 1
+    scheduler.finish(first)
+    passing = scheduler.next(free_slots=4, rows_decoding=0)
+    assert isinstance(passing, Admit) and passing.ticket == 4
+    scheduler.next(free_slots=3, rows_decoding=1)
+    save = scheduler.next(free_slots=3, rows_decoding=1)
+    assert isinstance(save, Step) and save.ticket == 2
+    scheduler.finish(save)
+    waited = scheduler.next(free_slots=3, rows_decoding=1)
+    assert isinstance(waited, Admit) and waited.ticket == 3
+
+
+def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
+    scheduler = queue(sample("s"), DropSnapshot(weights="s"))
+    assert scheduler.next(free_slots=0, rows_decoding=0) is None
+    assert isinstance(scheduler.next(free_slots=1, rows_decoding=0), Admit)
+    drop = scheduler.next(free_slots=0, rows_decoding=1)
+    assert isinstance(drop, Step) and drop.ticket == 2
+
+
+def test_a_held_sample_keeps_its_place_until_a_row_finishes():
+    scheduler = queue(sample("s"), sample())
+    admit = scheduler.next(free_slots=2, rows_decoding=1)
+    assert isinstance(admit, Admit)
+    scheduler.hold(admit)
+    assert isinstance(scheduler.next(free_slots=2, rows_decoding=1), Decode)
+    scheduler.row_finished()
+    assert scheduler.next(free_slots=2, rows_decoding=1) == admit
+
+
+def test_a_dropped_request_does_not_enter():
+    scheduler = queue(sample(num_samples=3), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
+    scheduler.drop_sample(1)
+    assert isinstance(scheduler.next(free_slots=4, rows_decoding=0), Step)
+    assert scheduler.num_waiting_samples == 0
