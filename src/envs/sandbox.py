@@ -1,0 +1,292 @@
+"""Harbor's environment without a container engine: one bubblewrap sandbox per trial.
+
+It keeps Harbor's contract (exec with cwd, environment, timeout; uploads and downloads) on top of `Bubblewrap`. Differences from Docker:
+- The image is the host's own userland, read-only; FROM names nothing that is fetched. `apt-get install` of what is there succeeds.
+- The network is off unless task.toml says `network_mode = "public"` itself (Harbor's own default is public) or `network=true` is given.
+- There is one user, root, without capabilities; it owns everything the task and the agent make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any, override
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor.models.task.config import EnvironmentConfig, NetworkMode
+
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_programs
+from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
+from src.envs.run_directory import run_directory
+from src.envs.skeleton import build_skeleton
+from src.errors import ConfigError, SandboxError
+
+DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
+MAX_DOWNLOAD_BYTES = 2**30
+ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
+
+_instances = itertools.count(1)
+
+
+class SandboxEnvironment(BaseEnvironment):
+    """A Harbor environment in a bubblewrap sandbox.
+
+    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (share the host's network whatever the task
+    says), `keep_processes` (leave the agent's processes running while the verifier grades).
+    """
+
+    def __init__(self, *args: Any, run_label: str, network: bool = False, keep_processes: bool = False, **kwargs: Any) -> None:
+        self._run_label = run_label
+        self._network_given = network
+        self.keep_processes = keep_processes
+        self._sandbox: Bubblewrap | None = None
+        self._recipe = Recipe(environment={})
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    @override
+    def type() -> str:
+        return "sandbox"
+
+    @property
+    @override
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=True)
+
+    @classmethod
+    @override
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities | None:
+        return EnvironmentResourceCapabilities(memory_limit=True)
+
+    @classmethod
+    @override
+    def preflight(cls) -> None:
+        if missing := missing_programs():
+            raise SandboxError(f"the sandbox needs these packages on this machine: {' '.join(missing)}")
+
+    @override
+    def _validate_definition(self) -> None:
+        self._recipe = read_recipe(self.environment_dir, self.task_env_config)
+
+    @property
+    def shares_network(self) -> bool:
+        return self._network_given or wants_network(self.task_env_config)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._sandbox is not None and self._sandbox.is_alive
+
+    @override
+    async def start(self, force_build: bool) -> None:
+        run = run_directory(self._run_label)
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", self.session_id)[:64]
+        self._sandbox = await Bubblewrap.start(
+            run / f"{next(_instances)}-{name}",
+            skeleton=build_skeleton(run),
+            hostname="sandbox",
+            share_network=self.shares_network,
+            limits=self._limits(),
+        )
+        await self._make_directories([*self._mount_targets(), self._workdir])
+        for step in self._recipe.steps:
+            match step:
+                case MakeDirectory(path=path):
+                    await self._make_directories([path])
+                case Copy():
+                    await self._copy_in(step)
+                case Run():
+                    await self._build_step(step)
+        await self._upload_environment_dir_after_start()
+
+    @override
+    async def stop(self, delete: bool) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.stop()
+
+    @override
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        user = self._resolve_user(user)
+        if user not in ROOT_USERS:
+            raise SandboxError(f"the sandbox has no user {user!r}, only root; {USE_DOCKER}")
+        environment = {**self._recipe.environment, **(self._merge_env(env) or {})}
+        script = command_script(command, cwd=cwd or self._workdir, environment=environment)
+        completed = await self._running.run(script, timeout_s=timeout_sec)
+        stdout, stderr = (output.decode("utf-8", "replace") for output in (completed.stdout, completed.stderr))
+        if callback := self._output_callback():
+            if stdout:
+                await callback(stdout, "stdout")
+            if stderr:
+                await callback(stderr, "stderr")
+        return ExecResult(stdout=stdout, stderr=stderr, return_code=completed.status)
+
+    async def kill_processes(self) -> None:
+        """End everything the agent left running."""
+        await self._running.kill_processes()
+
+    @override
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        target = str(target_path)
+        name = Path(source_path).name
+        place = f"{target.rstrip('/')}/{name}" if target.endswith("/") else target
+        await self._unpack([(Path(source_path), place)], place, directory_wins=name)
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        source = Path(source_dir)
+        target = PurePosixPath(str(target_dir))
+        files = [(path, str(target / path.relative_to(source).as_posix())) for path in sorted(source.rglob("*"))]
+        await self._make_directories([str(target)], mode=None)
+        await self._unpack(files, str(target))
+
+    @override
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        target = Path(target_path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = shlex.quote(str(source_path))
+        with tempfile.TemporaryFile() as received:
+            completed = await self._running.run(f"test -f {source} && head -c {MAX_DOWNLOAD_BYTES} -- {source}", stdout=received)
+            if completed.status != 0:
+                raise SandboxError(f"cannot download {source_path}: {_last_line(completed.stderr) or 'no such file'}")
+            received.seek(0)
+            if target.is_symlink():
+                target.unlink()
+            with target.open("wb") as file:
+                while chunk := received.read(2**20):
+                    file.write(chunk)
+
+    @override
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        target = Path(target_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        source = shlex.quote(str(source_dir))
+        with tempfile.TemporaryFile() as received:
+            completed = await self._running.run(f"tar -C {source} -cf - . | head -c {MAX_DOWNLOAD_BYTES}", stdout=received)
+            if completed.status != 0 or received.tell() == 0:
+                raise SandboxError(f"cannot download {source_dir}: {_last_line(completed.stderr) or 'no such directory'}")
+            received.seek(0)
+            extract_plain_files(received, target)
+
+    @property
+    def _running(self) -> Bubblewrap:
+        if self._sandbox is None:
+            raise SandboxError("the sandbox was not started")
+        return self._sandbox
+
+    @property
+    def _workdir(self) -> str:
+        return self.task_env_config.workdir or self._recipe.workdir
+
+    def _limits(self) -> Limits:
+        defaults = Limits()
+        return Limits(memory_mb=self._effective_memory_mb, storage_mb=self._effective_storage_mb or defaults.storage_mb)
+
+    async def _make_directories(self, directories: list[str], mode: int | None = 0o777) -> None:
+        quoted = " ".join(shlex.quote(path) for path in directories)
+        chmod = f" && chmod {mode:o} {quoted}" if mode is not None else ""
+        completed = await self._running.run(f"mkdir -p {quoted}{chmod}")
+        if completed.status != 0:
+            raise SandboxError(f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}")
+
+    async def _copy_in(self, step: Copy) -> None:
+        await self._unpack(list(step.files), f"Dockerfile line {step.line}", mode=step.mode)
+
+    async def _build_step(self, step: Run) -> None:
+        script = command_script(step.script, cwd=step.workdir, environment=step.environment)
+        completed = await self._running.run(script)
+        if completed.status != 0:
+            reason = _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
+            raise SandboxError(f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}")
+
+    async def _unpack(self, files: list[tuple[Path, str]], what: str, *, mode: int | None = None, directory_wins: str | None = None) -> None:
+        """Lay host files down at absolute places inside; with `directory_wins`, a single file goes into `what` if that is a directory."""
+        if not files:
+            return
+        host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
+        try:
+            with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
+                for source, place in files:
+                    archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
+            script = f"tar -C / --no-same-owner --overwrite -xf {inside_path}"
+            if directory_wins is not None:
+                quoted = shlex.quote(what)
+                name = shlex.quote(directory_wins)
+                script = (
+                    f"if [ -d {quoted} ]; then tar -xOf {inside_path} > {quoted}/{name}; "
+                    f"else mkdir -p \"$(dirname {quoted})\" && {script}; fi"
+                )
+            completed = await self._running.run(script)
+        finally:
+            host_path.unlink(missing_ok=True)
+        if completed.status != 0:
+            raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
+
+
+def wants_network(config: EnvironmentConfig) -> bool:
+    """Whether task.toml itself asks for the network; Harbor's default does not count."""
+    asked = {"network_mode", "allow_internet"} & config.model_fields_set
+    return bool(asked) and config.network_mode == NetworkMode.PUBLIC
+
+
+def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
+    """What to build for a task. ConfigError when the sandbox cannot stand in for its image."""
+    if (environment_dir / "docker-compose.yaml").exists():
+        raise ConfigError(f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}")
+    dockerfile = environment_dir / "Dockerfile"
+    if dockerfile.is_file():
+        return parse_dockerfile(dockerfile)
+    if config.docker_image is None:
+        raise ConfigError(f"{environment_dir}: no Dockerfile and no [environment].docker_image; add one of them")
+    if not DEBIAN_LIKE.match(config.docker_image):
+        raise ConfigError(f"{environment_dir.parent}: the sandbox cannot stand in for the image {config.docker_image}; {USE_DOCKER}")
+    return Recipe(environment={})
+
+
+def command_script(command: str, *, cwd: str, environment: dict[str, str] | Any) -> str:
+    """A bash script that runs `command` there, with that environment. A directory the agent removed must not disable the verifier."""
+    quoted = shlex.quote(cwd)
+    lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name)]
+    return "\n".join([*lines, command]) + "\n"
+
+
+def extract_plain_files(archive: Any, target: Path) -> None:
+    """Unpack an archive made by an agent: regular files and directories only, never a link, nothing outside `target`."""
+
+    def keep(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        if not (member.isreg() or member.isdir()):
+            return None
+        try:
+            return tarfile.data_filter(member, path)
+        except tarfile.FilterError:
+            return None
+
+    try:
+        with tarfile.open(fileobj=archive, mode="r:") as tar:
+            tar.extractall(target, filter=keep)
+    except tarfile.TarError as error:
+        raise SandboxError(f"cannot unpack a download into {target}: {error}") from error
+
+
+def _as_root(member: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    if mode is not None and member.isreg():
+        member.mode = mode
+    return member
+
+
+def _last_line(output: bytes) -> str:
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,100 @@
+"""The files that every sandbox starts with besides the host's /usr: its own /etc and a stand-in for apt."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ETC_FILES = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n",
+    "shells": "/bin/sh\n/bin/bash\n",
+    "profile": (
+        'export PATH="${PATH:-/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin}"\n'
+        "if [ -n \"${BASH_VERSION-}\" ]; then PS1='\\u@\\h:\\w\\$ '; fi\numask 022\n"
+    ),
+    "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
+    # Terminus-2 raises the limit only after its pane exists, and a pane keeps the limit it was born with: 2,000 lines by default.
+    "tmux.conf": "set -g history-limit 100000\n",
+}
+# Copied from the host where present: nothing personal, and programs of /usr look for them.
+HOST_ETC_FILES = ("ld.so.cache", "mime.types", "magic", "protocols", "services", "debian_version", "localtime", "inputrc")
+
+PACKAGES_FILE = "usr/local/share/sandbox/packages"
+
+# Answers for packages that the host's /usr already provides, so that a Dockerfile, an agent or a test may "install" them.
+APT = """#!/bin/bash
+# The sandbox shares the host's programs and cannot install more; what is here already counts as installed.
+verb=
+packages=()
+for argument; do
+    case $argument in
+    -*) ;;
+    *=*) packages+=("${argument%%=*}") ;;
+    *) if [ -z "$verb" ]; then verb=$argument; else packages+=("$argument"); fi ;;
+    esac
+done
+case $verb in
+install)
+    for package in "${packages[@]}"; do
+        package=${package%%:*}
+        if ! grep -qxF -- "$package" /usr/local/share/sandbox/packages 2>/dev/null && ! command -v -- "$package" >/dev/null; then
+            echo "E: Unable to locate package $package (this sandbox has the host's programs only; it cannot install others)" >&2
+            exit 100
+        fi
+        echo "$package is already installed."
+    done
+    ;;
+update | upgrade | dist-upgrade | clean | autoclean | autoremove) ;;
+*)
+    echo "E: apt-get $verb: not possible in this sandbox" >&2
+    exit 100
+    ;;
+esac
+"""
+
+
+def build_skeleton(directory: Path) -> Path:
+    """Write the skeleton below `directory`, if it is not there yet; its path."""
+    skeleton = directory / "skeleton"
+    if skeleton.exists():
+        return skeleton
+    building = directory / "skeleton.new"
+    shutil.rmtree(building, ignore_errors=True)
+    etc = building / "etc"
+    etc.mkdir(parents=True)
+    for name in HOST_ETC_FILES:
+        source = Path("/etc", name)
+        if source.is_file():
+            shutil.copyfile(source, etc / name)
+    for name, text in ETC_FILES.items():
+        (etc / name).write_text(text)
+    if Path("/usr/lib/os-release").is_file():
+        (etc / "os-release").symlink_to("../usr/lib/os-release")
+    binaries = building / "usr/local/bin"
+    binaries.mkdir(parents=True)
+    for name in ("apt-get", "apt"):
+        (binaries / name).write_text(APT)
+        (binaries / name).chmod(0o755)
+    packages = building / PACKAGES_FILE
+    packages.parent.mkdir(parents=True)
+    packages.write_text("".join(f"{package}\n" for package in sorted(installed_packages())))
+    building.rename(skeleton)
+    return skeleton
+
+
+def installed_packages() -> set[str]:
+    """The names of the host's Debian packages, from dpkg's own file; empty elsewhere."""
+    try:
+        status = Path("/var/lib/dpkg/status").read_text(errors="replace")
+    except OSError:
+        return set()
+    names = set()
+    for paragraph in status.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" "))
+        if fields.get("Status", "").endswith(" installed"):
+            names.add(fields["Package"])
+    return names
