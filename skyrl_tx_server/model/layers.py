@@ -28,7 +28,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array, dtype: jnp.dtype = jnp.float32) -> Rope:
+def rope_tables(config: ModelConfig, positions: jax.Array | np.ndarray, dtype: jnp.dtype = jnp.float32) -> Rope:
     """cos and sin for positions [B, T], computed in float32 and cast to the activations' dtype."""
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(config)
@@ -42,7 +42,7 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray) -> jax.Array:
     """Causal attention of q [B, T, H, hd] over k, v [B, T, K, hd], each token within its own segment.
 
     Long rows go block by block over the queries: a block sees only the keys before its end, and its probabilities are
@@ -60,7 +60,9 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: j
     return jnp.concatenate(blocks, axis=1)
 
 
-def _attend_block(q: jax.Array, k: jax.Array, v: jax.Array, query_segments: jax.Array, key_segments: jax.Array, first: int) -> jax.Array:
+def _attend_block(
+    q: jax.Array, k: jax.Array, v: jax.Array, query_segments: jax.Array | np.ndarray, key_segments: jax.Array | np.ndarray, first: int
+) -> jax.Array:
     causal = (first + jnp.arange(q.shape[1]))[:, None] >= jnp.arange(k.shape[1])[None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
     return jax.nn.dot_product_attention(q, k, v, mask=(causal[None] & same)[:, None])

@@ -10,7 +10,7 @@ The same code applies one adapter to a whole batch and one adapter per row. Give
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,18 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.ops import LoraSpec
 
+type Leaf = jax.Array | np.ndarray
+"""An adapter lives on the device, or in host memory while it is made, loaded and saved."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
     """One projection's A, B and scale: the parts' outputs gain `scale * (x @ a_part) @ b_part`."""
 
-    a: jax.Array  # [in, parts * max_rank]
-    b: tuple[jax.Array, ...]  # one [max_rank, out_part] each
-    scale: jax.Array  # [] float32, alpha / rank; never trained
+    a: Leaf  # [in, parts * max_rank]
+    b: tuple[Leaf, ...]  # one [max_rank, out_part] each
+    scale: Leaf  # [] float32, alpha / rank; never trained
 
 
 @jax.tree_util.register_dataclass
@@ -105,15 +108,12 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     streams = dict(zip((*LayerAdapter.__dataclass_fields__, "head"), np.random.SeedSequence(spec.seed).spawn(5), strict=True))
 
     def draw(field: str, projection: Projection, stack: tuple[int, ...]) -> LowRank:
-        module = _zeros(projection, stack, max_rank, scale=spec.alpha / spec.rank)
+        a = np.zeros((*stack, projection.inputs, len(projection.parts), max_rank), np.float32)
         if is_trained(spec, field):
-            random = np.random.default_rng(streams[field])
             bound = projection.inputs**-0.5
-            for part in range(len(projection.parts)):
-                module.a[..., part * max_rank : part * max_rank + spec.rank] = random.uniform(
-                    -bound, bound, (*stack, projection.inputs, spec.rank)
-                )
-        return module
+            a[..., : spec.rank] = np.random.default_rng(streams[field]).uniform(-bound, bound, (*a.shape[:-1], spec.rank))
+        nothing = _zeros(projection, stack, max_rank)
+        return replace(nothing, a=a.reshape(*stack, projection.inputs, -1), scale=np.full(stack, spec.alpha / spec.rank, np.float32))
 
     layers = {field: draw(field, projection, (config.num_layers,)) for field, projection in layer_projections(config).items()}
     return Adapter(layers=LayerAdapter(**layers), head=draw("head", head_projection(config), ()))
@@ -121,8 +121,8 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
     """All zeros in host memory: the base model, an empty gradient, fresh moments."""
-    layers = {field: _zeros(p, (config.num_layers,), max_rank, scale=0.0) for field, p in layer_projections(config).items()}
-    return Adapter(layers=LayerAdapter(**layers), head=_zeros(head_projection(config), (), max_rank, scale=0.0))
+    layers = {field: _zeros(p, (config.num_layers,), max_rank) for field, p in layer_projections(config).items()}
+    return Adapter(layers=LayerAdapter(**layers), head=_zeros(head_projection(config), (), max_rank))
 
 
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
@@ -167,9 +167,9 @@ def low_rank_deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:
     )
 
 
-def _zeros(projection: Projection, stack: tuple[int, ...], max_rank: int, *, scale: float) -> LowRank:
+def _zeros(projection: Projection, stack: tuple[int, ...], max_rank: int) -> LowRank:
     return LowRank(
         a=np.zeros((*stack, projection.inputs, len(projection.parts) * max_rank), np.float32),
         b=tuple(np.zeros((*stack, max_rank, width), np.float32) for width in projection.outputs),
-        scale=np.full(stack, scale, np.float32),
+        scale=np.zeros(stack, np.float32),
     )

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.layers import Rope, packed_attention, rms_norm, rope_tables, rotate
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, low_rank_deltas, project
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, low_rank_deltas, project
 
 
 @jax.tree_util.register_dataclass
@@ -126,9 +126,9 @@ def hidden_states(
     config: ModelConfig,
     params: Params,
     adapter: Adapter | None,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    segment_ids_BT: jax.Array,
+    tokens_BT: Leaf,
+    positions_BT: Leaf,
+    segment_ids_BT: Leaf,
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
@@ -152,7 +152,7 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
     return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
 
 
-def _remat[F: Callable](body: F, remat: Remat) -> F:
+def _remat(body: Callable, remat: Remat) -> Callable:
     if remat is Remat.NOTHING:
         return body
     saved = () if remat is Remat.LAYERS else ("qkv", "attended", "gate_up")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import (
     Adapter,
-    LayerAdapter,
+    Leaf,
     LowRank,
     Projection,
     head_projection,
@@ -67,22 +68,24 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
         read = _reader(model_dir, files)
         vocabulary = (config.vocab_size, config.hidden_size)
 
-        def stack(field: str, shape: tuple[int, ...]) -> np.ndarray:
+        def matrix(name: str, shape: tuple[int, ...]) -> jax.Array:
+            return jax.device_put(_checked(read(f"{name}.weight"), shape, name, model_dir).astype(target))
+
+        def stack(field: str, shape: tuple[int, ...]) -> jax.Array:
             out = np.empty((config.num_layers, *shape), target)
             for index in range(config.num_layers):
                 parts = [read(f"model.layers.{index}.{name}.weight").T for name in LAYER_PARTS[field]]
                 fused = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
                 out[index] = _checked(fused, shape, f"layer {index} {field}", model_dir)
-            return out
+            return jax.device_put(out)
 
         shapes = layer_shapes(config)
-        params = Params(
-            embed=_checked(read("model.embed_tokens.weight"), vocabulary, "model.embed_tokens", model_dir).astype(target),
+        return Params(
+            embed=matrix("model.embed_tokens", vocabulary),
             layers=LayerParams(**{field: stack(field, shapes[field]) for field in LAYER_PARTS}),
-            final_norm=_checked(read("model.norm.weight"), vocabulary[1:], "model.norm", model_dir).astype(target),
-            head=None if config.tie_word_embeddings else _checked(read("lm_head.weight"), vocabulary, "lm_head", model_dir).astype(target),
+            final_norm=matrix("model.norm", vocabulary[1:]),
+            head=None if config.tie_word_embeddings else matrix("lm_head", vocabulary),
         )
-    return jax.device_put(params)
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
@@ -124,13 +127,17 @@ def adapter_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, s
     adapter = zero_adapter(config, max_rank)
     for name, module, layer, part, projection in _parts(adapter, config, spec):
         at = () if layer is None else (layer,)
-        a = _tensor(arrays, f"{name}.lora_A.weight", (spec.rank, projection.inputs))
-        b = _tensor(arrays, f"{name}.lora_B.weight", (projection.outputs[part], spec.rank))
-        module.a[at][:, part * max_rank : part * max_rank + spec.rank] = a.T
-        module.b[part][at][: spec.rank] = b.T
-    for module in (*(getattr(adapter.layers, field) for field in LayerAdapter.__dataclass_fields__), adapter.head):
-        module.scale[...] = spec.alpha / spec.rank
+        columns = slice(part * max_rank, part * max_rank + spec.rank)
+        _fill(module.a, (*at, slice(None), columns), _tensor(arrays, f"{name}.lora_A.weight", (spec.rank, projection.inputs)).T)
+        _fill(module.b[part], (*at, slice(spec.rank)), _tensor(arrays, f"{name}.lora_B.weight", (projection.outputs[part], spec.rank)).T)
+    for module in (adapter.layers.qkv, adapter.layers.o, adapter.layers.gate_up, adapter.layers.down, adapter.head):
+        _fill(module.scale, ..., np.float32(spec.alpha / spec.rank))
     return adapter
+
+
+def _fill(leaf: Leaf, at: tuple[int | slice, ...] | EllipsisType, value: np.ndarray | np.float32) -> None:
+    assert isinstance(leaf, np.ndarray), "only an adapter in host memory is filled in place"
+    leaf[at] = value
 
 
 def _parts(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> list[tuple[str, LowRank, int | None, int, Projection]]:

@@ -1,0 +1,118 @@
+"""Tinker's losses, one token at a time. The loss of a request is the plain sum over its tokens and sequences, never a mean.
+
+With lp = log p(target), q the sampler's logprob, A the advantage, w the weight and r = exp(lp - q):
+
+    cross_entropy         -w * lp
+    importance_sampling   -r * A
+    ppo                   -min(r * A, clip(r, low, high) * A)
+    cispo                 -stop_gradient(clip(r, low, high)) * lp * A
+    dro                   -(lp * A - beta / 2 * (lp - q)^2)
+
+`low` and `high` are absolute bounds on the ratio, 0.8 and 1.2 unless given. Which loss it is and its settings are traced values:
+a new loss runs in a program that is already compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.model.lora import Leaf
+from skyrl_tx_server.ops import LossFn, TrainDatum
+
+CLIP_LOW_THRESHOLD = 0.8
+CLIP_HIGH_THRESHOLD = 1.2
+DRO_BETA = 0.05
+MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio times a zero advantage (or a zero gradient) is not a number
+
+_SETTINGS: dict[LossFn, dict[str, float]] = {
+    LossFn.CROSS_ENTROPY: {},
+    LossFn.IMPORTANCE_SAMPLING: {},
+    LossFn.PPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
+    LossFn.CISPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
+    LossFn.DRO: {"beta": DRO_BETA},
+}
+_INDEX: dict[LossFn, int] = {loss: index for index, loss in enumerate(_SETTINGS)}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSelection:
+    """Which loss, and the settings of all of them; scalars."""
+
+    index: Leaf  # int32
+    clip_low: Leaf  # float32
+    clip_high: Leaf  # float32
+    beta: Leaf  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """What the formulas read besides the model's logprobs; all of one shape, float32. Where `valid` is 0 the loss is 0."""
+
+    weights: Leaf
+    sampler_logprobs: Leaf
+    advantages: Leaf
+    valid: jax.Array
+
+
+def select_loss(loss_fn: LossFn, config: Mapping[str, float]) -> LossSelection:
+    """Check a request's loss_fn_config and fill in the defaults. Raises UserError that names the settings the loss has."""
+    allowed = _SETTINGS[loss_fn]
+    for name, value in config.items():
+        if name not in allowed:
+            has = f"it has {', '.join(allowed)}" if allowed else "it has none"
+            raise UserError(f"loss_fn_config: {loss_fn} has no setting {name!r}; {has}")
+        if not np.isfinite(value):
+            raise UserError(f"loss_fn_config: {name}={value} is not a finite number")
+    settings = {**allowed, **config}
+    low = settings.get("clip_low_threshold", CLIP_LOW_THRESHOLD)
+    high = settings.get("clip_high_threshold", CLIP_HIGH_THRESHOLD)
+    if low > high:
+        raise UserError(f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; both bound the ratio itself")
+    return LossSelection(
+        index=np.asarray(_INDEX[loss_fn], np.int32),
+        clip_low=np.asarray(low, np.float32),
+        clip_high=np.asarray(high, np.float32),
+        beta=np.asarray(settings.get("beta", DRO_BETA), np.float32),
+    )
+
+
+def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
+    """Refuse data that lack what the loss reads. Raises UserError that names the datum and the input."""
+    needed = ("weights",) if loss_fn is LossFn.CROSS_ENTROPY else ("logprobs", "advantages")
+    for index, datum in enumerate(data):
+        if loss_fn is not LossFn.CROSS_ENTROPY and datum.weights is not None:
+            raise UserError(f"datum {index}: {loss_fn} reads no weights; mask tokens by setting their advantages to 0")
+        for name in needed:
+            values = getattr(datum, name)
+            if values is None:
+                if name == "weights":
+                    continue  # one everywhere
+                raise UserError(f"datum {index}: {loss_fn} needs {name} in loss_fn_inputs, next to target_tokens")
+            if len(values) != len(datum.tokens):
+                raise UserError(f"datum {index}: {name} has length {len(values)}, model_input {len(datum.tokens)}: make them equal")
+            if not np.isfinite(values).all():
+                raise UserError(f"datum {index}: {name} holds a value that is not finite")
+
+
+def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    """Each token's loss, float32, of the shape of `logprobs`."""
+    delta = logprobs - inputs.sampler_logprobs
+    ratio = jnp.exp(jnp.minimum(delta, MAX_LOG_RATIO))
+    clipped = jnp.clip(ratio, selection.clip_low, selection.clip_high)
+    advantages = inputs.advantages
+    branches = (
+        lambda: -inputs.weights * logprobs,
+        lambda: -ratio * advantages,
+        lambda: -jnp.minimum(ratio * advantages, clipped * advantages),
+        lambda: -jax.lax.stop_gradient(clipped) * logprobs * advantages,
+        lambda: -(logprobs * advantages - 0.5 * selection.beta * delta * delta),
+    )
+    return jnp.where(inputs.valid > 0, jax.lax.switch(selection.index, branches), 0.0)

@@ -1,0 +1,230 @@
+"""The training programs: forward, forward and backward into an accumulator, and one Adam step.
+
+Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's settings.
+Pass host numpy for everything that changes from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.batching import PackedBatch
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, LowRank, zero_adapter
+from skyrl_tx_server.model.qwen3 import Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
+from skyrl_tx_server.ops import AdamSettings, LoraSpec
+from skyrl_tx_server.steps.losses import LossInputs, LossSelection, token_losses
+
+MAX_CHUNK_LOGITS = 1 << 27
+"""Logits held at once (512 MiB in float32): the head takes the batch's tokens in chunks, so that [B, T, V] never lies in memory."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """A `PackedBatch` as the device sees it; every array is [B, T]."""
+
+    tokens: Leaf  # int32
+    positions: Leaf  # int32
+    segment_ids: Leaf  # int32, 0 is padding
+    targets: Leaf  # int32
+    weights: Leaf  # float32
+    sampler_logprobs: Leaf  # float32
+    advantages: Leaf  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutputs:
+    """What a training program returns to the host."""
+
+    logprobs: jax.Array  # [B, T] float32, log p(target) at every position, padding included
+    loss: jax.Array  # [] float32, summed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamState:
+    """Adam's moments (shaped like the adapter, float32) and the number of steps taken."""
+
+    step: Leaf  # [] int32
+    first: Adapter
+    second: Adapter
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamScalars:
+    """`AdamSettings` as traced float32 scalars."""
+
+    learning_rate: Leaf
+    beta1: Leaf
+    beta2: Leaf
+    eps: Leaf
+    weight_decay: Leaf
+    grad_clip_norm: Leaf
+
+
+def train_batch(packed: PackedBatch) -> TrainBatch:
+    return TrainBatch(**{name: getattr(packed, name) for name in TrainBatch.__dataclass_fields__})
+
+
+def adam_scalars(settings: AdamSettings) -> AdamScalars:
+    return AdamScalars(**{name: np.asarray(getattr(settings, name), np.float32) for name in AdamScalars.__dataclass_fields__})
+
+
+def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
+    """Fresh optimizer state in host memory."""
+    return AdamState(step=np.zeros((), np.int32), first=zero_adapter(config, max_rank), second=zero_adapter(config, max_rank))
+
+
+@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames=("grad_sum",))
+def forward_backward(
+    adapter: Adapter,
+    grad_sum: Adapter,
+    params: Params,
+    batch: TrainBatch,
+    loss: LossSelection,
+    *,
+    config: ModelConfig,
+    remat: Remat = Remat.LAYERS,
+) -> tuple[Adapter, TokenOutputs]:
+    """Add this batch's gradient to `grad_sum`; losses are summed over tokens, as Tinker defines them."""
+
+    def run_layers(layers: LayerAdapter) -> jax.Array:
+        return hidden_states(config, params, replace(adapter, layers=layers), batch.tokens, batch.positions, batch.segment_ids, remat=remat)
+
+    hidden, pull_back = jax.vjp(run_layers, adapter.layers)
+    outputs, grad_hidden, grad_head = _head_gradient(config, params, adapter, hidden, batch, loss)
+    (grad_layers,) = pull_back(grad_hidden)
+    return jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head)), outputs
+
+
+@partial(jax.jit, static_argnames=("config",))
+def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
+    """The batch's logprobs and summed loss, leaving everything as it was."""
+    hidden = hidden_states(config, params, adapter, batch.tokens, batch.positions, batch.segment_ids, remat=Remat.NOTHING)
+    chunks = _chunks(config, hidden, batch)
+    logprobs, losses = jax.lax.map(lambda chunk: _chunk_loss(config, params, adapter, loss, chunk)[::-1], chunks)
+    return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
+
+
+@partial(jax.jit, donate_argnames=("adapter", "grad_sum", "state"))
+def adam_step(
+    adapter: Adapter, grad_sum: Adapter, state: AdamState, mask: Adapter, settings: AdamScalars
+) -> tuple[Adapter, Adapter, AdamState, jax.Array]:
+    """One Adam step with decoupled weight decay: (adapter, cleared gradient, state, gradient norm before clipping).
+
+    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
+    """
+    grads = jax.tree.map(jnp.multiply, grad_sum, mask)
+    norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in jax.tree.leaves(grads)))
+    clips = (settings.grad_clip_norm > 0) & (norm > settings.grad_clip_norm)
+    shrink = jnp.where(clips, settings.grad_clip_norm / norm, 1.0)
+    step = state.step + 1
+    # 1 - beta^step without the cancellation that float32 suffers when beta is close to one
+    correct1, correct2 = (-jnp.expm1(step * jnp.log(beta)) for beta in (settings.beta1, settings.beta2))
+
+    first = jax.tree.map(lambda m, g: settings.beta1 * m + (1 - settings.beta1) * shrink * g, state.first, grads)
+    second = jax.tree.map(lambda v, g: settings.beta2 * v + (1 - settings.beta2) * (shrink * g) ** 2, state.second, grads)
+
+    def update(value: jax.Array, m: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
+        denominator = jnp.sqrt(v / correct2) + settings.eps
+        direction = jnp.where(denominator > 0, m / correct1 / denominator, 0.0) + settings.weight_decay * value
+        return value - settings.learning_rate * allowed * direction
+
+    adapter = jax.tree.map(update, adapter, first, second, mask)
+    return adapter, jax.tree.map(jnp.zeros_like, grad_sum), AdamState(step=step, first=first, second=second), norm
+
+
+def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
+    """Optimizer state under names that sit beside an adapter's in one checkpoint."""
+    arrays = {"optimizer.step": np.asarray(jax.device_get(state.step), np.int32)}
+    for moment, adapter in (("first", state.first), ("second", state.second)):
+        arrays |= {f"optimizer.{moment}.{name}": array for name, array in adapter_to_arrays(adapter, config, spec).items()}
+    return arrays
+
+
+def adam_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int) -> AdamState:
+    """The inverse of `adam_to_arrays`, in host memory."""
+
+    def moment(name: str) -> Adapter:
+        prefix = f"optimizer.{name}."
+        mine = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        return adapter_from_arrays(mine, config, spec, max_rank)
+
+    return AdamState(step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()), first=moment("first"), second=moment("second"))
+
+
+# --- the head, a chunk of tokens at a time --------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """Tokens of a batch in row-major order; with all chunks stacked every leaf has a leading axis."""
+
+    hidden: jax.Array  # [N, D]
+    targets: Leaf  # [N] int32
+    inputs: LossInputs  # [N]
+
+
+def _head_gradient(
+    config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, batch: TrainBatch, loss: LossSelection
+) -> tuple[TokenOutputs, jax.Array, LowRank]:
+    """Outputs, gradient on `hidden`, and gradient on the head's adapter.
+
+    The loss is a sum of functions of one token's logprob, so a chunk's gradient is complete as soon as its logits are there:
+    two passes over the head weight instead of the three of recomputing logits in the backward pass.
+    """
+
+    def step(grad_head: LowRank, chunk: _Chunk) -> tuple[LowRank, tuple[jax.Array, jax.Array, jax.Array]]:
+        def loss_of(head: LowRank, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _chunk_loss(config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states))
+
+        (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(adapter.head, chunk.hidden)
+        return jax.tree.map(jnp.add, grad_head, grads), (summed, logprobs, grad_states)
+
+    nothing = jax.tree.map(jnp.zeros_like, adapter.head)
+    grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, nothing, _chunks(config, hidden, batch))
+    return TokenOutputs(logprobs=_whole(logprobs, batch), loss=sums.sum()), _whole(grad_hidden, batch), grad_head
+
+
+def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    """(summed loss, logprobs [N]) of one chunk."""
+    logits = head_logits(config, params, adapter, chunk.hidden[None])[0]
+    chosen = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
+    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
+
+
+def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
+    """The batch's tokens stacked as [chunks, N, ...], the last chunk filled up with padding."""
+    tokens = batch.tokens.size
+    size = min(tokens, 1 << max(7, (MAX_CHUNK_LOGITS // config.vocab_size).bit_length() - 1))  # a power of two suits the hardware
+    count = -(-tokens // size)
+
+    def split(array: jax.Array) -> jax.Array:
+        flat = array.reshape(tokens, *array.shape[2:])
+        return jnp.pad(flat, ((0, count * size - tokens),) + ((0, 0),) * (flat.ndim - 1)).reshape(count, size, *flat.shape[1:])
+
+    inputs = LossInputs(
+        weights=batch.weights,
+        sampler_logprobs=batch.sampler_logprobs,
+        advantages=batch.advantages,
+        valid=jnp.float32(batch.segment_ids > 0),
+    )
+    return jax.tree.map(split, _Chunk(hidden=hidden, targets=batch.targets, inputs=inputs))
+
+
+def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
+    """[chunks, N, ...] back to [B, T, ...]."""
+    flat = stacked.reshape(-1, *stacked.shape[2:])[: batch.tokens.size]
+    return flat.reshape(*batch.tokens.shape, *flat.shape[1:])
