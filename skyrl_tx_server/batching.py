@@ -146,3 +146,27 @@ def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: T
         advantages=advantages,
         placements=tuple(placements),
     )
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------
+
+MIN_SAMPLE_LENGTH = 256
+
+
+def sample_lengths(max_context_length: int) -> tuple[int, ...]:
+    """Every prompt length a prefill is compiled for, and every length of cache a decode block reads: doubling, up to the context.
+
+    >>> sample_lengths(2000)
+    (256, 512, 1024, 2000)
+    """
+    lengths = [min(MIN_SAMPLE_LENGTH, max_context_length)]
+    while lengths[-1] < max_context_length:
+        lengths.append(min(2 * lengths[-1], max_context_length))
+    return tuple(lengths)
+
+
+def pad_prompt(prompt: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """[P] int32, the prompt right-padded with zeros to the smallest length that holds it."""
+    padded = np.zeros(next(length for length in lengths if length >= len(prompt)), np.int32)
+    padded[: len(prompt)] = prompt
+    return padded

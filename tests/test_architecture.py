@@ -21,8 +21,8 @@ TRAINER_LAYERS = [
     {"train"},
 ]
 SERVER_FLOOR = {"errors", "config", "ops", "checkpoints"}
-SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]
-SERVER_JAX = [{"model"}, {"steps", "batching"}, {"executor"}]
+SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]
+SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
     "tinker": {"backend", "policy", "learner", "datums"},

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.lora import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +44,10 @@ def window_of(cache: KVCache, length: int) -> KVCache:
     return jax.tree.map(lambda array: array[:, :, :length], cache)
 
 
-def write_prompt(cache: KVCache, prompt: KVCache, slots_R: jax.Array, num_slots: jax.Array) -> KVCache:
+def write_prompt(cache: KVCache, prompt: KVCache, slots_R: Leaf, num_slots: Leaf) -> KVCache:
     """Copy one prompt's cache (leaves [1, K, P, hd]) into the first `num_slots` of `slots_R`, from position 0."""
+
+    slots_R = jnp.asarray(slots_R)
 
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
         at = (slots_R[index], jnp.int32(0), jnp.int32(0), jnp.int32(0))
@@ -53,12 +56,14 @@ def write_prompt(cache: KVCache, prompt: KVCache, slots_R: jax.Array, num_slots:
     return jax.lax.fori_loop(0, num_slots, copy, cache)
 
 
-def write_block(cache: KVCache, block: KVCache, starts_B: jax.Array) -> KVCache:
+def write_block(cache: KVCache, block: KVCache, starts_B: Leaf) -> KVCache:
     """Append a decode block's cache (leaves [slots, K, steps, hd]) to every slot at its own position.
 
     Close to the end of the cache the position is moved back until the block fits, which spoils the slot: that can only happen to a slot
     whose row has reached its length limit and is done.
     """
+
+    starts_B = jnp.asarray(starts_B)
 
     def append(slot: jax.Array, cache: KVCache) -> KVCache:
         at = (slot, jnp.int32(0), starts_B[slot], jnp.int32(0))

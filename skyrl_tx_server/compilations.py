@@ -1,0 +1,49 @@
+"""Counts XLA programs by name as jax compiles them or loads them from the persistent cache; a recompilation shows up here."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import cache
+
+import jax
+
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # also fires when the program comes from the persistent cache
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+_programs: Counter[str] = Counter()
+_seconds: defaultdict[str, float] = defaultdict(float)
+_cache_hits: Counter[str] = Counter()
+
+
+@cache
+def watch() -> None:
+    """Count from now on. jax keeps listeners for the life of the process, so the counts are the process's."""
+    jax.monitoring.register_event_duration_secs_listener(_on_duration)
+    jax.monitoring.register_event_listener(_on_event)
+
+
+def programs() -> dict[str, int]:
+    """How many programs of each name this process has made ready."""
+    return dict(_programs)
+
+
+def seconds() -> dict[str, float]:
+    """Time spent compiling or loading, by program name."""
+    return dict(_seconds)
+
+
+def cache_hits() -> int:
+    """How many of them the persistent cache had."""
+    return _cache_hits.total()
+
+
+def _on_duration(event: str, duration: float, **details: object) -> None:
+    if event == _BACKEND_COMPILE:
+        name = str(details.get("fun_name", "unnamed"))
+        _programs[name] += 1
+        _seconds[name] += duration
+
+
+def _on_event(event: str, **details: object) -> None:
+    if event == _CACHE_HIT:
+        _cache_hits[event] += 1

@@ -1,0 +1,323 @@
+"""The executor: sole owner of the devices. Base weights, live models, sampler snapshots and decode slots, one method per operation.
+
+What a failed step may have destroyed is never the only copy: `forward_backward` gathers its gradient in a buffer of its own and adds it
+to the model's when the whole operation is through, and the optimizer step leaves its inputs alone, so after an error a model is exactly
+what it was before the operation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server import compilations
+from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
+from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
+from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
+from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
+from skyrl_tx_server.model.config import ModelConfig, load_model_config
+from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
+from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.ops import (
+    CreateModel,
+    Done,
+    DropSnapshot,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    OpResult,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SaveSampler,
+    SaveWeights,
+    UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
+)
+from skyrl_tx_server.slots import DecodeSlots
+from skyrl_tx_server.snapshots import SnapshotBank
+from skyrl_tx_server.steps.losses import check_loss_inputs, select_loss
+from skyrl_tx_server.steps.train import (
+    AdamState,
+    adam_from_arrays,
+    adam_scalars,
+    adam_step,
+    adam_to_arrays,
+    forward,
+    forward_backward,
+    init_adam,
+    train_batch,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_CONTEXT_LENGTH = 32768
+"""Models that claim more get this unless `max_context_length` asks for it: a decode slot holds keys and values for a whole context."""
+CACHE_SHARE_OF_CPU_MEMORY = 0.25
+CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
+
+_keep_inputs_adam_step = jax.jit(inspect.unwrap(adam_step))  # `adam_step` without donation
+_add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveModel:
+    """A model being trained; every operation replaces the record by a new one."""
+
+    lora: LoraSpec
+    adapter: Adapter  # float32
+    adam: AdamState
+    mask: Adapter
+    gradient: Adapter | None = None  # None: nothing accumulated since the last optimizer step
+
+
+class DeviceExecutor:
+    """Implements `engine.Executor` on jax's default device."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        _use_compilation_cache(settings)
+        compilations.watch()
+        dtype = _dtype(settings)
+        self._config = load_model_config(settings.model_dir)
+        self._params = load_params(settings.model_dir, self._config, dtype)
+        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model)
+        self._max_lora_rank = settings.max_lora_rank
+        context = _context_length(settings, self._config)
+        self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
+        self._models: dict[str, LiveModel] = {}
+        self._snapshots = SnapshotBank(
+            self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, store=self._store
+        )
+        self._slots = DecodeSlots(
+            self._config,
+            self._params,
+            self._snapshots,
+            num_slots=_fitting_slots(settings, self._config, context, dtype),
+            max_context_length=context,
+            block=settings.decode_block,
+            dtype=dtype,
+            model_dir=settings.model_dir,
+        )
+        self.info = EngineInfo(
+            base_model=settings.base_model,
+            max_context_length=context,
+            max_lora_rank=settings.max_lora_rank,
+            vocab_size=self._config.vocab_size,
+        )
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def rows_decoding(self) -> int:
+        return self._slots.rows_decoding
+
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+        return self._slots.admit(ticket, op, first=first, count=count)
+
+    def decode(self) -> Sequence[FinishedRow]:
+        return self._slots.decode()
+
+    def release(self, ticket: int) -> None:
+        self._slots.release(ticket)
+
+    # --- everything else ------------------------------------------------------------------------------------------
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        match op:
+            case ForwardBackward():
+                return (yield from self._forward_backward(op))
+            case OptimStep():
+                return self._optim_step(op)
+            case CreateModel():
+                return self._create(op)
+            case LoadWeights():
+                return self._load(op)
+            case SaveWeights():
+                return self._save(op)
+            case SaveSampler():
+                return self._save_sampler(op)
+            case UnloadModel():
+                self._model(op.model_id)
+                del self._models[op.model_id]
+                return Done()
+            case DropSnapshot():
+                self._snapshots.drop(op.weights)
+                return Done()
+            case Sample():
+                raise AssertionError("a Sample is admitted, not run")
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "slots": self.num_slots,
+            "slots_used": self.rows_decoding,
+            "models": len(self._models),
+            "programs": compilations.programs(),
+            "program_seconds": compilations.seconds(),
+            "programs_from_cache": compilations.cache_hits(),
+            **self._snapshots.stats(),
+        }
+
+    def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
+        model = self._model(op.model_id)
+        check_data(op.data, vocab_size=self._config.vocab_size, max_context_length=self.info.max_context_length)
+        check_loss_inputs(op.data, op.loss_fn)
+        loss = select_loss(op.loss_fn, op.loss_fn_config)
+        batches = pack(op.data, self._train_shapes)
+        gradient = None if op.forward_only else zero_adapter(self._config, self._max_lora_rank)
+        logprobs: list[np.ndarray] = []
+        total = 0.0
+        for number, packed in enumerate(batches):
+            if number:
+                yield
+            if gradient is None:
+                outputs = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
+            else:
+                gradient, outputs = forward_backward(model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config)
+            logprobs.append(np.asarray(outputs.logprobs))
+            total += float(outputs.loss)
+        if gradient is not None:
+            summed = gradient if model.gradient is None else _add(model.gradient, gradient)
+            self._models[op.model_id] = replace(model, gradient=jax.block_until_ready(summed))
+        return ForwardBackwardResult(logprobs=unpack(batches, logprobs), metrics={"loss:sum": total})
+
+    def _optim_step(self, op: OptimStep) -> OptimStepResult:
+        model = self._model(op.model_id)
+        gradient = model.gradient if model.gradient is not None else zero_adapter(self._config, self._max_lora_rank)
+        adapter, _, adam, norm = _keep_inputs_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
+        grad_norm = float(norm)
+        self._models[op.model_id] = replace(model, adapter=adapter, adam=adam, gradient=None)
+        return OptimStepResult(metrics={"grad_norm": grad_norm})
+
+    def _create(self, op: CreateModel) -> Done:
+        self._new_id(op.model_id)
+        adapter = init_adapter(self._config, op.lora, self._max_lora_rank)
+        self._models[op.model_id] = self._fresh(op.lora, adapter)
+        return Done()
+
+    def _load(self, op: LoadWeights) -> WeightsLoaded:
+        model = None
+        if op.create:
+            self._new_id(op.model_id)
+        else:
+            model = self._model(op.model_id)
+        if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
+            raise UserError(f"{op.path} holds sampler weights only; load a training checkpoint made by save_state")
+        info, arrays = self._store.read(op.path)
+        if model is not None and model.lora != info.lora:
+            raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
+        loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
+        if op.optimizer:
+            loaded = replace(loaded, adam=jax.device_put(adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
+        self._models[op.model_id] = loaded
+        return WeightsLoaded(model_id=op.model_id, lora=info.lora)
+
+    def _save(self, op: SaveWeights) -> WeightsSaved:
+        model = self._model(op.model_id)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
+        info = self._store.write(
+            CheckpointKind.TRAINING,
+            op.model_id,
+            op.name,
+            arrays,
+            model.lora,
+            int(model.adam.step),
+            op.user_metadata,
+            op.overwrite,
+        )
+        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+
+    def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
+        model = self._model(op.model_id)
+        if op.name is None:
+            self._snapshots.put(op.weights, model.adapter, on_disk=False)
+            return WeightsSaved(path=None, size_bytes=0)
+        path = checkpoint_path(op.model_id, CheckpointKind.SAMPLER, op.name)
+        assert op.weights == path
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
+        info = self._store.write(
+            CheckpointKind.SAMPLER, op.model_id, op.name, arrays, model.lora, int(model.adam.step), op.user_metadata, overwrite=False
+        )
+        self._snapshots.put(path, model.adapter, on_disk=True)
+        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+
+    def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
+        """A model on the device, with an optimizer that has taken no step."""
+        mask = trainable_mask(self._config, lora, self._max_lora_rank)
+        adapter, adam, mask = jax.device_put((adapter, init_adam(self._config, self._max_lora_rank), mask))
+        return LiveModel(lora=lora, adapter=adapter, adam=adam, mask=mask)
+
+    def _model(self, model_id: str) -> LiveModel:
+        if model_id not in self._models:
+            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
+        return self._models[model_id]
+
+    def _new_id(self, model_id: str) -> None:
+        if model_id in self._models:
+            raise ConflictError(f"model {model_id} exists already")
+
+
+def _use_compilation_cache(settings: EngineSettings) -> None:
+    """Keep every program, however small and quick to compile: a second start then compiles nothing."""
+    if settings.compilation_cache_dir is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(settings.compilation_cache_dir.expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _dtype(settings: EngineSettings) -> np.dtype:
+    if settings.dtype == "auto":
+        return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    return np.dtype(settings.dtype)
+
+
+def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
+    if settings.max_context_length is None:
+        return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
+    if not 1 <= settings.max_context_length <= config.context_length:
+        raise ConfigError(f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit")
+    return settings.max_context_length
+
+
+def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:
+    """As many of the `decode_slots` asked for as have room for a whole context each."""
+    each = cache_bytes_per_slot(config, context, dtype)
+    budget = _cache_budget_bytes()
+    fitting = min(settings.decode_slots, int(budget // each))
+    if fitting < 1:
+        raise ConfigError(
+            f"keys and values of one {context}-token sequence take {each / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are free for them: "
+            "set a smaller max_context_length"
+        )
+    if fitting < settings.decode_slots:
+        logger.warning(
+            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            settings.decode_slots,
+            fitting,
+            context,
+            budget / 2**30,
+        )
+    return fitting
+
+
+def _cache_budget_bytes() -> float:
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return (stats["bytes_limit"] - stats["bytes_in_use"]) * CACHE_SHARE_OF_FREE_DEVICE_MEMORY
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CACHE_SHARE_OF_CPU_MEMORY

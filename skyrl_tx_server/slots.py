@@ -1,0 +1,281 @@
+"""The decode slots: which row sits where, and the conversation with the sampling programs, once per block.
+
+The only device state is the key-value cache. Everything else about a row lives here and travels with each dispatch, so that a failed
+program costs the rows their cache and nothing more.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from skyrl_tx_server.batching import pad_prompt, sample_lengths
+from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.qwen3 import Params
+from skyrl_tx_server.ops import Sample, SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.snapshots import SnapshotBank
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, Rows, RowSettings, decode_block, prefill
+from skyrl_tx_server.stop_strings import find_stop, load_tokenizer
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """One running sample."""
+
+    ticket: int
+    index: int  # which sample of its request
+    weights: str | None
+    adapter_slot: int
+    settings: SamplingSettings
+    seed: int
+    stop_tokens: tuple[int, ...]
+    prompt_length: int
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class DecodeSlots:
+    """Rows join by `admit`, all of them advance by `decode`, and each leaves when it is complete."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        bank: SnapshotBank,
+        *,
+        num_slots: int,
+        max_context_length: int,
+        block: int,
+        dtype: np.dtype,
+        model_dir: Path,
+    ) -> None:
+        self._config = config
+        self._params = params
+        self._bank = bank
+        self._max_context_length = max_context_length
+        self._block = block
+        self._dtype = np.dtype(dtype)
+        self._model_dir = model_dir
+        self._lengths = sample_lengths(max_context_length)
+        self._rows: list[_Row | None] = [None] * num_slots
+        self._tokenizer: Tokenizer | None = None
+        self._cache: KVCache = self._empty_cache()
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows_decoding(self) -> int:
+        return sum(row is not None for row in self._rows)
+
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+        """Prefill `op`'s prompt into `count` free slots and sample the first token of each."""
+        max_tokens = self._checked_max_tokens(op)
+        stop_tokens = self._stop_tokens(op.settings)
+        if op.settings.stop_strings and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model_dir)
+        seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
+        slots = [slot for slot, row in enumerate(self._rows) if row is None][:count]
+        adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
+        rows = [
+            _Row(
+                ticket=ticket,
+                index=index,
+                weights=op.weights,
+                adapter_slot=adapter_slot,
+                settings=op.settings,
+                seed=seed,
+                stop_tokens=stop_tokens,
+                prompt_length=len(op.prompt),
+                max_tokens=max_tokens,
+            )
+            for index, adapter_slot in zip(range(first, first + count), adapter_slots, strict=True)
+        ]
+        for slot, row in zip(slots, rows, strict=True):
+            self._rows[slot] = row
+        try:
+            logprobs, tokens, token_logprobs = self._prefill(op, slots, rows)
+        except Exception as error:
+            for slot in slots:
+                self._free(slot)
+            self._recover(error)
+            raise
+        finished = [
+            self._extend(slot, [int(token)], [float(logprob)])
+            for slot, token, logprob in zip(slots, tokens, token_logprobs, strict=False)  # the program returns one entry per slot there is
+        ]
+        return Admission(
+            prompt_logprobs=logprobs if op.prompt_logprobs else None,
+            prompt_cache_hit_tokens=0,
+            finished=[row for row in finished if row is not None],
+        )
+
+    def decode(self) -> Sequence[FinishedRow]:
+        """Up to `block` more tokens for every row."""
+        live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
+        try:
+            tokens, logprobs = self._decode(live)
+            finished = [
+                self._extend(slot, tokens[slot][tokens[slot] >= 0].tolist(), logprobs[slot][tokens[slot] >= 0].tolist()) for slot, _ in live
+            ]
+        except Exception:
+            for slot, row in enumerate(self._rows):
+                if row is not None:
+                    self._free(slot)
+            self._cache = self._empty_cache()
+            raise
+        return [row for row in finished if row is not None]
+
+    def release(self, ticket: int) -> None:
+        """Free the slots of a request."""
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.ticket == ticket:
+                self._free(slot)
+
+    def _prefill(self, op: Sample, slots: Sequence[int], rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        padding = self.num_slots - len(rows)
+        prompt = Prompt(
+            tokens=pad_prompt(op.prompt, self._lengths),
+            length=np.array(len(op.prompt), np.int32),
+            adapter_index=np.array(rows[0].adapter_slot, np.int32),
+            slots=np.array([*slots, *[0] * padding], np.int32),
+            num_slots=np.array(len(rows), np.int32),
+            want_logprobs=np.array(op.prompt_logprobs),
+        )
+        settings = self._row_settings([*rows, *[None] * padding])
+        self._cache, outputs = prefill(self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config)
+        host = jax.device_get(outputs)
+        logprobs = np.full(len(op.prompt), np.nan, np.float32)
+        logprobs[1:] = host.logprobs[: len(op.prompt) - 1]
+        return logprobs, host.first_tokens, host.first_logprobs
+
+    def _decode(self, live: Sequence[tuple[int, _Row]]) -> tuple[np.ndarray, np.ndarray]:
+        rows = Rows(
+            tokens=np.zeros(self.num_slots, np.int32),
+            positions=np.zeros(self.num_slots, np.int32),
+            remaining=np.zeros(self.num_slots, np.int32),
+            adapter_indices=np.full(self.num_slots, live[0][1].adapter_slot, np.int32),
+            stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
+        )
+        for slot, row in live:
+            rows.tokens[slot] = row.tokens[-1]
+            rows.positions[slot] = row.prompt_length + len(row.tokens) - 1
+            rows.remaining[slot] = row.max_tokens - len(row.tokens)
+            rows.adapter_indices[slot] = row.adapter_slot
+            rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
+        longest = rows.positions.max()
+        self._cache, outputs = decode_block(
+            self._cache,
+            self._params,
+            self._bank.arrays,
+            rows,
+            self._row_settings(self._rows),
+            config=self._config,
+            steps=self._block,
+            window=next(length for length in self._lengths if length >= longest),
+            one_adapter=bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
+        )
+        host = jax.device_get(outputs)
+        return host.tokens, host.logprobs
+
+    def _row_settings(self, rows: Sequence[_Row | None]) -> RowSettings:
+        """Free slots are greedy and unfiltered, which costs nothing."""
+        vocabulary = self._config.vocab_size
+        settings = RowSettings(
+            seeds=np.zeros((len(rows), 2), np.uint32),
+            sample_indices=np.zeros(len(rows), np.int32),
+            temperatures=np.zeros(len(rows), np.float32),
+            top_k=np.full(len(rows), vocabulary, np.int32),
+            top_p=np.ones(len(rows), np.float32),
+        )
+        for at, row in enumerate(rows):
+            if row is not None:
+                seed = row.seed & (1 << 64) - 1
+                settings.seeds[at] = seed >> 32, seed & 0xFFFFFFFF
+                settings.sample_indices[at] = row.index
+                settings.temperatures[at] = row.settings.temperature
+                settings.top_k[at] = min(row.settings.top_k, vocabulary) if row.settings.top_k > 0 else vocabulary
+                settings.top_p[at] = row.settings.top_p
+        return settings
+
+    def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | None:
+        """Append what was sampled; when that completes the row, free its slot and return it."""
+        row = self._rows[slot]
+        assert row is not None and tokens
+        row.tokens += tokens
+        row.logprobs += logprobs
+        length = len(row.tokens)
+        reason = StopReason.STOP if row.tokens[-1] in row.stop_tokens else StopReason.LENGTH if length >= row.max_tokens else None
+        if row.settings.stop_strings:
+            assert self._tokenizer is not None
+            cut = find_stop(self._tokenizer, row.tokens, row.settings.stop_strings, new=len(tokens))
+            if cut is not None:
+                length, reason = cut, StopReason.STOP
+        if reason is None:
+            return None
+        self._free(slot)
+        sequence = SampledSequence(
+            tokens=np.array(row.tokens[:length], np.int32), logprobs=np.array(row.logprobs[:length], np.float32), stop_reason=reason
+        )
+        return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
+
+    def _free(self, slot: int) -> None:
+        row = self._rows[slot]
+        assert row is not None
+        self._rows[slot] = None
+        self._bank.unpin(row.weights)
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it."""
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+            return
+        for slot, row in enumerate(self._rows):
+            if row is not None:
+                self._free(slot)
+        self._cache = self._empty_cache()
+        raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
+
+    def _empty_cache(self) -> KVCache:
+        return empty_cache(config=self._config, slots=self.num_slots, length=self._max_context_length, dtype=self._dtype)
+
+    def _checked_max_tokens(self, op: Sample) -> int:
+        """How many tokens the request may sample. UserError for what cannot be honoured."""
+        settings, length, limit = op.settings, len(op.prompt), self._max_context_length
+        if length < 1:
+            raise UserError("the prompt is empty: send at least one token")
+        if int(op.prompt.min()) < 0 or int(op.prompt.max()) >= self._config.vocab_size:
+            raise UserError(f"the prompt holds a token id outside 0..{self._config.vocab_size - 1}, the model's vocabulary")
+        if op.num_samples < 1:
+            raise UserError(f"num_samples={op.num_samples}; ask for at least one")
+        max_tokens = limit - length if settings.max_tokens is None else settings.max_tokens
+        if length + max(max_tokens, 1) > limit:
+            wanted = settings.max_tokens if settings.max_tokens is not None else 1
+            raise UserError(f"Prompt length plus max_tokens exceeds the model's context window: {length} + {wanted} > {limit}")
+        if max_tokens < 1:
+            raise UserError(f"max_tokens={max_tokens}; ask for at least one")
+        if not settings.temperature >= 0:
+            raise UserError(f"temperature={settings.temperature}; it must be 0 (greedy) or more")
+        if not 0 < settings.top_p <= 1:
+            raise UserError(f"top_p={settings.top_p}; it must be above 0 and at most 1")
+        if settings.top_k == 0 or settings.top_k < -1:
+            raise UserError(f"top_k={settings.top_k}; it must be -1 (off) or at least 1")
+        return max_tokens
+
+    def _stop_tokens(self, settings: SamplingSettings) -> tuple[int, ...]:
+        tokens = {*settings.stop_token_ids, *(self._config.eos_token_ids if settings.stop_at_eos else ())}
+        if len(tokens) > MAX_STOP_TOKENS:
+            raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
+        if any(not stop for stop in settings.stop_strings):
+            raise UserError("an empty stop string would stop everything; leave it out")
+        return tuple(sorted(tokens))

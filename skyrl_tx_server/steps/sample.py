@@ -1,0 +1,257 @@
+"""The sampling programs: prefill a prompt into slots, decode a block of steps over all slots.
+
+Every setting of a row is an array, so requests with different settings share a batch and compile nothing. A token's logprob is of the
+model's own distribution (temperature 1, nothing filtered), in float32. The randomness of a token depends on its request's seed, the
+sample's index and the token's position, never on the batch: key = fold_in(fold_in(seed, index), position).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.kv_cache import KVCache, LayerCache, window_of, write_block, write_prompt
+from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, rows_of
+from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
+
+MAX_STOP_TOKENS = 16
+MAX_PROMPT_LOGITS = 1 << 24
+"""Prompt logits held at once, 64 MiB in float32."""
+MASKED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSettings:
+    """How each row is sampled; every array has a leading row axis B."""
+
+    seeds: Leaf  # [B, 2] uint32, high and low half of the request's 64-bit seed
+    sample_indices: Leaf  # [B] int32, which sample of its request
+    temperatures: Leaf  # [B] float32, 0 is greedy
+    top_k: Leaf  # [B] int32, the vocabulary size is off
+    top_p: Leaf  # [B] float32, 1 is off
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt and the rows that continue it."""
+
+    tokens: Leaf  # [P] int32, right-padded
+    length: Leaf  # [] int32
+    adapter_index: Leaf  # [] int32, slot of the bank
+    slots: Leaf  # [B] int32; the first `num_slots` count
+    num_slots: Leaf  # [] int32
+    want_logprobs: Leaf  # [] bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOutputs:
+    """What a prefill returns to the host."""
+
+    logprobs: jax.Array  # [P] float32; entry t is log p(tokens[t + 1] | tokens[: t + 1]); zeros when not wanted
+    first_tokens: jax.Array  # [B] int32, the first completion token of each of the prompt's rows
+    first_logprobs: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The decode slots at the start of a block."""
+
+    tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet
+    positions: Leaf  # [B] int32, that token's position = tokens in the cache
+    remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
+    adapter_indices: Leaf  # [B] int32
+    stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOutputs:
+    """What a decode block returns to the host; a row's tokens beyond its end are -1."""
+
+    tokens: jax.Array  # [B, steps] int32
+    logprobs: jax.Array  # [B, steps] float32
+
+
+@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+def prefill(
+    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig
+) -> tuple[KVCache, PromptOutputs]:
+    """Run a prompt once, copy its keys and values to its rows' slots, and sample each row's first token."""
+    adapter = jax.tree.map(lambda leaf: leaf[prompt.adapter_index], bank)
+    tokens = prompt.tokens[None]
+    x = params.embed[tokens]
+    rope = rope_tables(config, jnp.arange(tokens.shape[1])[None], x.dtype)
+    segments = jnp.ones_like(tokens)  # padding comes last, where causality hides it
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+        return packed_attention(q, k, v, segments), LayerCache(keys=k.transpose(0, 2, 1, 3), values=v.transpose(0, 2, 1, 3))
+
+    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter]) -> tuple[jax.Array, LayerCache]:
+        return layer(config, x, *weights, rope, attend)
+
+    x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers))
+    written = tuple(jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers))
+    cache = write_prompt(cache, written, prompt.slots, prompt.num_slots)
+
+    hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+    logprobs = jax.lax.cond(
+        prompt.want_logprobs,
+        lambda: _prompt_logprobs(config, params, adapter, hidden, tokens),
+        lambda: jnp.zeros(tokens.shape[1], jnp.float32),
+    )
+    last = jax.lax.dynamic_slice_in_dim(hidden, prompt.length - 1, 1, axis=1)
+    logits = head_logits(config, params, adapter, last)[:, 0]
+    rows = prompt.slots.shape[0]
+    first_tokens, first_logprobs = choose(
+        jnp.broadcast_to(logits, (rows, logits.shape[1])), settings, jnp.broadcast_to(prompt.length, (rows,))
+    )
+    return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
+
+
+@partial(jax.jit, static_argnames=("config", "steps", "window", "one_adapter"), donate_argnames=("cache",))
+def decode_block(
+    cache: KVCache,
+    params: Params,
+    bank: Adapter,
+    rows: Rows,
+    settings: RowSettings,
+    *,
+    config: ModelConfig,
+    steps: int,
+    window: int,
+    one_adapter: bool,
+) -> tuple[KVCache, BlockOutputs]:
+    """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
+
+    `window` bounds what attention reads of the cache; every live row's position must be within. `one_adapter` says that all live rows use
+    the adapter of row 0's index, which saves gathering one per row.
+
+    The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
+    the cache is written once per block instead of once per step.
+    """
+    batch = rows.tokens.shape[0]
+    adapter = rows_of(bank, jnp.asarray(rows.adapter_indices)[0] if one_adapter else jnp.asarray(rows.adapter_indices))
+    layer_axis = 0 if one_adapter else 1
+    adapters = [jax.tree.map(lambda leaf, i=i: jnp.take(leaf, i, axis=layer_axis), adapter.layers) for i in range(config.num_layers)]
+    weights = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers)]
+    past = window_of(cache, window)
+    past_mask = (jnp.arange(window)[None] < rows.positions[:, None])[:, None, None]  # [B, 1, 1, window]
+    shape = (batch, config.num_kv_heads, steps, config.head_dim)
+    empty = tuple(LayerCache(keys=jnp.zeros(shape, layer.keys.dtype), values=jnp.zeros(shape, layer.values.dtype)) for layer in cache)
+    outputs = BlockOutputs(tokens=jnp.full((batch, steps), -1, jnp.int32), logprobs=jnp.zeros((batch, steps), jnp.float32))
+
+    def step(
+        index: jax.Array, state: tuple[jax.Array, jax.Array, KVCache, BlockOutputs]
+    ) -> tuple[jax.Array, jax.Array, KVCache, BlockOutputs]:
+        tokens, remaining, recent, outputs = state
+        positions = rows.positions + index
+        x = params.embed[tokens][:, None]
+        rope = rope_tables(config, positions[:, None], x.dtype)
+        recent_mask = (jnp.arange(steps) <= index)[None, None, None]
+        written = []
+        for layer_past, layer_recent, layer_weights, layer_adapter in zip(past, recent, weights, adapters, strict=True):
+
+            def attend(
+                q: jax.Array, k: jax.Array, v: jax.Array, layer_past: LayerCache = layer_past, layer_recent: LayerCache = layer_recent
+            ) -> tuple[jax.Array, LayerCache]:
+                layer_recent = LayerCache(
+                    keys=jax.lax.dynamic_update_slice_in_dim(layer_recent.keys, k.transpose(0, 2, 1, 3), index, axis=2),
+                    values=jax.lax.dynamic_update_slice_in_dim(layer_recent.values, v.transpose(0, 2, 1, 3), index, axis=2),
+                )
+                return _attend(q, (layer_past, layer_recent), (past_mask, recent_mask)), layer_recent
+
+            x, layer_recent = layer(config, x, layer_weights, layer_adapter, rope, attend)
+            written.append(layer_recent)
+        hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+        logits = head_logits(config, params, adapter, hidden)[:, 0]
+        chosen, logprobs = choose(logits, settings, positions + 1)
+        live = remaining > 0
+        outputs = BlockOutputs(
+            tokens=outputs.tokens.at[:, index].set(jnp.where(live, chosen, -1)),
+            logprobs=outputs.logprobs.at[:, index].set(jnp.where(live, logprobs, 0.0)),
+        )
+        stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)
+        return jnp.where(live, chosen, tokens), jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0)), tuple(written), outputs
+
+    _, _, recent, outputs = jax.lax.fori_loop(0, steps, step, (rows.tokens, rows.remaining, empty, outputs))
+    return write_block(cache, recent, rows.positions), outputs
+
+
+def choose(logits: jax.Array, settings: RowSettings, positions: Leaf) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B] and their untempered, unfiltered logprobs [B] from float32 logits [B, V]; `positions` [B] are the new tokens' own."""
+    random = settings.temperatures > 0
+    filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
+
+    def draw() -> jax.Array:
+        tempered = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
+        tempered = jax.lax.cond(filtered.any(), lambda: _filter(tempered, settings), lambda: tempered)
+        return jnp.argmax(tempered + _noise(settings, positions, logits.shape[-1]), axis=-1)
+
+    greedy = jnp.argmax(logits, axis=-1)
+    tokens = jax.lax.cond(random.any(), lambda: jnp.where(random, draw(), greedy), lambda: greedy).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _noise(settings: RowSettings, positions: Leaf, vocab_size: int) -> jax.Array:
+    """Gumbel noise [B, V]: its argmax with the logits is a draw from their softmax."""
+
+    def row(seed: Leaf, index: Leaf, position: Leaf) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32"), index), position)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+    return jax.vmap(row)(settings.seeds, settings.sample_indices, positions)
+
+
+def _filter(tempered: jax.Array, settings: RowSettings) -> jax.Array:
+    """Keep each row's `top_k` likeliest tokens, then the fewest of these that hold `top_p` of their probability; ties are kept."""
+    ordered = jnp.sort(tempered, axis=-1, descending=True)
+    ranks = jnp.arange(tempered.shape[-1])[None]
+    top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)
+    probabilities = jax.nn.softmax(top, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = (ranks < settings.top_k[:, None]) & ((before < settings.top_p[:, None]) | (ranks == 0))
+    threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(tempered >= threshold, tempered, MASKED)
+
+
+def _attend(q: jax.Array, parts: tuple[LayerCache, ...], masks: tuple[jax.Array, ...]) -> jax.Array:
+    """One query per row, q [B, 1, H, hd], over head-major caches laid end to end; masks broadcast to [B, K, G, S]."""
+    batch, _, heads, head_dim = q.shape
+    kv_heads = parts[0].keys.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    scores = [
+        jnp.where(mask, jnp.einsum("bkgh,bksh->bkgs", grouped, part.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
+        for part, mask in zip(parts, masks, strict=True)
+    ]
+    probabilities = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    split = jnp.split(probabilities, np.cumsum([score.shape[-1] for score in scores])[:-1], axis=-1)
+    attended = jnp.zeros((), jnp.float32)
+    for weights, part in zip(split, parts, strict=True):
+        attended += jnp.einsum("bkgs,bksh->bkgh", weights, part.values, preferred_element_type=jnp.float32)
+    return attended.astype(q.dtype).reshape(batch, 1, heads, head_dim)
+
+
+def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, tokens: Leaf) -> jax.Array:
+    """[P] log p(next token) at every position of hidden [1, P, D]; the last entry, which has no next token, means nothing."""
+    length = tokens.shape[1]
+    chunk = min(length, max(1, MAX_PROMPT_LOGITS // config.vocab_size))
+    count = -(-length // chunk)
+    targets = jnp.pad(jnp.roll(tokens[0], -1), (0, count * chunk - length)).reshape(count, chunk)
+    states = jnp.pad(hidden[0], ((0, count * chunk - length), (0, 0))).reshape(count, 1, chunk, -1)
+
+    def of(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = head_logits(config, params, adapter, part[0])[0]
+        return jnp.take_along_axis(logits, part[1][:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+
+    return jax.lax.map(of, (states, targets)).reshape(-1)[:length]

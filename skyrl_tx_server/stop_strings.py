@@ -1,0 +1,42 @@
+"""Finds the token that completes a stop string, by decoding only the tokens that can be part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from skyrl_tx_server.errors import UserError
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """The model's own tokenizer. UserError when the directory has none: then only stop token ids work."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise UserError("stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead")
+    return Tokenizer.from_file(str(path))
+
+
+def find_stop(tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int) -> int | None:
+    """The length to cut `tokens` to, just after the token that completes a stop string; None when none does.
+
+    Only the last `new` tokens are new: earlier calls have looked at the others. A token is at least one byte of text, so a stop string
+    of n bytes lies within n tokens.
+
+    >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
+    3
+    """
+    reach = max(len(stop.encode()) for stop in stop_strings)
+    first = len(tokens) - new
+
+    def holds_stop(start: int, end: int) -> bool:
+        text = tokenizer.decode(list(tokens[start:end]), skip_special_tokens=False)
+        return any(stop in text for stop in stop_strings)
+
+    if not holds_stop(max(0, first - reach), len(tokens)):
+        return None
+    for end in range(first + 1, len(tokens) + 1):
+        if holds_stop(max(0, end - reach), end):
+            return end
+    return None
