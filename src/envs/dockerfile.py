@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from src.envs.skeleton import installed_packages
 from src.errors import ConfigError
 
 IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL"}
@@ -117,8 +118,6 @@ def why_not_runnable(script: str) -> str | None:
 
 
 def _is_installed(package: str) -> bool:
-    from src.envs.skeleton import installed_packages
-
     return shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None or package in installed_packages()
 
 

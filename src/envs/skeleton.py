@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 ETC_FILES = {
@@ -86,15 +87,16 @@ def build_skeleton(directory: Path) -> Path:
     return skeleton
 
 
-def installed_packages() -> set[str]:
+@cache
+def installed_packages() -> frozenset[str]:
     """The names of the host's Debian packages, from dpkg's own file; empty elsewhere."""
     try:
         status = Path("/var/lib/dpkg/status").read_text(errors="replace")
     except OSError:
-        return set()
+        return frozenset()
     names = set()
     for paragraph in status.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" "))
         if fields.get("Status", "").endswith(" installed"):
             names.add(fields["Package"])
-    return names
+    return frozenset(names)

@@ -1,0 +1,211 @@
+"""Harbor task folders as a task source: which tasks there are, where their trials run, and a fresh trial of each.
+
+Harbor takes seconds to import, so this module imports it only when a `HarborTasks` is made, and only after telling it to be quiet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from src.chat import Chat
+from src.envs.base import Trial
+from src.envs.bubblewrap import missing_programs
+from src.envs.cleanup import clean
+from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
+from src.envs.run_directory import run_directory
+from src.errors import ConfigError
+from src.trajectory import Task
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TRIAL_TIMEOUT_S = 2 * 3600.0
+
+
+def new_run_label() -> str:
+    """A label for everything a run leaves outside its own folder: sandbox directories, containers, networks."""
+    return f"run-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarborSettings:
+    """What of a run's options concerns Harbor trials."""
+
+    model_name: str
+    environment_type: str = "auto"  # auto, docker, sandbox or one of Harbor's own names
+    environment_kwargs: Mapping[str, str] = field(default_factory=dict)
+    max_turns: int | None = None
+    max_tokens: int = 1024  # per answer
+    context_limit: int = 32_000  # of a conversation, the last answer included
+    max_length_stops: int = 3  # cut or empty answers in a row that end a trial
+    enable_summarize: bool = True
+    proactive_summarization_threshold: int = 8000
+    trial_timeout_s: float | None = None  # None: two hours
+    n_parallel_envs: int = 8
+    run_label: str = field(default_factory=new_run_label)
+
+
+class HarborTasks:
+    """The tasks of a folder, checked, split and ready to be tried. Implements `TaskSource`."""
+
+    def __init__(
+        self,
+        settings: HarborSettings,
+        chat: Chat,
+        tasks_dir: Path,
+        *,
+        eval_tasks: Sequence[str] = (),
+        eval_split: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
+        load_harbor()
+        from src.envs import task_folders
+
+        self.settings = settings
+        self.environment_type = resolve_environment_type(settings.environment_type)
+        self._chat = chat
+        check = task_folders.check_for_sandbox if self.environment_type == "sandbox" else task_folders.check_for_containers
+        tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
+        folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
+        patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
+        fraction = 0.0 if eval_tasks else eval_split
+        train, held_out = task_folders.hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
+        for folder in folders:
+            held_out += task_folders.load_tasks(folder, check=check)
+        outside = {task.path for task in held_out}
+        self.train: Sequence[Task] = [task for task in train if task.path not in outside]
+        self.eval: Sequence[Task] = held_out
+        _refuse_double_ids([*self.train, *self.eval])
+        if not self.train:
+            raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
+        clean()
+        self._environment = self._environment_options()
+
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
+        """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
+        from src.envs.harbor_trial import HarborTrial
+
+        return HarborTrial(
+            task=task,
+            settings=self.settings,
+            chat=self._chat,
+            environment=self._environment,
+            directory=directory,
+            seed=seed,
+            temperature=temperature,
+        )
+
+    def _environment_options(self) -> dict[str, object]:
+        """The fields of Harbor's EnvironmentConfig for every trial of this run."""
+        options = environment_options(self.settings.environment_kwargs)
+        kwargs = options.setdefault("kwargs", {})
+        assert isinstance(kwargs, dict)
+        match self.environment_type:
+            case "sandbox":
+                run_directory(self.settings.run_label)
+                options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
+                kwargs["run_label"] = self.settings.run_label
+            case "docker":
+                overlay = write_label_overlay(run_directory(self.settings.run_label), run_label=self.settings.run_label)
+                options |= {"type": "docker", "extra_docker_compose": [str(overlay)]}
+                if self.settings.n_parallel_envs > ADDRESS_POOLS:
+                    logger.warning(
+                        "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "
+                        "widen default-address-pools in daemon.json",
+                        self.settings.n_parallel_envs,
+                        ADDRESS_POOLS,
+                    )
+            case cloud:
+                options["type"] = cloud
+        # The default, /tmp, goes with an agent's `rm -rf /tmp/*`, and the terminal with it.
+        options["env"] = {"TMUX_TMPDIR": "/run"}
+        return options
+
+
+@cache
+def load_harbor() -> None:
+    """Import Harbor without downloads, telemetry or chatter."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise litellm fetches a price list at import
+    os.environ.setdefault("HARBOR_TELEMETRY", "0")
+    import harbor.trial.trial  # noqa: F401
+
+    quiet = logging.getLogger("harbor")
+    quiet.addHandler(logging.NullHandler())
+    quiet.propagate = False  # every trial has its own trial.log
+    logging.getLogger("LiteLLM").setLevel(logging.ERROR)
+
+
+def resolve_environment_type(name: str) -> str:
+    """`auto` becomes docker where an engine answers, else sandbox. ConfigError when the machine lacks what was asked for."""
+    load_harbor()
+    from harbor.environments.factory import EnvironmentFactory
+    from harbor.models.environment_type import EnvironmentType
+
+    if name == "auto":
+        name = "sandbox" if why_no_engine() else "docker"
+    if name == "sandbox":
+        if missing := missing_programs():
+            raise ConfigError(f"the sandbox needs the packages {' '.join(missing)}: install them, or use environment_type=docker")
+    elif name == "docker":
+        if reason := why_no_engine():
+            raise ConfigError(f"environment_type=docker: {reason}; start Docker, or use environment_type=sandbox")
+    else:
+        known = sorted(kind.value for kind in EnvironmentType)
+        if name not in known:
+            raise ConfigError(f"environment_type={name} is none of auto, sandbox, {', '.join(known)}")
+        try:
+            EnvironmentFactory.run_preflight(EnvironmentType(name))
+        except (SystemExit, Exception) as error:
+            raise ConfigError(f"environment_type={name}: {' '.join(str(error).split())}") from error
+    return name
+
+
+def environment_options(pairs: Mapping[str, str]) -> dict[str, object]:
+    """`environment_kwargs` as fields of Harbor's EnvironmentConfig; what it does not know goes to the environment class itself.
+
+    >>> environment_options({"override_cpus": "2", "memory_mb": "512", "network": "true"})
+    {'kwargs': {'network': True}, 'override_cpus': 2, 'override_memory_mb': 512}
+    """
+    kwargs: dict[str, object] = {}
+    options: dict[str, object] = {"kwargs": kwargs}
+    for key, text in pairs.items():
+        short = key.removeprefix("override_")
+        if short in ("cpus", "memory_mb", "storage_mb", "gpus"):
+            try:
+                options[f"override_{short}"] = int(text)
+            except ValueError:
+                raise ConfigError(f"environment_kwargs {key} needs a whole number, not {text!r}") from None
+        elif key in ("force_build", "delete"):
+            options[key] = _plain(text) is True
+        elif key in ("cpu_enforcement_policy", "memory_enforcement_policy"):
+            options[key] = text
+        else:
+            kwargs[key] = _plain(text)
+    return options
+
+
+def _plain(text: str) -> str | int | float | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _refuse_double_ids(tasks: Sequence[Task]) -> None:
+    seen: dict[str, Path] = {}
+    for task in tasks:
+        if task.id in seen:
+            raise ConfigError(f"two tasks are called {task.id}: {seen[task.id]} and {task.path}; rename one")
+        seen[task.id] = task.path
+
+

@@ -1,0 +1,176 @@
+"""One Harbor trial in process, from its configuration to a graded trajectory or a failure with a kind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.result import TimingInfo, TrialResult
+from harbor.trial.trial import Trial as RunnableTrial
+
+from src.chat import Chat
+from src.envs.harbor import DEFAULT_TRIAL_TIMEOUT_S, HarborSettings
+from src.envs.harbor_agent import Session, registered
+from src.errors import BackendError, SandboxError, VerifierError
+from src.policy import Policy
+from src.rewards.verifier import score
+from src.tinker_llm import SamplingLimits, TinkerLLM
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 60.0
+
+
+class HarborTrial:
+    """One attempt at one Harbor task, used once."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        settings: HarborSettings,
+        chat: Chat,
+        environment: Mapping[str, object],
+        directory: Path,
+        seed: int,
+        temperature: float,
+    ) -> None:
+        self._task = task
+        self._settings = settings
+        self._chat = chat
+        self._environment = environment
+        self._directory = directory
+        self._limits = SamplingLimits(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=settings.max_tokens,
+            context_limit=settings.context_limit,
+            max_length_stops=settings.max_length_stops,
+            summarize=settings.enable_summarize,
+        )
+
+    async def run(self, policy: Policy) -> Trajectory | TrialFailure:
+        """Play and grade. Never raises but for cancellation, after which the sandbox is gone."""
+        started = time.monotonic()
+        key = uuid.uuid4().hex
+        session = Session(llm=TinkerLLM(policy=policy, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
+        deadline_s = self._settings.trial_timeout_s or DEFAULT_TRIAL_TIMEOUT_S
+        try:
+            with registered(key, session):
+                trial = await RunnableTrial.create(self._config(key))
+                result = await finish_within(trial.run(), deadline_s)
+        except TimeoutError:
+            return self._failure(FailureKind.TIMEOUT, f"the trial did not end within {deadline_s:g} s")
+        except Exception as error:
+            return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
+        return self._outcome(result, session, duration_s=time.monotonic() - started)
+
+    def _config(self, key: str) -> TrialConfig:
+        settings = self._settings
+        agent_options = {
+            "max_turns": settings.max_turns,
+            "suppress_max_turns_warning": True,
+            "enable_summarize": settings.enable_summarize,
+            "proactive_summarization_threshold": settings.proactive_summarization_threshold,
+            "record_terminal_session": False,
+            "collect_rollout_details": False,
+            "llm_backend": "policy",
+            "llm_kwargs": {"session": key},
+        }
+        return TrialConfig(
+            task=TaskConfig(path=self._task.path),
+            trials_dir=self._directory,
+            agent=AgentConfig(
+                import_path="src.envs.harbor_agent:TrainingTerminus2",
+                model_name=settings.model_name,
+                kwargs={name: value for name, value in agent_options.items() if value is not None},
+            ),
+            environment=EnvironmentConfig.model_validate(dict(self._environment)),
+            verifier=VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier"),
+        )
+
+    def _outcome(self, result: TrialResult, session: Session, *, duration_s: float) -> Trajectory | TrialFailure:
+        llm = session.llm
+        if isinstance(session.error, BackendError):
+            return self._failure(FailureKind.BACKEND, str(session.error), result)
+        try:
+            reward = score(result.verifier_result.rewards if result.verifier_result else None)
+        except VerifierError as error:
+            return self._failure(failed_phase(result, session), what_happened(result) or str(error), result)
+        if not llm.turns:
+            return self._failure(FailureKind.AGENT, "the agent gave no answer", result)
+        timed_out = result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
+        stop_reason = StopReason.AGENT_TIMEOUT if timed_out else session.stop_reason
+        assert stop_reason is not None, "a graded trial ended somehow"
+        return Trajectory(
+            task_id=self._task.id,
+            turns=llm.turns,
+            reward=reward,
+            stop_reason=stop_reason,
+            trial_name=result.trial_name,
+            metrics={
+                "duration_s": duration_s,
+                "environment_setup_s": _seconds(result.environment_setup),
+                "agent_s": _seconds(result.agent_execution),
+                "verifier_s": _seconds(result.verifier),
+                "prefix_breaks": float(llm.prefix_breaks),
+                "empty_completions": float(llm.empty_completions),
+                "subagent_turns": float(len(llm.subagent_turns)),
+            },
+        )
+
+    def _failure(self, kind: FailureKind, message: str, result: TrialResult | None = None) -> TrialFailure:
+        logger.warning("trial of %s failed (%s): %s", self._task.id, kind.value, message)
+        return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=result.trial_name if result else "")
+
+
+async def finish_within[T](work: "asyncio.Future[T] | object", deadline_s: float) -> T:
+    """The result of `work`, which is cancelled past the deadline or with its caller, and then given a moment to free what it holds.
+
+    Raises TimeoutError. Harbor itself bounds neither stopping an environment nor collecting logs.
+    """
+    task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            _, pending = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+            if pending:
+                logger.error("a cancelled trial still runs after %g s; its sandbox may outlive it until the run ends", CANCEL_GRACE_S)
+    if not task.done() or task.cancelled():
+        raise TimeoutError
+    return task.result()
+
+
+def failed_phase(result: TrialResult, session: Session) -> FailureKind:
+    """Which part of an ungraded trial is to blame."""
+    info = result.exception_info
+    if isinstance(session.error, SandboxError) or (info is not None and info.exception_type == SandboxError.__name__):
+        return FailureKind.SANDBOX
+    if result.verifier is not None:
+        return FailureKind.VERIFIER
+    if result.agent_execution is not None:
+        return FailureKind.AGENT
+    return FailureKind.SANDBOX if result.environment_setup is not None else FailureKind.HARBOR
+
+
+def what_happened(result: TrialResult) -> str:
+    """Harbor's own account of a failure, in one line."""
+    info = result.exception_info
+    if info is None:
+        return ""
+    lines = info.exception_message.strip().splitlines()
+    return f"{info.exception_type}: {lines[0] if lines else 'no message'}"
+
+
+def _seconds(timing: TimingInfo | None) -> float:
+    if timing is None or timing.started_at is None or timing.finished_at is None:
+        return 0.0
+    return (timing.finished_at - timing.started_at).total_seconds()

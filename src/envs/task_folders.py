@@ -1,0 +1,115 @@
+"""Harbor task folders: find them, check them before any work, and hold some of them out.
+
+    <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
+"""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from harbor.models.task.config import NetworkMode, TaskConfig, TaskOS
+from harbor.models.task.task import Task as HarborTask
+from pydantic import ValidationError
+
+from src.envs.dockerfile import USE_DOCKER
+from src.envs.sandbox import ROOT_USERS, read_recipe
+from src.errors import ConfigError
+from src.trajectory import Task
+
+
+def load_tasks(directory: Path, *, check: Callable[[Path, TaskConfig], None]) -> list[Task]:
+    """All tasks of a folder, by name. ConfigError with one line per broken folder."""
+    directory = directory.expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(f"tasks_dir {directory} is not a folder; give a folder of task folders")
+    if (directory / "task.toml").is_file():
+        folders = [directory]
+    else:
+        folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+    if not folders:
+        raise ConfigError(f"tasks_dir {directory} holds no task folders")
+    tasks, broken = [], []
+    for folder in folders:
+        try:
+            tasks.append(load_task(folder, check=check))
+        except ConfigError as error:
+            broken.append(str(error))
+    if broken:
+        raise ConfigError("\n".join([*broken, f"{len(broken)} of {len(folders)} task folders are broken; mend or remove them"][: len(broken) + (len(broken) > 1)]))
+    return tasks
+
+
+def load_task(folder: Path, *, check: Callable[[Path, TaskConfig], None]) -> Task:
+    """One task; ConfigError in one line when it is not whole, or when `check` refuses it."""
+    for name in ("task.toml", "instruction.md"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder}: no {name}; is this a Harbor task folder?")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise ConfigError(f"{folder}: no tests/test.sh; a task without a verifier cannot be graded")
+    try:
+        task = HarborTask(folder)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{folder}/task.toml: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{folder}/task.toml: {where + ': ' if where else ''}{first['msg']}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
+    if task.has_steps:
+        raise ConfigError(f"{folder}: tasks with [[steps]] are not supported; use single-step tasks")
+    if not task.instruction.strip():
+        raise ConfigError(f"{folder}: instruction.md is empty")
+    check(folder, task.config)
+    return Task(id=folder.name, path=folder, instruction=task.instruction)
+
+
+def check_for_sandbox(folder: Path, config: TaskConfig) -> None:
+    """ConfigError when the sandbox cannot run this task as it is meant."""
+    environment = config.environment
+    if environment.os != TaskOS.LINUX:
+        raise ConfigError(f"{folder}: the sandbox runs Linux only, not {environment.os.value}; {USE_DOCKER}")
+    if environment.gpus or environment.tpu is not None:
+        raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
+    for section, user in (("agent", config.agent.user), ("verifier", config.verifier.user)):
+        if user not in ROOT_USERS:
+            raise ConfigError(f"{folder}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}")
+    modes = (environment.network_mode, config.agent.network_mode, config.verifier.network_mode)
+    if NetworkMode.ALLOWLIST in modes:
+        raise ConfigError(f"{folder}: the sandbox's network is off or public, it has no allow list; {USE_DOCKER}")
+    for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
+        if mode not in (None, environment.network_mode):
+            raise ConfigError(f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}")
+    read_recipe(folder / "environment", environment)
+
+
+def check_for_containers(folder: Path, config: TaskConfig) -> None:
+    """ConfigError when there is nothing to build a container from."""
+    environment = folder / "environment"
+    if config.environment.docker_image is None and not any((environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")):
+        raise ConfigError(f"{environment}: no Dockerfile and no [environment].docker_image; add one of them")
+
+
+def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[list[Task], list[Task]]:
+    """(training, held out). With `patterns` (ids or globs) those are held out, else `fraction` of the tasks, drawn by `seed`.
+
+    ConfigError for a pattern that matches nothing or a split that leaves nothing to train on.
+    """
+    if patterns:
+        for pattern in patterns:
+            if not any(fnmatchcase(task.id, pattern) for task in tasks):
+                raise ConfigError(f"eval_tasks: {pattern!r} is neither a folder nor the name of a task")
+        chosen = {task.id for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)}
+    else:
+        count = round(fraction * len(tasks))
+        if fraction > 0 and count == 0 and len(tasks) > 1:
+            count = 1
+        chosen = {task.id for task in random.Random(seed).sample(list(tasks), count)}
+    train = [task for task in tasks if task.id not in chosen]
+    if not train:
+        raise ConfigError(f"all {len(tasks)} tasks are held out; nothing is left to train on: lower eval_split or name fewer eval_tasks")
+    return train, [task for task in tasks if task.id in chosen]

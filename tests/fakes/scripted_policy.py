@@ -1,0 +1,56 @@
+"""A policy that plays Terminus-2 from a script; one object serves any number of trials at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from src.chat import Chat
+from src.policy import Policy
+from src.trajectory import StopReason, Turn
+
+ANSWER_MARK = "<|im_start|>assistant\n"
+
+
+def answer(*commands: str, done: bool = False, duration: float = 0.3) -> str:
+    """A Terminus-2 answer: shell commands, each ended by Enter."""
+    keys = [{"keystrokes": f"{command}\n", "duration": duration} for command in commands]
+    return json.dumps({"analysis": "a", "plan": "p", "commands": keys, "task_complete": done})
+
+
+def solving(*commands: str) -> list[str]:
+    """Run the commands, then say twice that the task is done."""
+    return [answer(*commands), answer(done=True), answer(done=True)]
+
+
+class ScriptedPolicy(Policy):
+    """Answers by how many answers the prompt holds already, from the first script whose key occurs in the prompt.
+
+    An exception in a script is raised. Answers are cut at max_tokens; every token has logprob -0.5.
+    """
+
+    def __init__(self, chat: Chat, scripts: Mapping[str, Sequence[str | BaseException]], *, version: int = 0) -> None:
+        self.version = version
+        self.prompts: list[list[int]] = []
+        self.seeds: list[int | None] = []
+        self._chat = chat
+        self._scripts = scripts
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        self.prompts.append(list(prompt_ids))
+        self.seeds.append(seed)
+        text = self._chat.tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        script = next(script for key, script in self._scripts.items() if key in text)
+        reply = script[min(text.count(ANSWER_MARK) - 1, len(script) - 1)]
+        if isinstance(reply, BaseException):
+            raise reply
+        ids = self._chat.tokenizer.encode(reply, add_special_tokens=False)
+        ids = [*ids, self._chat.turn_end_id] if reply else []
+        completion = ids[:max_tokens]
+        return Turn(
+            prompt_ids=list(prompt_ids),
+            completion_ids=completion,
+            logprobs=[-0.5] * len(completion),
+            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
+            policy_version=self.version,
+        )
