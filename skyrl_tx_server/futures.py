@@ -30,7 +30,7 @@ FAILURE_SIZE = 500
 class RequestKey:
     """What makes a re-sent request recognisable: a model, sampler or session, and the number the client gave the request in it."""
 
-    scope: str
+    scope: str  # begins with the session's id
     seq_id: int
 
 
@@ -139,7 +139,8 @@ class FutureStore:
                 return None
         if entry.outcome is not None and entry.delivered_at is None:
             entry.delivered_at = self._clock()
-            if self._waiting.pop(request_id, 0) is None:
+            if request_id in self._waiting:
+                del self._waiting[request_id]
                 self._delivered[request_id] = None
         return entry.outcome
 
@@ -153,9 +154,10 @@ class FutureStore:
                 return
             self._drop(request_id)
 
-    def forget_scope(self, scope: str) -> None:
-        """A model or sampler is gone; requests under it are refused before their key is looked at."""
-        self._keys.pop(scope, None)
+    def forget_scopes(self, session_id: str) -> None:
+        """A session is over; requests of its models and samplers are refused before their key is looked at."""
+        for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
+            del self._keys[scope]
 
     def close(self) -> None:
         """Let go of every waiting poll: the server is stopping."""

@@ -78,11 +78,16 @@ class Registry:
         return session
 
     def session(self, session_id: str) -> Session:
-        """A live session, which is thereby seen alive."""
+        """A live session, which its own client asks for and which is thereby seen alive."""
+        session = self.look_up(session_id)
+        session.last_seen = self._clock()
+        return session
+
+    def look_up(self, session_id: str) -> Session:
+        """A live session, for anyone who asks."""
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFoundError(f"no session {session_id}: {self._why_gone(session_id)}. Make a new ServiceClient")
-        session.last_seen = self._clock()
         return session
 
     def sessions(self) -> list[Session]:

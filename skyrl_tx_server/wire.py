@@ -6,6 +6,7 @@ Everything the server cannot honour is a `UserError` that names the alternative;
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -209,7 +210,7 @@ def parse_lora(body: object, limits: Limits) -> LoraSpec:
     rank = fields.optional_integer("rank")
     spec = LoraSpec(
         rank=32 if rank is None else rank,
-        seed=fields.optional_integer("seed") or 0,
+        seed=secrets.randbelow(2**31) if (seed := fields.optional_integer("seed")) is None else seed,
         train_attn=fields.flag("train_attn", True),
         train_mlp=fields.flag("train_mlp", True),
         train_unembed=fields.flag("train_unembed", True),

@@ -1,0 +1,83 @@
+"""The ASGI application: every route behind the border, and the housekeeping that runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from skyrl_tx_server.errors import NotFoundError
+from skyrl_tx_server.routes import futures, refused, sampling, service, sessions, training, weights
+from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
+from skyrl_tx_server.routes.context import Context
+
+logger = logging.getLogger(__name__)
+
+# `refused` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would swallow.
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *service.ENDPOINTS,
+    *sessions.ENDPOINTS,
+    *futures.ENDPOINTS,
+    *training.ENDPOINTS,
+    *sampling.ENDPOINTS,
+    *refused.ENDPOINTS,
+    *weights.ENDPOINTS,
+)
+
+
+def build_app(lobby: Lobby, *, housekeeping_period_s: float = 5.0) -> Starlette:
+    """Serves 503 until someone puts a `Context` in the lobby."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        housekeeper = asyncio.create_task(_housekeeping(lobby, housekeeping_period_s))
+        yield
+        housekeeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await housekeeper
+
+    return Starlette(
+        routes=[Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS],
+        lifespan=lifespan,
+        exception_handlers={404: _no_route, 405: _no_route},
+    )
+
+
+def _bind(endpoint: Endpoint, lobby: Lobby) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await serve(endpoint, lobby, request)
+
+    return handle
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    logger.warning("no route %s %s", request.method, request.url.path)
+    return problem(404, f"this server has no {request.method} {request.url.path}; it speaks the Tinker API of SDK 0.38", "user")
+
+
+async def _housekeeping(lobby: Lobby, period_s: float) -> None:
+    """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
+    while True:
+        await asyncio.sleep(period_s)
+        if lobby.context is not None:
+            try:
+                await housekeep(lobby.context)
+            except Exception:
+                logger.exception("housekeeping failed; trying again in %g s", period_s)
+
+
+async def housekeep(context: Context) -> None:
+    context.futures.prune()
+    for session_id in context.registry.expired():
+        sessions.end_session(context, session_id, "no sign of life from its client")
+    for path in context.ledger.expired():
+        with contextlib.suppress(NotFoundError):  # deleted by hand
+            await asyncio.to_thread(context.checkpoints.delete, path)
+            logger.info("deleted %s: its time to live is over", path)
+        context.ledger.set_expiry(path, None)

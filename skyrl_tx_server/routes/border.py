@@ -1,0 +1,132 @@
+"""The HTTP border: every route runs inside `serve`, which reads no more than allowed, logs one line and turns errors into statuses.
+
+Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go away (a name taken, a bug
+of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure is a 200 with an `error` field, in `futures.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import zstandard
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_tx_server.errors import ConflictError, ServerError, UserError
+from skyrl_tx_server.routes.context import Context
+
+logger = logging.getLogger("skyrl_tx_server.http")
+
+Reply = Mapping[str, object] | Response | None
+Handler = Callable[[Context, Request], Awaitable[Reply]]
+
+DISCARD_AT_MOST = 1 << 30
+
+
+@dataclass(kw_only=True, slots=True)
+class Lobby:
+    """Where requests wait until the engine can work: the port is open before the model is loaded."""
+
+    context: Context | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """One route of the contract. The handler's dict becomes JSON, None a 204."""
+
+    method: str
+    path: str
+    handler: Handler
+    log_level: int = field(default=logging.INFO)
+
+
+async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+    """Run one request, whatever happens."""
+    began = time.perf_counter()
+    response = await _answer(endpoint, lobby, request)
+    logger.log(
+        endpoint.log_level if response.status_code < 400 or response.status_code == 408 else logging.WARNING,
+        "method=%s route=%s status=%d ms=%.1f sdk=%s",
+        endpoint.method,
+        endpoint.path,
+        response.status_code,
+        1e3 * (time.perf_counter() - began),
+        request.headers.get("x-sdk-method", "-")[:80],
+    )
+    return response
+
+
+async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+    if lobby.context is None:
+        return problem(503, "the server is still loading its model; try again in a moment", "server")
+    try:
+        reply = await endpoint.handler(lobby.context, request)
+    except ConflictError as error:
+        return problem(400, str(error), error.category)
+    except ServerError as error:
+        return problem(error.status, str(error), error.category)
+    except Exception as error:
+        logger.exception("%s %s failed", endpoint.method, endpoint.path)
+        return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
+    if reply is None:
+        return Response(status_code=204)
+    return reply if isinstance(reply, Response) else JSONResponse(reply)
+
+
+def problem(status: int, detail: str, category: str) -> JSONResponse:
+    return JSONResponse({"detail": detail, "category": category}, status_code=status)
+
+
+async def read_body(context: Context, request: Request) -> bytes:
+    """The body, decompressed. A body over the limit is read to its end all the same: a client cut off while sending would only retry."""
+    limit = context.settings.max_request_bytes
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        elif size > DISCARD_AT_MOST:
+            break
+    if size > limit:
+        raise _too_large(limit)
+    body = b"".join(chunks)
+    match request.headers.get("content-encoding", "identity").lower():
+        case "identity" | "":
+            return body
+        case "zstd":
+            return _decompress(body, limit)
+        case other:
+            raise UserError(f"content-encoding {other!r} is not supported; send zstd or none")
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
+            plain = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise UserError(f"the body is not valid zstd: {error}") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    return plain
+
+
+def _too_large(limit: int) -> UserError:
+    return UserError(
+        f"the request is larger than this server's limit of {limit >> 20} MiB; send fewer datums at once or start it with a larger max_request_mb"
+    )
+
+
+async def read_json(context: Context, request: Request) -> object:
+    body = await read_body(context, request)
+    if not body:
+        return {}
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body is not valid JSON: {error}") from None

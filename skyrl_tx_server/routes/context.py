@@ -1,0 +1,60 @@
+"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked against."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import EngineInfo
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.futures import FutureStore
+from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.ops import Op, OpResult
+from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.wire import Limits
+
+
+class EngineSide(Protocol):
+    """The engine as the HTTP side sees it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, op: Op) -> concurrent.futures.Future[OpResult]: ...
+
+    def stats(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpSettings:
+    """The HTTP side's view of the server's options."""
+
+    model_dir: Path | None  # offered as tokenizer to clients on this machine; None: they go by the model's name
+    max_request_bytes: int = 64 << 20
+    sample_max_concurrent_requests: int = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    engine: EngineSide
+    registry: Registry
+    futures: FutureStore
+    checkpoints: CheckpointStore
+    ledger: Ledger
+    settings: HttpSettings
+
+    @property
+    def base_model(self) -> str:
+        return self.engine.info.base_model
+
+    @property
+    def limits(self) -> Limits:
+        info = self.engine.info
+        return Limits(vocab_size=info.vocab_size, max_context_length=info.max_context_length, max_lora_rank=info.max_lora_rank)
+
+    def check_base_model(self, name: str) -> None:
+        if name != self.base_model:
+            raise UserError(f"this server runs {self.base_model}, not {name}; ask for base_model={self.base_model!r}")

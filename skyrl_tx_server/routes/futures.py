@@ -1,0 +1,42 @@
+"""retrieve_future: the long poll through which every result and every failure reaches the client."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_tx_server.errors import FutureLostError
+from skyrl_tx_server.futures import Outcome
+from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
+from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.wire import Fields, result_to_json
+from skyrl_tx_server.wire_proto import MEDIA_TYPE, has_proto_form, result_to_proto
+
+
+async def retrieve_future(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "retrieve_future")
+    request_id = fields.text("request_id")
+    session_id = context.futures.session_of(request_id)
+    context.registry.touch(session_id)
+    outcome = await context.futures.wait(request_id)
+    context.registry.touch(session_id)
+    if outcome is None:
+        # The SDK asks again at once, which is why `wait` has held the request as long as the SDK lets it.
+        return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408)
+    return _reply(outcome, accepts_proto=MEDIA_TYPE in request.headers.get("accept", ""))
+
+
+def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
+    if isinstance(outcome.error, FutureLostError):
+        raise outcome.error
+    if outcome.error is not None:
+        return {"error": str(outcome.error), "category": outcome.error.category}
+    assert outcome.result is not None, "a finished future has a result or an error"
+    if accepts_proto and has_proto_form(outcome.result):
+        return Response(result_to_proto(outcome.result), media_type=MEDIA_TYPE)
+    return result_to_json(outcome.kind, outcome.result, outcome.extra)
+
+
+ENDPOINTS = (Endpoint(method="POST", path="/api/v1/retrieve_future", handler=retrieve_future, log_level=logging.DEBUG),)

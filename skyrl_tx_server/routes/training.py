@@ -1,0 +1,166 @@
+"""Models and their training: create_model, get_info, forward, forward_backward, optim_step, unload_model."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+
+from skyrl_tx_server.futures import Outcome, RequestKey
+from skyrl_tx_server.ledger import TrainingRun
+from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
+from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
+from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.wire import Fields, TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
+from skyrl_tx_server.wire_proto import MEDIA_TYPE, parse_training_proto
+
+LOOPBACK = ("127.0.0.1", "::1")
+
+
+async def create_model(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "create_model")
+    session_id = fields.text("session_id")
+    model_seq_id = fields.integer("model_seq_id")
+    base_model = fields.text("base_model")
+    user_metadata = fields.metadata("user_metadata")
+    check_optimizer_config(fields)
+    lora = parse_lora(fields.mapping("lora_config"), context.limits)
+    fields.ignore("type")
+    fields.finish()
+    context.check_base_model(base_model)
+    model_id = context.registry.model_id(session_id, model_seq_id)
+    return begin_model(
+        context,
+        op=CreateModel(model_id=model_id, lora=lora),
+        kind="create_model",
+        key=RequestKey(scope=f"{session_id}:train", seq_id=model_seq_id),
+        session_id=session_id,
+        lora=lora,
+        user_metadata=user_metadata,
+    )
+
+
+def begin_model(
+    context: Context,
+    *,
+    op: CreateModel | LoadWeights,
+    kind: str,
+    key: RequestKey,
+    session_id: str,
+    lora: LoraSpec,
+    user_metadata: dict[str, str],
+) -> Reply:
+    """Enter a new model in the books and have the engine make it; if that fails it never was."""
+
+    def start() -> Future[OpResult]:
+        context.registry.add_model(session_id, op.model_id, lora)
+        return context.engine.submit(op)
+
+    def when_done(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            context.registry.forget_model(op.model_id)
+            return
+        run = TrainingRun(
+            run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
+        )
+        context.ledger.record_run(run)
+
+    extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
+    request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
+    return {"request_id": request_id, "model_id": op.model_id}
+
+
+async def get_info(context: Context, request: Request) -> Reply:
+    """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub; others go by the name."""
+    fields = Fields(await read_json(context, request), "get_info")
+    model = context.registry.model(fields.text("model_id"))
+    model_dir = context.settings.model_dir
+    is_local = request.client is not None and request.client.host in LOOPBACK
+    return {
+        "type": "get_info",
+        "model_id": model.model_id,
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "model_name": context.base_model,
+        "model_data": {
+            "arch": "qwen3",
+            "model_name": context.base_model,
+            "tokenizer_id": str(model_dir) if is_local and model_dir is not None else None,
+        },
+    }
+
+
+async def forward_backward(context: Context, request: Request) -> Reply:
+    """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
+    if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
+        return _submit(context, parse_training_proto(await read_body(context, request), context.limits))
+    return _submit(context, parse_training_json(await read_json(context, request), context.limits, forward_only=False))
+
+
+async def forward(context: Context, request: Request) -> Reply:
+    return _submit(context, parse_training_json(await read_json(context, request), context.limits, forward_only=True))
+
+
+def _submit(context: Context, train: TrainRequest) -> Reply:
+    model = context.registry.model(train.model_id)
+    op = ForwardBackward(
+        model_id=train.model_id,
+        data=train.data,
+        loss_fn=train.loss_fn,
+        loss_fn_config=train.loss_fn_config,
+        forward_only=train.forward_only,
+    )
+    request_id = context.futures.submit(
+        lambda: context.engine.submit(op),
+        kind="forward" if train.forward_only else "forward_backward",
+        key=model_key(train.model_id, train.seq_id),
+        session_id=model.session_id,
+    )
+    return {"request_id": request_id, "model_id": train.model_id}
+
+
+def model_key(model_id: str, seq_id: int | None) -> RequestKey | None:
+    return None if seq_id is None else RequestKey(scope=model_id, seq_id=seq_id)
+
+
+async def optim_step(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "optim_step")
+    model_id = fields.text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    adam = parse_adam(fields)
+    fields.ignore("type")
+    fields.finish()
+    model = context.registry.model(model_id)
+    request_id = context.futures.submit(
+        lambda: context.engine.submit(OptimStep(model_id=model_id, adam=adam)),
+        kind="optim_step",
+        key=model_key(model_id, seq_id),
+        session_id=model.session_id,
+    )
+    return {"request_id": request_id, "model_id": model_id}
+
+
+async def unload_model(context: Context, request: Request) -> Reply:
+    """Sent by SDK 0.25 and older only; newer clients end their session."""
+    fields = Fields(await read_json(context, request), "unload_model")
+    model = context.registry.model(fields.text("model_id"))
+    context.registry.forget_model(model.model_id)
+    request_id = context.futures.submit(
+        lambda: context.engine.submit(UnloadModel(model_id=model.model_id)),
+        kind="unload_model",
+        key=None,
+        session_id=model.session_id,
+        extra={"model_id": model.model_id},
+    )
+    return {"request_id": request_id, "model_id": model.model_id}
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/create_model", handler=create_model),
+    Endpoint(method="POST", path="/api/v1/get_info", handler=get_info),
+    Endpoint(method="POST", path="/api/v1/forward_backward", handler=forward_backward),
+    Endpoint(method="POST", path="/api/v1/forward", handler=forward),
+    Endpoint(method="POST", path="/api/v1/optim_step", handler=optim_step),
+    Endpoint(method="POST", path="/api/v1/unload_model", handler=unload_model),
+)

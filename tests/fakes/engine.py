@@ -1,0 +1,166 @@
+"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import EngineInfo
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import (
+    CreateModel,
+    Done,
+    DropSnapshot,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    OpResult,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SaveSampler,
+    SaveWeights,
+    StopReason,
+    UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
+)
+
+UNLUCKY_TOKEN = 13
+"""A prompt or datum that begins with this token fails in the engine."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FakeModel:
+    lora: LoraSpec
+    steps: int = 0
+
+
+class FakeEngine:
+    """Executes operations in submission order on one thread, as the real engine does for each model.
+
+    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the sampler's steps, so that a
+    test sees which weights were used; every token has log-probability -0.5. Training returns -target/10 per position.
+    """
+
+    def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:
+        self.info = EngineInfo(base_model=base_model, max_context_length=128, max_lora_rank=8, vocab_size=64)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.executed: list[Op] = []
+        self.models: dict[str, FakeModel] = {}
+        self.snapshots: dict[str, int] = {}
+        self._checkpoints = checkpoints
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def submit(self, op: Op) -> Future[OpResult]:
+        return self._thread.submit(self._run, op)
+
+    def stats(self) -> dict[str, object]:
+        return {"ops_finished": len(self.executed)}
+
+    def stop(self) -> None:
+        self.gate.set()
+        self._thread.shutdown()
+
+    def of_type[T](self, op_type: type[T]) -> list[T]:
+        return [op for op in self.executed if isinstance(op, op_type)]
+
+    def _run(self, op: Op) -> OpResult:
+        self.gate.wait()
+        self.executed.append(op)
+        return self._handlers[type(op)](self, op)
+
+    def _create(self, op: CreateModel) -> OpResult:
+        self.models[op.model_id] = FakeModel(lora=op.lora)
+        return Done()
+
+    def _load(self, op: LoadWeights) -> OpResult:
+        info, arrays = self._checkpoints.read(op.path)
+        self.models[op.model_id] = FakeModel(lora=info.lora, steps=int(arrays["steps"][0]))
+        return WeightsLoaded(model_id=op.model_id, lora=info.lora)
+
+    def _train(self, op: ForwardBackward) -> OpResult:
+        if any(datum.tokens[0] == UNLUCKY_TOKEN for datum in op.data):
+            raise UserError("an unlucky datum")
+        logprobs = tuple((-datum.target_tokens / 10).astype(np.float32) for datum in op.data)
+        weights = [np.ones(len(d.tokens)) if d.weights is None else d.weights for d in op.data]
+        loss = -sum(float((w * lp).sum()) for w, lp in zip(weights, logprobs, strict=True))
+        return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": loss})
+
+    def _optim(self, op: OptimStep) -> OpResult:
+        self.models[op.model_id].steps += 1
+        return OptimStepResult(metrics={"grad_norm": 1.5})
+
+    def _write(self, kind: str, model_id: str, name: str, user_metadata: dict[str, str], overwrite: bool) -> OpResult:
+        model = self.models[model_id]
+        info = self._checkpoints.write(
+            kind, model_id, name, {"steps": np.asarray([model.steps])}, model.lora, model.steps, user_metadata, overwrite
+        )
+        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+
+    def _save(self, op: SaveWeights) -> OpResult:
+        return self._write("weights", op.model_id, op.name, op.user_metadata, op.overwrite)
+
+    def _save_sampler(self, op: SaveSampler) -> OpResult:
+        if op.name is not None:
+            return self._write("sampler_weights", op.model_id, op.name, op.user_metadata, False)
+        self.snapshots[op.weights] = self.models[op.model_id].steps
+        return WeightsSaved(path=None, size_bytes=0)
+
+    def _unload(self, op: UnloadModel) -> OpResult:
+        self.models.pop(op.model_id, None)
+        return Done()
+
+    def _drop(self, op: DropSnapshot) -> OpResult:
+        self.snapshots.pop(op.weights, None)
+        return Done()
+
+    def _sample(self, op: Sample) -> OpResult:
+        if op.prompt[0] == UNLUCKY_TOKEN:
+            raise UserError("an unlucky prompt")
+        if op.weights is None:
+            shift = 0
+        elif op.weights in self.snapshots:
+            shift = self.snapshots[op.weights]
+        else:
+            shift = int(self._checkpoints.read(op.weights)[1]["steps"][0])
+        prompt_logprobs = np.full(len(op.prompt), -2.0, np.float32)
+        prompt_logprobs[0] = np.nan
+        return SampleResult(
+            sequences=tuple(self._continue(op, shift + index) for index in range(op.num_samples)),
+            prompt_logprobs=prompt_logprobs if op.prompt_logprobs else None,
+            prompt_cache_hit_tokens=0,
+        )
+
+    def _continue(self, op: Sample, shift: int) -> SampledSequence:
+        count = 4 if op.settings.max_tokens is None else op.settings.max_tokens
+        tokens = (int(op.prompt[-1]) + 1 + shift + np.arange(count)) % self.info.vocab_size
+        stops = np.flatnonzero(np.isin(tokens, op.settings.stop_token_ids))
+        tokens = tokens[: stops[0] + 1] if stops.size else tokens
+        return SampledSequence(
+            tokens=tokens.astype(np.int32),
+            logprobs=np.full(len(tokens), -0.5, np.float32),
+            stop_reason=StopReason.STOP if stops.size else StopReason.LENGTH,
+        )
+
+    _handlers: dict[type, Callable[..., OpResult]] = {  # noqa: RUF012
+        CreateModel: _create,
+        LoadWeights: _load,
+        ForwardBackward: _train,
+        OptimStep: _optim,
+        SaveWeights: _save,
+        SaveSampler: _save_sampler,
+        UnloadModel: _unload,
+        DropSnapshot: _drop,
+        Sample: _sample,
+    }

@@ -1,0 +1,76 @@
+"""The HTTP side on a fake engine: as a context for route tests, and on a loopback port for the real SDK."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.futures import FutureStore, Retention
+from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from tests.fakes.engine import FakeEngine
+
+
+def fake_context(
+    root: Path,
+    *,
+    retention: Retention | None = None,
+    session_timeout_s: float = 300.0,
+    settings: HttpSettings | None = None,
+) -> Context:
+    store = CheckpointStore(root, "local/fake")
+    return Context(
+        engine=FakeEngine(store),
+        registry=Registry(session_timeout_s=session_timeout_s),
+        futures=FutureStore(retention or Retention()),
+        checkpoints=store,
+        ledger=Ledger(root / "ledger.jsonl"),
+        settings=settings or HttpSettings(model_dir=None),
+    )
+
+
+def fake_engine(context: Context) -> FakeEngine:
+    assert isinstance(context.engine, FakeEngine)
+    return context.engine
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, so that nobody has to ask."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@contextlib.contextmanager
+def serving(lobby: Lobby, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
+    """The application under uvicorn in a thread; yields its URL. `port` 0 takes a free one."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    app = build_app(lobby, housekeeping_period_s=housekeeping_period_s)
+    server = _Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    assert server.listening.wait(10)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+        if lobby.context is not None:
+            fake_engine(lobby.context).stop()

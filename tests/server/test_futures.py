@@ -1,0 +1,163 @@
+"""The future store: waiting on events, idempotency keys, bounded retention."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import FutureLostError, UserError
+from skyrl_tx_server.futures import FutureStore, Outcome, RequestKey, Retention
+from skyrl_tx_server.ops import Done, ForwardBackwardResult, OpResult
+
+
+class Work:
+    """Counts how often it is started; each start is one engine future."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future[OpResult]] = []
+
+    def __call__(self) -> Future[OpResult]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def submit(store: FutureStore, work: Callable[[], Future[OpResult]], seq_id: int | None = None, kind: str = "optim_step") -> str:
+    return store.submit(work, kind=kind, key=None if seq_id is None else RequestKey(scope="s:train:0", seq_id=seq_id))
+
+
+async def test_a_poll_wakes_when_the_result_arrives() -> None:
+    store, work = FutureStore(Retention(hold_s=30)), Work()
+    request_id = submit(store, work)
+    poll = asyncio.create_task(store.wait(request_id))
+    await asyncio.sleep(0)
+    assert not poll.done()
+    work.futures[0].set_result(Done())
+    outcome = await asyncio.wait_for(poll, 5)
+    assert outcome is not None and outcome.result == Done()
+
+
+async def test_a_poll_that_outlasts_the_hold_is_pending_and_can_be_asked_again() -> None:
+    store, work = FutureStore(Retention(hold_s=0.01)), Work()
+    request_id = submit(store, work)
+    assert await store.wait(request_id) is None
+    work.futures[0].set_result(Done())
+    assert await _eventually(store, request_id) is not None
+
+
+async def test_a_request_sent_again_runs_once_and_keeps_its_id_even_when_finished() -> None:
+    store, work = FutureStore(Retention()), Work()
+    first = submit(store, work, seq_id=1)
+    assert submit(store, work, seq_id=1) == first
+    work.futures[0].set_result(Done())
+    await store.wait(first)
+    assert submit(store, work, seq_id=1) == first
+    assert submit(store, work, seq_id=2) != first
+    assert len(work.futures) == 2
+
+
+async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:
+    store = FutureStore(Retention())
+    submit(store, Work(), seq_id=1)
+    with pytest.raises(UserError, match="was a optim_step request already"):
+        submit(store, Work(), seq_id=1, kind="forward_backward")
+
+
+async def test_a_submission_that_fails_leaves_no_trace() -> None:
+    store = FutureStore(Retention())
+
+    def fails() -> Future[OpResult]:
+        raise UserError("no")
+
+    with pytest.raises(UserError):
+        submit(store, fails, seq_id=1)
+    work = Work()
+    submit(store, work, seq_id=1)
+    assert len(work.futures) == 1
+
+
+async def test_an_error_of_the_engine_is_the_outcome_and_an_unexpected_one_is_named() -> None:
+    store, work = FutureStore(Retention()), Work()
+    first, second = submit(store, work), submit(store, work)
+    work.futures[0].set_exception(UserError("too odd"))
+    work.futures[1].set_exception(KeyError("lost"))
+    outcomes = [await store.wait(first), await store.wait(second)]
+    assert [(str(o.error), o.error.category) for o in outcomes if o is not None and o.error is not None] == [
+        ("too odd", "user"),
+        ("optim_step failed on the server: KeyError: 'lost'", "server"),
+    ]
+
+
+async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
+    seen: list[Outcome] = []
+    store, work = FutureStore(Retention()), Work()
+    request_id = store.submit(work, kind="create_model", key=None, when_done=seen.append)
+    work.futures[0].set_result(Done())
+    outcome = await store.wait(request_id)
+    assert seen == [outcome]
+
+
+async def test_an_unknown_id_is_lost() -> None:
+    with pytest.raises(FutureLostError, match="restarted"):
+        await FutureStore(Retention()).wait("optim_step-of-another-life")
+
+
+async def test_a_delivered_result_stays_for_the_grace_period_and_then_goes() -> None:
+    now = [0.0]
+    store, work = FutureStore(Retention(grace_s=10), clock=lambda: now[0]), Work()
+    request_id = submit(store, work, seq_id=1)
+    work.futures[0].set_result(Done())
+    await store.wait(request_id)
+    now[0] = 9
+    store.prune()
+    assert await store.wait(request_id) is not None
+    now[0] = 11
+    store.prune()
+    with pytest.raises(FutureLostError):
+        await store.wait(request_id)
+    assert submit(store, work, seq_id=1) == request_id, "forgotten results must not run again"
+    assert store.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
+
+
+async def test_the_bound_on_bytes_drops_delivered_results_before_unread_ones() -> None:
+    store, work = FutureStore(Retention(max_bytes=9_000)), Work()
+    ids = [submit(store, work) for _ in range(3)]
+    result = ForwardBackwardResult(logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0})  # 4300 bytes
+    work.futures[0].set_result(result)
+    work.futures[1].set_result(result)
+    assert await store.wait(ids[1]) is not None
+    work.futures[2].set_result(result)
+    assert await store.wait(ids[2]) is not None
+    assert await store.wait(ids[0]) is not None
+    with pytest.raises(FutureLostError):
+        await store.wait(ids[1])
+
+
+async def test_the_bound_on_count_counts_the_results_nobody_fetched() -> None:
+    store, work = FutureStore(Retention(max_finished=2)), Work()
+    ids = [submit(store, work) for _ in range(4)]
+    for future in work.futures:
+        future.set_result(Done())
+    assert await store.wait(ids[3]) is not None
+    assert store.stats()["evicted_undelivered"] == 2
+    with pytest.raises(FutureLostError):
+        await store.wait(ids[0])
+
+
+async def test_closing_lets_go_of_every_waiting_poll() -> None:
+    store = FutureStore(Retention(hold_s=30))
+    poll = asyncio.create_task(store.wait(submit(store, Work())))
+    await asyncio.sleep(0)
+    store.close()
+    assert await asyncio.wait_for(poll, 5) is None
+
+
+async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
+    """With a short hold the hand-over from the engine's thread may take more than one poll."""
+    for _ in range(100):
+        if (outcome := await store.wait(request_id)) is not None:
+            return outcome
+    return None
