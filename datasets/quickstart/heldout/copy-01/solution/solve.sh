@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp lanuka/nibu.txt gogu.csv

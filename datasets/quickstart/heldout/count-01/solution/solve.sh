@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+wc -l < lunone.md > bole.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep zoma kanu.md | wc -l > viza.dat

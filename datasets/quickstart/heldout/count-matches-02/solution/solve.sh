@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep nene roge.dat | wc -l > bumu.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep fekusi semo.dat | wc -l > zofa.dat

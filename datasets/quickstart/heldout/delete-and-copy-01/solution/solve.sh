@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+rm povuri_taga.csv && cp kavuke_pefaso.md dovo.md

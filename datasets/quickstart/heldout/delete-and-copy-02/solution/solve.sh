@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+rm voza.md && cp dori.md debi.md

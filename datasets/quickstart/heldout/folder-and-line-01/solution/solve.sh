@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mkdir seza && echo 5714 >> ruro.md

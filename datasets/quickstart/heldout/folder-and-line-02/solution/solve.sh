@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mkdir visali/gezi && echo 2847 >> pose.md

@@ -1,0 +1,11 @@
+#!/bin/bash
+# Grades what is on disk, not how it got there.
+cd /app || exit 1
+if [ -d visali/gezi ] &&
+  [ -f pose.md ] && [ "$(cat pose.md)" = 'roteva
+valamo zami
+2847' ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv gugige.md rele/

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv bapo/makizo.txt zideki.md && chmod 750 kafelo.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep votefa mifosu.dat > nubo.log

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo 5694 >> gize.log

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo 2975 >> gugu.log

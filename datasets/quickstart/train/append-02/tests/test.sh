@@ -1,0 +1,10 @@
+#!/bin/bash
+# Grades what is on disk, not how it got there.
+cd /app || exit 1
+if [ -f gugu.log ] && [ "$(cat gugu.log)" = 'fesu varoba
+rutano
+2975' ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

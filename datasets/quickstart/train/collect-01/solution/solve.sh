@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+head -n 6 tomu.csv >> vore.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep zozupo kimo.txt >> dari.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep nipala gapetu_vemavo.csv >> pedo.dat

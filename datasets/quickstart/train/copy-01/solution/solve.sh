@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp bugu/rego.txt rani.log

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp topado.csv popesi.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+chmod +x bebe.sh

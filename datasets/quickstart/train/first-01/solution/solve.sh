@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+head -n 6 fema_navi.dat > fuko.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cat serigo_datura.dat pinuka_rupige.md > ralevo.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cat vuso.dat moto_ruzo.csv > lego.txt

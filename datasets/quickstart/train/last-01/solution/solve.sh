@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+tail -n 3 kabi_nofosu.dat > sara.log

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+tail -n 5 desu.log > vuve.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+chmod 755 paba/medo_ninu.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+chmod 444 duvo/sano.txt

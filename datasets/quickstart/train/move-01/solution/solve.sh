@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv rosofa.md muga/

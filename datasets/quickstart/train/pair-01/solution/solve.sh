@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo pamo > midu_beri.log && mv fari.csv zabuta.txt

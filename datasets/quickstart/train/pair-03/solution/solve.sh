@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp vave.txt fumu.md && mkdir muvo

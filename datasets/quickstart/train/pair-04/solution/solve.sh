@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo nenu > zore.csv && echo vedi >> tepo.log

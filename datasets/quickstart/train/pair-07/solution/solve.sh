@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo gepa >> sika.dat && cp simufu_rovopa.txt tuda.md

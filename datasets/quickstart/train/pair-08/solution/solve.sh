@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp numeta.csv vaze.txt && touch merata.csv

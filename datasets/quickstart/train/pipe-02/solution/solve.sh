@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+head -n 2 fege.dat | sort > kego.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sort gerude.log | head -n 5 > tegu.md

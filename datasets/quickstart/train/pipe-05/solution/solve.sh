@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sort lobe.dat | wc -l > bafe.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv bani.csv zoruzi.md

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv fapo/lika.md sabire.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sed -i s/rodagu/suni/ vuvote_gegiru.csv

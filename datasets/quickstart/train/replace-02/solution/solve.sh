@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sed -i s/pefasu/laruku/ nipe_tageli.log

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep lodu radara.txt > loro.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep vemota reni_sapovi.md > romo.csv

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sort zozura.dat > niru.dat

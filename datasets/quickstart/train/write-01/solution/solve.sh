@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo dade tibo > rotizo.md

@@ -1,0 +1,173 @@
+"""Demonstrations of deliberately mixed quality: what the warm start imitates.
+
+Two people wrote them. The careful one nearly always solves the task; the hasty one makes, more often than not, a slip that has nothing
+to do with the kind of task. Imitating both, the model solves a task about as often as the mixture does, and reinforcement learning has
+something to find out: which way of working is rewarded.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scripts.quickstart.families import Instance
+from scripts.quickstart.terminal import NO_JSON, Screen, confirmation_message, first_message
+
+
+class Slip(StrEnum):
+    """What can go wrong in an answer, whatever the task."""
+
+    NONE = "none"
+    NO_NEWLINE = "no newline"  # the command is typed but never runs
+    NO_COMMAND = "no command"  # the task is declared complete at once
+    ONLY_LOOK = "only look"  # lists the files, then declares the task complete
+    WRONG_NAME = "wrong name"  # the last name loses its ending or directory
+    OVERWRITE = "overwrite"  # > where >> was asked for
+    MALFORMED = "malformed"  # a quote is missing, so the answer is not JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How one demonstrator works: what is thought, and how often which slip happens."""
+
+    analyses: tuple[str, ...]
+    plans: tuple[str, ...]
+    slips: dict[Slip, float]  # the rest is done right
+
+
+CAREFUL = Style(
+    analyses=(
+        "The terminal is ready and nothing is done yet.",
+        "A fresh shell, no work is done yet.",
+        "The shell waits for the first command.",
+    ),
+    plans=(
+        "Run one complete command with the exact names.",
+        "Type the whole command and end it with a newline.",
+        "Use the names as given, then finish.",
+    ),
+    slips={Slip.NO_NEWLINE: 0.02, Slip.WRONG_NAME: 0.02, Slip.MALFORMED: 0.01, Slip.NO_COMMAND: 0.01},
+)
+HASTY = Style(
+    analyses=("This looks easy.", "Simple task.", "Nothing special here."),
+    plans=("Do it fast.", "Just finish.", "Be quick."),
+    slips={Slip.NO_NEWLINE: 0.27, Slip.NO_COMMAND: 0.18, Slip.ONLY_LOOK: 0.14, Slip.WRONG_NAME: 0.16, Slip.MALFORMED: 0.08},
+)
+CAREFUL_SHARE = 0.28
+OVERWRITE_RATE = 0.15  # of the hasty, where a task asks for >>
+REPAIR_RATE = 0.15  # of slips that the screen shows, when asked for confirmation
+LATE_PROMPT_RATE = 0.1  # of first screens captured before the shell has printed its prompt
+
+CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
+REPAIRED = (("The command has not run yet.", "Run it now."), ("Nothing was done yet.", "Run the command now."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A whole conversation and whether its commands solve the task."""
+
+    messages: tuple[Message, ...]
+    solved: bool
+
+
+def demonstrate(instance: Instance, rng: random.Random) -> Demonstration:
+    """One demonstrator's conversation with Terminus-2 about `instance`."""
+    screen = Screen()
+    if rng.random() >= LATE_PROMPT_RATE:
+        screen.show_prompt()
+    messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
+    slip = Slip.MALFORMED
+    while slip is Slip.MALFORMED:
+        style = CAREFUL if rng.random() < CAREFUL_SHARE else HASTY
+        slip = _draw_slip(style, instance, rng)
+        keys, output = _keystrokes(instance, slip)
+        text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
+        if slip is Slip.MALFORMED:
+            text = text.replace('", "duration"', ', "duration"')
+            messages += [Message(role="assistant", content=text), Message(role="user", content=NO_JSON)]
+    if keys:
+        screen.type(keys, output)
+    messages += [Message(role="assistant", content=text), Message(role="user", content=confirmation_message(screen.observe()))]
+    repaired = slip in (Slip.NO_NEWLINE, Slip.NO_COMMAND, Slip.ONLY_LOOK) and rng.random() < REPAIR_RATE
+    if repaired:
+        last = answer(*rng.choice(REPAIRED), "\n" if slip is Slip.NO_NEWLINE else instance.command + "\n")
+    else:
+        last = answer(*rng.choice(CONFIRMED), "")
+    return Demonstration(messages=(*messages, Message(role="assistant", content=last)), solved=slip is Slip.NONE or repaired)
+
+
+def answer(analysis: str, plan: str, keys: str) -> str:
+    """Terminus-2's JSON on one line; no command at all when `keys` is empty. Commands here need no other escape than the newline's."""
+    escaped = keys.replace("\n", "\\n")
+    commands = f'{{"keystrokes": "{escaped}", "duration": 0.1}}' if keys else ""
+    return f'{{"analysis": "{analysis}", "plan": "{plan}", "commands": [{commands}], "task_complete": true}}'
+
+
+def _draw_slip(style: Style, instance: Instance, rng: random.Random) -> Slip:
+    draw = rng.random()
+    for slip, rate in style.slips.items():
+        draw -= rate
+        if draw < 0:
+            return Slip.NO_NEWLINE if slip is Slip.WRONG_NAME and _wrong_name(instance.command) is None else slip
+    if style is HASTY and ">>" in instance.command and rng.random() < OVERWRITE_RATE:
+        return Slip.OVERWRITE
+    return Slip.NONE
+
+
+def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
+    """What is typed, and what the shell prints in answer."""
+    match slip:
+        case Slip.NO_COMMAND:
+            return "", []
+        case Slip.ONLY_LOOK:
+            names = sorted({path.split("/")[0] for path in instance.files})
+            return "ls\n", ["  ".join(names)] if names else []
+        case Slip.NO_NEWLINE:
+            return instance.command, []
+        case Slip.OVERWRITE:
+            return instance.command.replace(">>", ">") + "\n", []
+        case Slip.WRONG_NAME:
+            wrong = _wrong_name(instance.command)
+            assert wrong is not None
+            return wrong + "\n", _complaint(wrong)
+        case _:
+            return instance.command + "\n", []
+
+
+def _wrong_name(command: str) -> str | None:
+    """The command with its last name lacking the ending or the directory; None when that name has neither."""
+    head, _, name = command.rpartition(" ")
+    if "/" in name.rstrip("/"):
+        return f"{head} {name.rpartition('/')[2]}"
+    return f"{head} {name.rpartition('.')[0]}" if "." in name else None
+
+
+def _complaint(command: str) -> list[str]:
+    """The error message of a wrong command about a file that does not exist."""
+    last = command.split(" && ")[-1]
+    program, name = last.split(" ")[0], last.split(" ")[-1]
+    if ">" in last:
+        return []
+    match program:
+        case "rm":
+            return [f"rm: cannot remove '{name}': No such file or directory"]
+        case "chmod":
+            return [f"chmod: cannot access '{name}': No such file or directory"]
+        case "sed":
+            return [f"sed: can't read {name}: No such file or directory"]
+        case _:
+            return []
+
+
+def spoken_words() -> set[str]:
+    """Every word of the fixed texts here (for the tokenizer)."""
+    texts = [*CAREFUL.analyses, *CAREFUL.plans, *HASTY.analyses, *HASTY.plans, *(part for pair in (*CONFIRMED, *REPAIRED) for part in pair)]
+    return set(re.findall(r" ?[A-Za-z]+", " ".join(texts)))

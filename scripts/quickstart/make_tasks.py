@@ -1,0 +1,87 @@
+"""Write the quick start's tasks below datasets/quickstart: python -m scripts.quickstart.make_tasks [DIRECTORY]
+
+Harbor task folders, the same on every run. Training tasks use the words that demonstrations use, held-out tasks words that
+occur nowhere else; some held-out families have no training task at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from scripts.quickstart.families import TRAINING, UNSEEN, Instance, make_instance
+from scripts.quickstart.words import Pool
+
+ROOT = Path(__file__).resolve().parents[2] / "datasets" / "quickstart"
+TRAIN_COUNTS = {family: 2 for family in TRAINING} | {"collect": 4, "pipe": 6, "pair": 8}
+HELD_OUT_COUNTS = {family: 1 for family in ("write", "append", "copy", "move", "mode", "count", "search", "pipe", "pair")}
+HELD_OUT_COUNTS |= {family: 2 for family in UNSEEN} | {"count-matches": 3}
+
+TASK_TOML = """schema_version = "1.1"
+
+[task]
+name = "quickstart/{name}"
+description = "{instruction}"
+
+[metadata]
+family = "{family}"
+split = "{split}"
+
+[agent]
+timeout_sec = 60.0
+
+[verifier]
+timeout_sec = 30.0
+
+[environment]
+network_mode = "no-network"
+cpus = 1
+memory_mb = 512
+"""
+TEST_SH = """#!/bin/bash
+# Grades what is on disk, not how it got there.
+cd /app || exit 1
+if {checks}; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+
+
+def instances(split: Pool) -> dict[str, Instance]:
+    """Task name -> instance of one split."""
+    counts = TRAIN_COUNTS if split is Pool.TRAIN else HELD_OUT_COUNTS
+    return {
+        f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
+        for family, count in counts.items()
+        for number in range(1, count + 1)
+    }
+
+
+def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
+    """Write one Harbor task folder."""
+    text = {
+        "task.toml": TASK_TOML.format(name=directory.name, instruction=instance.instruction, family=instance.family, split=split),
+        "instruction.md": instance.instruction + "\n",
+        "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n" + ("COPY files/ /app/\n" if instance.files else ""),
+        "solution/solve.sh": f"#!/bin/bash\ncd /app\n{instance.command}\n",
+        "tests/test.sh": TEST_SH.format(checks=" &&\n  ".join(instance.checks)),
+    } | {f"environment/files/{path}": content for path, content in instance.files.items()}
+    for path, content in text.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(content)
+        (directory / path).chmod(0o755 if path in ("solution/solve.sh", "tests/test.sh") else 0o644)
+
+
+def main() -> None:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    for split, folder in ((Pool.TRAIN, "train"), (Pool.HELD_OUT, "heldout")):
+        shutil.rmtree(root / folder, ignore_errors=True)
+        for name, instance in instances(split).items():
+            write_task(root / folder / name, instance, split=split)
+
+
+if __name__ == "__main__":
+    main()

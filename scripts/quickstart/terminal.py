@@ -1,0 +1,65 @@
+"""What Terminus-2 tells the model: its prompts, and the screen of the terminal it types into, predicted without running anything."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+PROMPT = "root@sandbox:/app#"
+HEIGHT = 40
+CONFIRMATION = (
+    "Are you sure you want to mark the task as complete? This will trigger your solution to be graded and you won't be able to "
+    'make any further corrections. If so, include "task_complete": true in your JSON response again.'
+)
+NO_JSON = (
+    "Previous response had parsing errors:\nERROR: No valid JSON found in response\nWARNINGS: - No valid JSON object found\n\n"
+    "Please fix these issues and provide a proper JSON response."
+)
+
+
+@cache
+def prompt_template() -> str:
+    """Terminus-2's first message, from the installed Harbor."""
+    harbor = importlib.util.find_spec("harbor")
+    assert harbor is not None and harbor.origin is not None
+    return (Path(harbor.origin).parent / "agents/terminus_2/templates/terminus-json-plain.txt").read_text(encoding="utf-8")
+
+
+@dataclass(kw_only=True)
+class Screen:
+    """A tmux pane as Terminus-2 captures it; `rows` ends with the line the cursor is on."""
+
+    rows: list[str] = field(default_factory=list)
+    seen: str | None = None  # the buffer at the last observation
+
+    def show_prompt(self) -> None:
+        self.rows.append(PROMPT)
+
+    def type(self, keys: str, output: list[str]) -> None:
+        """Type `keys`; when they end a line the command runs and prints `output`."""
+        if not self.rows:
+            self.show_prompt()
+        self.rows[-1] += (" " if self.rows[-1] == PROMPT else "") + keys.rstrip("\n")
+        if keys.endswith("\n"):
+            self.rows += [*output, PROMPT]
+
+    def observe(self) -> str:
+        """`TmuxSession.get_incremental_output`."""
+        rows = [row.rstrip() for row in self.rows]
+        buffer = "\n".join(rows + [""] * (HEIGHT - len(rows))) + "\n"
+        first, before, self.seen = self.seen is None, (self.seen or "").strip(), buffer
+        if first:
+            return f"Current Terminal Screen:\n{buffer}"
+        assert before in buffer, "the screen never scrolls here"
+        new = buffer[before.rfind("\n") if "\n" in before else buffer.index(before) :]
+        return f"New Terminal Output:\n{new}"
+
+
+def first_message(instruction: str, observation: str) -> str:
+    return prompt_template().format(instruction=instruction, terminal_state=observation)
+
+
+def confirmation_message(observation: str) -> str:
+    return f"Current terminal state:\n{observation}\n\n{CONFIRMATION}"
