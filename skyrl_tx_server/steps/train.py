@@ -22,8 +22,8 @@ from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.ops import AdamSettings, LoraSpec
 from skyrl_tx_server.steps.losses import LossInputs, LossSelection, token_losses
 
-MAX_CHUNK_LOGITS = 1 << 27
-"""Logits held at once (512 MiB in float32): the head takes the batch's tokens in chunks, so that [B, T, V] never lies in memory."""
+MAX_CHUNK_LOGITS = 1 << 26
+"""Logits held at once (256 MiB in float32): the head takes the batch's tokens in chunks, so that [B, T, V] never lies in memory."""
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,109 @@
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.model.lora import check_spec, init_adapter, is_trained, low_rank_deltas, project, rows_of, trainable_mask, zero_adapter
+from skyrl_tx_server.ops import LoraSpec
+from tests.server import tiny_qwen3
+from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
+
+FIELDS = ("qkv", "o", "gate_up", "down")
+
+
+def modules(adapter):
+    return {**{field: getattr(adapter.layers, field) for field in FIELDS}, "head": adapter.head}
+
+
+def test_a_new_adapter_has_random_a_zero_b_and_scale_alpha_over_rank() -> None:
+    for field, module in modules(init_adapter(CONFIG, SPEC, MAX_RANK)).items():
+        used = module.a.reshape(*module.a.shape[:-1], -1, MAX_RANK)
+        assert np.all(used[..., : SPEC.rank] != 0), field
+        assert np.all(used[..., SPEC.rank :] == 0), field
+        assert np.abs(module.a).max() <= module.a.shape[-2] ** -0.5
+        assert not any(np.any(b) for b in module.b)
+        np.testing.assert_allclose(module.scale, 32 / 3)
+
+
+def test_the_seed_decides_a() -> None:
+    first, again, other = (init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2))
+    for one, same, different in zip(modules(first).values(), modules(again).values(), modules(other).values(), strict=True):
+        np.testing.assert_array_equal(one.a, same.a)
+        assert np.any(one.a != different.a)
+
+
+@pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
+def test_a_part_switched_off_is_zero_and_leaves_the_others_as_they_were(off: str) -> None:
+    spec = replace(SPEC, **{off: False})
+    whole = modules(init_adapter(CONFIG, SPEC, MAX_RANK))
+    for field, module in modules(init_adapter(CONFIG, spec, MAX_RANK)).items():
+        np.testing.assert_array_equal(module.a, whole[field].a if is_trained(spec, field) else 0)
+
+
+def test_every_adapter_has_one_shape() -> None:
+    shapes = {
+        str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapter))
+        for adapter in (
+            init_adapter(CONFIG, LoraSpec(rank=1), MAX_RANK),
+            init_adapter(CONFIG, LoraSpec(rank=4, train_mlp=False), MAX_RANK),
+            zero_adapter(CONFIG, MAX_RANK),
+        )
+    }
+    assert len(shapes) == 1
+
+
+def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
+    spec = LoraSpec(rank=3, train_mlp=False)
+    mask = modules(trainable_mask(CONFIG, spec, MAX_RANK))
+    for field, module in modules(init_adapter(CONFIG, spec, MAX_RANK)).items():
+        np.testing.assert_array_equal(np.broadcast_to(mask[field].a, module.a.shape), module.a != 0)
+        for b, b_mask in zip(module.b, mask[field].b, strict=True):
+            expected = np.zeros(b.shape)
+            expected[..., : spec.rank, :] = is_trained(spec, field)
+            np.testing.assert_array_equal(np.broadcast_to(b_mask, b.shape), expected)
+        assert not np.any(mask[field].scale)
+
+
+def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
+    weight = random.normal(size=(CONFIG.hidden_size, sum(CONFIG.qkv_widths))).astype(np.float32)
+    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers.qkv) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
+    bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    index = np.array([2, 0, 1], np.int32)
+    mixed = project(x, weight, CONFIG.qkv_widths, rows_of(bank, index))
+    for row, slot in enumerate(index):
+        alone = project(x[row : row + 1], weight, CONFIG.qkv_widths, layers[slot])
+        for part, expected in zip(mixed, alone, strict=True):
+            np.testing.assert_allclose(part[row : row + 1], expected, atol=2e-5)
+
+
+def test_the_delta_is_scale_times_x_a_b() -> None:
+    module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers.gate_up)
+    x = np.random.default_rng(0).normal(size=(2, 5, CONFIG.hidden_size)).astype(np.float32)
+    for part, delta in enumerate(low_rank_deltas(x, module)):
+        expected = 32 / 3 * x @ module.a[:, part * MAX_RANK : (part + 1) * MAX_RANK] @ module.b[part]
+        np.testing.assert_allclose(delta, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (LoraSpec(rank=64), r"LoRA rank 64 is outside 1\.\.4.*max_lora_rank"),
+        (LoraSpec(rank=0), r"LoRA rank 0 is outside"),
+        (LoraSpec(rank=2, train_attn=False, train_mlp=False, train_unembed=False), "at least one of train_attn"),
+    ],
+)
+def test_an_impossible_adapter_is_refused(spec: LoraSpec, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_spec(spec, max_rank=MAX_RANK)
+
+
+def zeros():
+    return zero_adapter(CONFIG, MAX_RANK)
+
+
+def doubled():
+    return jax.tree.map(lambda leaf: 2 * np.asarray(leaf), tiny_qwen3.adapter())

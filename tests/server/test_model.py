@@ -1,0 +1,131 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.config import ModelConfig, load_model_config
+from skyrl_tx_server.model.layers import packed_attention
+from skyrl_tx_server.model.lora import Adapter, init_adapter
+from skyrl_tx_server.model.qwen3 import Remat, head_logits, hidden_states
+from skyrl_tx_server.model.weights import load_params
+from tests.server import tiny_qwen3
+from tests.server.tiny_qwen3 import CONFIG, FIXTURES
+
+
+def logits_of(
+    config: ModelConfig, params, adapter: Adapter | None, tokens: np.ndarray, segment_ids: np.ndarray | None = None
+) -> np.ndarray:
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    segments = np.ones_like(tokens) if segment_ids is None else segment_ids
+
+    @jax.jit
+    def run(params, adapter, tokens):
+        return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, segments))
+
+    return np.asarray(run(params, adapter, tokens))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "multi_head", "yarn"])
+def test_logits_equal_hugging_faces(name: str) -> None:
+    config = load_model_config(FIXTURES / name)
+    expected = np.load(FIXTURES / name / "expected.npz")
+    logits = logits_of(config, load_params(FIXTURES / name, config, "float32"), None, expected["tokens"])
+    assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() <= 1e-4
+
+
+def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
+    config = load_model_config(FIXTURES / "yarn")
+    expected = np.load(FIXTURES / "yarn" / "expected.npz")
+    plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
+    logits = logits_of(plain, load_params(FIXTURES / "yarn", plain, "float32"), None, expected["tokens"])
+    assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() > 0.1
+
+
+def test_a_fresh_adapter_changes_nothing() -> None:
+    tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
+    fresh = init_adapter(CONFIG, tiny_qwen3.SPEC, tiny_qwen3.MAX_RANK)
+    assert np.array_equal(logits_of(CONFIG, tiny_qwen3.params(), fresh, tokens), logits_of(CONFIG, tiny_qwen3.params(), None, tokens))
+
+
+@pytest.mark.parametrize("remat", [Remat.ACTIVATIONS, Remat.LAYERS])
+def test_what_is_recomputed_does_not_change_the_gradient(remat: Remat) -> None:
+    tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
+
+    def loss(adapter: Adapter, remat: Remat) -> jax.Array:
+        hidden = hidden_states(CONFIG, tiny_qwen3.params(), adapter, tokens, tokens % 10, np.ones_like(tokens), remat=remat)
+        return jnp.sum(jnp.sin(hidden))
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    for one, other in zip(
+        jax.tree.leaves(gradient(tiny_qwen3.adapter(), remat)), jax.tree.leaves(gradient(tiny_qwen3.adapter(), Remat.NOTHING)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_long_rows_attend_block_by_block_to_the_same_result() -> None:
+    random = np.random.default_rng(0)
+    q, k, v = (random.normal(size=(2, 600, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.sort(random.integers(0, 4, (2, 600)), axis=1).astype(np.int32)
+    allowed = (segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((600, 600), bool))
+    scores = np.einsum("bthd,bshd->bhts", q, np.repeat(k, 2, axis=2)).astype(np.float64) * 8**-0.5
+    scores = np.where(allowed[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), np.repeat(v, 2, axis=2))
+    np.testing.assert_allclose(jax.jit(packed_attention)(q, k, v, segments), expected, atol=1e-5)
+
+
+def test_full_parameter_gradients_flow_without_an_adapter() -> None:
+    tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
+
+    def loss(params) -> jax.Array:
+        hidden = hidden_states(CONFIG, params, None, tokens, tokens % 10, np.ones_like(tokens))
+        return jax.nn.log_softmax(head_logits(CONFIG, params, None, hidden))[..., 0].sum()
+
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(tiny_qwen3.params())))
+
+
+def write_config(tmp_path, **changes):
+    raw = json.loads((FIXTURES / "tied" / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    return tmp_path
+
+
+def test_old_and_new_rope_keys_mean_the_same(tmp_path) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    old = load_model_config(write_config(tmp_path, rope_theta=5e5, rope_scaling={"type": "yarn", **yarn}))
+    new = load_model_config(write_config(tmp_path, rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **yarn}))
+    assert old == new
+    assert old.rope_scaling is not None and old.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert old.context_length == 256
+
+
+def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
+    write_config(tmp_path, eos_token_id=3)
+    assert load_model_config(tmp_path).eos_token_ids == (3,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 3]}')
+    assert load_model_config(tmp_path).eos_token_ids == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
+    ],
+)
+def test_a_config_we_cannot_run_is_one_clear_line(tmp_path, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_model_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_model_directory_is_one_clear_line(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_model_config(tmp_path / "nothing")

@@ -1,0 +1,110 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, resolve_model, save_model
+from skyrl_tx_server.ops import LoraSpec
+from tests.server import tiny_qwen3
+from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
+
+
+def assert_same(one, other) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "yarn"])
+def test_saving_writes_the_tensors_hugging_face_wrote(tmp_path, name: str) -> None:
+    config = load_model_config(FIXTURES / name)
+    save_model(load_params(FIXTURES / name, config, "float32"), config, tmp_path)
+    assert load_model_config(tmp_path) == config
+    written = load_file(tmp_path / "model.safetensors")
+    expected = {key: value for shard in (FIXTURES / name).glob("model*.safetensors") for key, value in load_file(shard).items()}
+    assert written.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(written[key], value)
+
+
+def test_shards_load_like_one_file(tmp_path) -> None:
+    config = load_model_config(FIXTURES / "untied")
+    sharded = load_params(FIXTURES / "untied", config, "float32")
+    save_model(sharded, config, tmp_path)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    assert_same(load_params(tmp_path, config, "float32"), sharded)
+
+
+def test_bfloat16_weights_survive_a_round_trip(tmp_path) -> None:
+    config = load_model_config(FIXTURES / "tied")
+    params = load_params(FIXTURES / "tied", config, "bfloat16")
+    save_model(params, config, tmp_path)
+    assert_same(load_params(tmp_path, config, "bfloat16"), params)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
+    config = load_model_config(FIXTURES / "tied")
+    tensors = load_file(FIXTURES / "tied" / "model.safetensors")
+    lacking = {key: value for key, value in tensors.items() if key != "model.layers.1.mlp.up_proj.weight"}
+    save_file(lacking, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_params(tmp_path, config, "float32")
+    save_file(tensors | {"model.norm.weight": np.ones(7, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm has shape \(7,\), config\.json implies \(40,\)"):
+        load_params(tmp_path, config, "float32")
+    (tmp_path / "model.safetensors").write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match="cannot read the weights"):
+        load_params(tmp_path, config, "float32")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        load_params(tmp_path, config, "float32")
+
+
+def test_a_local_model_is_its_directory_and_a_wrong_path_says_so(tmp_path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match="no such directory"):
+        resolve_model(str(tmp_path / "absent"))
+
+
+def test_a_hub_model_that_cannot_be_fetched_is_one_clear_line(monkeypatch) -> None:
+    def refuse(*args, **kwargs):
+        raise OSError("offline\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ConfigError, match="not a local directory, and the hub download failed: offline$"):
+        resolve_model("Qwen/Qwen3-4B")
+
+
+@pytest.mark.parametrize("spec", [SPEC, LoraSpec(rank=2, train_mlp=False), LoraSpec(rank=4, train_attn=False, train_unembed=False)])
+def test_adapters_survive_a_round_trip_under_pefts_names(spec: LoraSpec) -> None:
+    adapter = tiny_qwen3.adapter(spec)
+    arrays = adapter_to_arrays(adapter, CONFIG, spec)
+    assert ("base_model.model.model.layers.1.mlp.gate_proj.lora_A.weight" in arrays) == spec.train_mlp
+    assert ("base_model.model.lm_head.lora_B.weight" in arrays) == spec.train_unembed
+    assert all(min(array.shape) == spec.rank for array in arrays.values())
+    assert_same(adapter_from_arrays(arrays, CONFIG, spec, MAX_RANK), adapter)
+
+
+def test_an_adapter_can_be_loaded_by_a_server_with_a_larger_maximum_rank() -> None:
+    arrays = adapter_to_arrays(tiny_qwen3.adapter(), CONFIG, SPEC)
+    wider = adapter_from_arrays(arrays, CONFIG, SPEC, 9)
+    assert wider.head.a.shape == (CONFIG.hidden_size, 9)
+    for name, array in adapter_to_arrays(wider, CONFIG, SPEC).items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    arrays = adapter_to_arrays(tiny_qwen3.adapter(), CONFIG, SPEC)
+    name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
+    with pytest.raises(UserError, match=f"no tensor {name}"):
+        adapter_from_arrays({key: value for key, value in arrays.items() if key != name}, CONFIG, SPEC, MAX_RANK)
+    with pytest.raises(UserError, match=r"has shape \(5, 3\), expected \(16, 3\)"):
+        adapter_from_arrays(arrays | {name: np.zeros((5, 3), np.float32)}, CONFIG, SPEC, MAX_RANK)
+    with pytest.raises(UserError, match="max_lora_rank=2"):
+        adapter_from_arrays(arrays, CONFIG, SPEC, 2)

@@ -1,0 +1,73 @@
+"""A 2-layer Qwen3 with random weights and adapters, small enough that every test compiles in a second or two."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.lora import Adapter, init_adapter
+from skyrl_tx_server.model.qwen3 import Params, init_params
+from skyrl_tx_server.ops import LoraSpec, TrainDatum
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "qwen3"
+
+CONFIG = ModelConfig(
+    vocab_size=53,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    tie_word_embeddings=True,
+    max_position_embeddings=512,
+    eos_token_ids=(1,),
+)
+SPEC = LoraSpec(rank=3, seed=7)
+MAX_RANK = 4
+
+
+@lru_cache
+def params(dtype: str = "float32") -> Params:
+    """Weights larger than a fresh model's, so that logits differ between tokens."""
+    made = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
+    return jax.tree.map(lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(dtype), made)
+
+
+def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
+    """An adapter that has been trained a little: B is random where `spec` trains, zero elsewhere. Fresh device arrays each time."""
+    random = np.random.default_rng(3)
+    fresh = init_adapter(CONFIG, spec, MAX_RANK)
+
+    def with_b(module):
+        trained = np.any(module.a)
+        for b in module.b:
+            b[..., : spec.rank, :] = random.normal(0, b_scale, b[..., : spec.rank, :].shape) * trained
+        return module
+
+    for field in ("qkv", "o", "gate_up", "down"):
+        with_b(getattr(fresh.layers, field))
+    with_b(fresh.head)
+    return jax.device_put(fresh)
+
+
+def data(lengths: tuple[int, ...], *, seed: int = 0, weights: bool = False, advantages: bool = False) -> tuple[TrainDatum, ...]:
+    random = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        tokens = random.integers(0, CONFIG.vocab_size, length + 1).astype(np.int32)
+        made.append(
+            TrainDatum(
+                tokens=tokens[:-1],
+                target_tokens=tokens[1:],
+                weights=random.normal(size=length).astype(np.float32) if weights else None,
+                logprobs=-random.uniform(2, 6, length).astype(np.float32) if advantages else None,
+                advantages=random.normal(size=length).astype(np.float32) if advantages else None,
+            )
+        )
+    return tuple(made)
