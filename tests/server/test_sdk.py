@@ -242,10 +242,11 @@ def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient
     params = types.SamplingParams(max_tokens=2)
     firsts = [1, 99, 2, UNLUCKY_TOKEN, 3]
     calls = [sampler.sample(prompt(first), 1, params) for first in firsts]
-    outcomes = [call.exception(10) or call.result(10).sequences[0].tokens for call in calls]
-    assert [outcomes[0], outcomes[2], outcomes[4]] == [[2, 3], [3, 4], [4, 5]]
-    assert isinstance(outcomes[1], tinker.BadRequestError)
-    assert isinstance(outcomes[3], tinker.RequestFailedError) and "an unlucky prompt" in str(outcomes[3])
+    assert [calls[i].result(10).sequences[0].tokens for i in (0, 2, 4)] == [[2, 3], [3, 4], [4, 5]]
+    with pytest.raises(tinker.BadRequestError, match="vocabulary"):
+        calls[1].result(10)
+    with pytest.raises(tinker.RequestFailedError, match="an unlucky prompt"):
+        calls[3].result(10)
 
     training = client.create_lora_training_client(MODEL, rank=4).result()
     good, bad = training.forward_backward([datum([1, 2])], "cross_entropy"), training.forward_backward([datum([13, 2])], "cross_entropy")
@@ -353,18 +354,13 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         saved = training.save_state("0001").result().path
         fake_engine(first).gate.clear()
         step = training.optim_step(types.AdamParams())
-        assert step._future is not None
         with pytest.raises((TimeoutError, concurrent.futures.TimeoutError)):
             step.result(0.5)
-        fake_engine(first).gate.set()
-        first.futures.close()
-        lost = Lobby(context=None)
     second = fake_context(tmp_path)
-    lost.context = second
-    with serving(lost, port=int(url.rsplit(":", 1)[1])):
-        with pytest.raises(Exception, match="expired/broken|no model") as raised:
+    with serving(Lobby(context=second), port=int(url.rsplit(":", 1)[1])):
+        with pytest.raises(Exception, match="expired/broken") as raised:
             step.result(20)
-        assert "Retryable" in type(raised.value).__name__
+        assert type(raised.value).__name__ == "RetryableException"
         with pytest.raises(tinker.NotFoundError, match="create_training_client_from_state_with_optimizer"):
             training.optim_step(types.AdamParams()).result(20)
         with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as again:
