@@ -52,11 +52,11 @@ fi
 
 def instances(split: Pool) -> dict[str, Instance]:
     """Task name -> instance of one split."""
-    counts = TRAIN_COUNTS if split is Pool.TRAIN else HELD_OUT_COUNTS
+    counts, before = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)  # no number twice: folder names are task ids
     return {
         f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
         for family, count in counts.items()
-        for number in range(1, count + 1)
+        for number in range(before + 1, before + count + 1)
     }
 
 

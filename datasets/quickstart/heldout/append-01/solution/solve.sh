@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-echo tigatu totaru >> vubevu.txt

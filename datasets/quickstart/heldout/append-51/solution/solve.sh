@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+echo natedi >> lelu.md

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+tail -n 4 kere.csv >> zema.md

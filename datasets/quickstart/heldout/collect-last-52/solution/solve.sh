@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+tail -n 4 nolu_kukise.txt >> beme.log

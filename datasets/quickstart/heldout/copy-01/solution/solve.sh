@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-cp lanuka/nibu.txt gogu.csv

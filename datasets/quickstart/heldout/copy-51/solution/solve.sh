@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+cp ruzu.dat peti.csv

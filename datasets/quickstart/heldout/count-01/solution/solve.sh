@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-wc -l < lunone.md > bole.csv

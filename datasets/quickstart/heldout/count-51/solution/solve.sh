@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+wc -l < pugira.log > latu_pepu.dat

@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-grep zoma kanu.md | wc -l > viza.dat

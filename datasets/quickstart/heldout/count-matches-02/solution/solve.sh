@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-grep nene roge.dat | wc -l > bumu.txt

@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-grep fekusi semo.dat | wc -l > zofa.dat

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep kide pobe.dat | wc -l > dimofi.csv

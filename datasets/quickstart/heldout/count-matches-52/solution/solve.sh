@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep buze buvo.txt | wc -l > zetima.md

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep mala kibi.log | wc -l > kage.csv

@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-rm voza.md && cp dori.md debi.md

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+rm keti_zemo.csv && cp moma.csv dega.log

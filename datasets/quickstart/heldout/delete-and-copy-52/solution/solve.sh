@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+rm rina/gaze.csv && cp mefu.csv verena.txt

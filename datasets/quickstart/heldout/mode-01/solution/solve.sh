@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-chmod 640 zide/vukare.txt

@@ -1,8 +1,0 @@
-#!/bin/bash
-# Grades what is on disk, not how it got there.
-cd /app || exit 1
-if [ "$(stat -c %a zide/vukare.txt)" = 640 ]; then
-  echo 1 > /logs/verifier/reward.txt
-else
-  echo 0 > /logs/verifier/reward.txt
-fi

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+chmod 604 petuba/geri.dat

@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-mv gugige.md rele/

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+mv lazogo.csv kule/

@@ -1,0 +1,10 @@
+#!/bin/bash
+# Grades what is on disk, not how it got there.
+cd /app || exit 1
+if [ ! -e lazogo.csv ] &&
+  [ -f kule/lazogo.csv ] && [ "$(cat kule/lazogo.csv)" = 'kide
+saleko' ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-echo tunopu > lida.txt && mv dekuse.md bole.csv

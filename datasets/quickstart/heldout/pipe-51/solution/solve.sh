@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sort pumu.log | grep beta > vigi.txt

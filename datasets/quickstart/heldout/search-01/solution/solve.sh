@@ -1,3 +1,0 @@
-#!/bin/bash
-cd /app
-grep votefa mifosu.dat > nubo.log

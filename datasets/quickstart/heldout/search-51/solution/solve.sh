@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+grep botezu gini.dat > doda.txt

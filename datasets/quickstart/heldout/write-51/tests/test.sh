@@ -1,0 +1,8 @@
+#!/bin/bash
+# Grades what is on disk, not how it got there.
+cd /app || exit 1
+if [ -f tunodu.txt ] && [ "$(cat tunodu.txt)" = 'pete' ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
