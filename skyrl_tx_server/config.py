@@ -8,6 +8,8 @@ from typing import Literal
 
 import chz
 
+from skyrl_tx_server.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
@@ -51,3 +53,48 @@ class ServerConfig:
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
     tensor_parallel: int = chz.field(default=1, doc="Devices to shard over; only 1 so far")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
+    max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
+    log_level: Literal["debug", "info", "warning"] = chz.field(default="info", doc="debug also logs heartbeats and polls")
+
+    @chz.validate
+    def _check(self) -> None:
+        if self.tensor_parallel != 1:
+            raise ConfigError(f"tensor_parallel={self.tensor_parallel}: this server runs on one device so far; pass tensor_parallel=1")
+        if self.model_alias is not None and (self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))):
+            raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port}: must lie between 0 and 65535")
+        for name, value in (
+            ("max_lora_rank", self.max_lora_rank),
+            ("decode_slots", self.decode_slots),
+            ("decode_block", self.decode_block),
+            ("train_tokens_per_batch", self.train_tokens_per_batch),
+            ("max_snapshots", self.max_snapshots),
+            ("session_timeout_s", self.session_timeout_s),
+            ("max_request_mb", self.max_request_mb),
+            ("max_context_length", 1 if self.max_context_length is None else self.max_context_length),
+        ):
+            if value <= 0:
+                raise ConfigError(f"{name}={value}: must be above 0")
+
+    def alias(self) -> str:
+        """The org/name by which clients ask for the model."""
+        if self.model_alias is not None:
+            return self.model_alias
+        path = Path(self.base_model).expanduser()
+        return f"local/{path.resolve().name}" if path.is_dir() or self.base_model.count("/") != 1 else self.base_model
+
+    def engine_settings(self, model_dir: Path) -> EngineSettings:
+        return EngineSettings(
+            model_dir=model_dir,
+            base_model=self.alias(),
+            checkpoints_dir=Path(self.checkpoints_dir).expanduser(),
+            compilation_cache_dir=None if self.compilation_cache_dir is None else Path(self.compilation_cache_dir).expanduser(),
+            dtype=self.dtype,
+            max_lora_rank=self.max_lora_rank,
+            max_context_length=self.max_context_length,
+            decode_slots=self.decode_slots,
+            decode_block=self.decode_block,
+            train_tokens_per_batch=self.train_tokens_per_batch,
+            max_snapshots=self.max_snapshots,
+        )

@@ -34,9 +34,9 @@ class Ledger:
         self.runs: dict[str, TrainingRun] = {}  # in the order of their making
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            for line in filter(None, file.read_text().splitlines()):
-                self._replay(line)
+        file.touch()
+        for line in filter(None, file.read_text().splitlines()):
+            self._replay(line)
 
     def _replay(self, line: str) -> None:
         try:

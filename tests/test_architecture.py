@@ -20,7 +20,7 @@ TRAINER_LAYERS = [
     {"terminus2_trainer"},
     {"train"},
 ]
-SERVER_FLOOR = {"errors", "config", "ops", "checkpoints"}
+SERVER_FLOOR = {"errors", "config", "command_line", "ops", "checkpoints"}
 SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]
 SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it

@@ -1,0 +1,206 @@
+"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse, open the port, load the model, serve, shut down.
+
+The port is opened first, so that a port in use is known at once and early clients are told to wait (503) instead of being refused. Only
+this module sees both the HTTP side and the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.command_line import help_text, parse
+from skyrl_tx_server.config import ServerConfig
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.futures import FutureStore, Retention
+from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+POLLS_LET_GO_S = 5
+ENGINE_STOP_S = 15
+KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request meets a connection just being closed
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a failure of ours."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print(help_text())
+        return 0
+    try:
+        config = parse(argv)
+        _set_up_logging(config)
+        ledger = _open_ledger(config)
+        with _open_port(config) as listener:
+            return asyncio.run(_serve(config, ledger, listener))
+    except ConfigError as error:
+        print(f"skyrl-tx server: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+@dataclass(kw_only=True, slots=True)
+class _Loaded:
+    """What loading brought: an engine, or why there is none."""
+
+    engine: Engine | None = None
+    model_dir: Path | None = None
+    error: Exception | None = None
+
+
+class _StoppableServer(uvicorn.Server):
+    """uvicorn with our own answer to SIGTERM and SIGINT: let go of the long polls, stop, exit 0; a second signal exits at once."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+
+async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) -> int:
+    lobby, stop, loaded = Lobby(), asyncio.Event(), asyncio.Future[_Loaded]()
+    server = _StoppableServer(
+        uvicorn.Config(
+            build_app(lobby),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=POLLS_LET_GO_S,
+            ws="none",
+        ),
+        stop,
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loop = asyncio.get_running_loop()
+    # A daemon thread: nothing can interrupt a model being loaded, and a stop must not wait for it.
+    threading.Thread(target=lambda: loop.call_soon_threadsafe(loaded.set_result, _load(config)), name="load", daemon=True).start()
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loaded, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not loaded.done():
+        await serving
+        _exit_now(0)
+    result = loaded.result()
+    if result.engine is None:
+        server.should_exit = True
+        await serving
+        assert result.error is not None
+        raise result.error
+    context = _context(config, ledger, result.engine, result.model_dir)
+    lobby.context = context
+    print(_ready_line(config, result.engine, listener), flush=True)
+    await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    logger.info("stopping")
+    context.futures.close()
+    await serving
+    stopper = threading.Thread(target=result.engine.stop, daemon=True)
+    stopper.start()
+    stopper.join(ENGINE_STOP_S)
+    logger.info("stopped")
+    if stopper.is_alive():
+        _exit_now(0)
+    return 0
+
+
+def _load(config: ServerConfig) -> _Loaded:
+    """Everything that needs jax, which takes seconds to import. Runs in its own thread."""
+    try:
+        from skyrl_tx_server.executor import DeviceExecutor
+        from skyrl_tx_server.model.weights import resolve_model
+
+        model_dir = resolve_model(config.base_model).resolve()
+        engine = Engine(DeviceExecutor(config.engine_settings(model_dir)))
+        engine.start()
+        return _Loaded(engine=engine, model_dir=model_dir)
+    except Exception as error:
+        return _Loaded(error=error)
+
+
+def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Path | None) -> Context:
+    return Context(
+        engine=engine,
+        registry=Registry(session_timeout_s=config.session_timeout_s),
+        futures=FutureStore(Retention()),
+        checkpoints=CheckpointStore(Path(config.checkpoints_dir).expanduser(), config.alias()),
+        ledger=ledger,
+        settings=HttpSettings(
+            model_dir=model_dir,
+            max_request_bytes=config.max_request_mb << 20,
+            # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
+            sample_max_concurrent_requests=max(64, 8 * config.decode_slots),
+        ),
+    )
+
+
+def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -> str:
+    info = engine.info
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return (
+        f"skyrl-tx server ready: http://{host}:{listener.getsockname()[1]}  model {info.base_model}  context {info.max_context_length}  "
+        f"max_lora_rank {info.max_lora_rank}  decode_slots {config.decode_slots}  checkpoints {config.checkpoints_dir}"
+    )
+
+
+def _open_ledger(config: ServerConfig) -> Ledger:
+    root = Path(config.checkpoints_dir).expanduser()
+    try:
+        return Ledger(root / "ledger.jsonl")
+    except OSError as error:
+        raise ConfigError(f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to") from None
+
+
+def _open_port(config: ServerConfig) -> socket.socket:
+    """Bound and listening before the model is loaded. ConfigError when the address cannot be had."""
+    where = f"host={config.host} port={config.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{where}: {error.strerror}; stop what listens there, or pass another port=") from None
+    return listener
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("skyrl_tx_server").setLevel(config.log_level.upper())
+
+
+def _exit_now(status: int) -> None:
+    """A thread is deep in a compilation or a download and cannot be asked to stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    # Name the package's own logger, not "__main__", in every line.
+    logger = logging.getLogger("skyrl_tx_server")
+    sys.exit(main(sys.argv[1:]))
