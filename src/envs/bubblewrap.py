@@ -165,6 +165,9 @@ class Bubblewrap:
         finally:
             self._pending.discard(request)
             request.close()
+        if status is None:
+            await self._confirm_alive()
+            status = KILLED_STATUS
         return Completed(status=status, stdout=bytes(request.stdout.data), stderr=bytes(request.stderr.data))
 
     async def kill_processes(self) -> None:
@@ -185,6 +188,20 @@ class Bubblewrap:
             await self._watcher
         if self._directory.exists():
             remove_tree(self._directory)
+
+    async def _confirm_alive(self) -> None:
+        """A command vanished without a status: either it alone was killed from inside, or the sandbox is dying with it."""
+        probe = _Request(self._requests, next(self._numbers), ":", None)
+        self._pending.add(probe)
+        try:
+            self._send(f"run {probe.number}")
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await probe.done
+        except TimeoutError as error:
+            raise SandboxError("the sandbox no longer answers") from error
+        finally:
+            self._pending.discard(probe)
+            probe.close()
 
     def put(self, name: str) -> tuple[Path, str]:
         """A place for a file to hand in: its path on the host and, read-only, inside."""
@@ -277,12 +294,16 @@ class _Stream:
 
 
 class _Request:
-    """One command on its way: its script and its three FIFOs on the host, and `done`, the future exit status."""
+    """One command on its way: its script and its three FIFOs on the host.
+
+    `done` becomes its exit status, or None when the process that reports the status was killed before it could.
+    """
 
     def __init__(self, directory: Path, number: int, script: str, stdout: BinaryIO | None) -> None:
+        self.number = number
         self._loop = asyncio.get_running_loop()
         self._paths = [directory / f"{number}.{name}" for name in ("stdout", "stderr", "status", "sh")]
-        self.done: asyncio.Future[int] = self._loop.create_future()
+        self.done: asyncio.Future[int | None] = self._loop.create_future()
         descriptors: list[int] = []
         try:
             for path in self._paths[:3]:
@@ -330,5 +351,4 @@ class _Request:
         except OSError as error:  # the file that takes the output is on a full disk
             self.fail(SandboxError(f"cannot take a command's output: {error}"))
         if not self.done.done():
-            # The process that reports the status was killed before it could.
-            self.done.set_result(int(self._status.data) if self._status.data else KILLED_STATUS)
+            self.done.set_result(int(self._status.data) if self._status.data else None)

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -70,22 +70,24 @@ class HarborTasks:
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
-        check = task_folders.check_for_sandbox if self.environment_type == "sandbox" else task_folders.check_for_containers
+        check = task_folders.check_for(self.environment_type)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
         fraction = 0.0 if eval_tasks else eval_split
         train, held_out = task_folders.hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
+        taken = {task.id for task in tasks}
         for folder in folders:
-            held_out += task_folders.load_tasks(folder, check=check)
-        outside = {task.path for task in held_out}
+            found = task_folders.load_tasks(folder, check=check)
+            held_out += [replace(task, id=f"{folder.name}/{task.id}") if task.id in taken else task for task in found]
+        outside = {task.path for task in held_out}  # a folder of held-out tasks may lie within tasks_dir
         self.train: Sequence[Task] = [task for task in train if task.path not in outside]
         self.eval: Sequence[Task] = held_out
         _refuse_double_ids([*self.train, *self.eval])
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         clean()
-        self._environment = self._environment_options()
+        self._environment = trial_environment(self.environment_type, settings)
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
         """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
@@ -101,39 +103,14 @@ class HarborTasks:
             temperature=temperature,
         )
 
-    def _environment_options(self) -> dict[str, object]:
-        """The fields of Harbor's EnvironmentConfig for every trial of this run."""
-        options = environment_options(self.settings.environment_kwargs)
-        kwargs = options.setdefault("kwargs", {})
-        assert isinstance(kwargs, dict)
-        match self.environment_type:
-            case "sandbox":
-                run_directory(self.settings.run_label)
-                options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
-                kwargs["run_label"] = self.settings.run_label
-            case "docker":
-                overlay = write_label_overlay(run_directory(self.settings.run_label), run_label=self.settings.run_label)
-                options |= {"type": "docker", "extra_docker_compose": [str(overlay)]}
-                if self.settings.n_parallel_envs > ADDRESS_POOLS:
-                    logger.warning(
-                        "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "
-                        "widen default-address-pools in daemon.json",
-                        self.settings.n_parallel_envs,
-                        ADDRESS_POOLS,
-                    )
-            case cloud:
-                options["type"] = cloud
-        # The default, /tmp, goes with an agent's `rm -rf /tmp/*`, and the terminal with it.
-        options["env"] = {"TMUX_TMPDIR": "/run"}
-        return options
-
 
 @cache
 def load_harbor() -> None:
-    """Import Harbor without downloads, telemetry or chatter."""
+    """Import Harbor without downloads, telemetry or chatter, all of it at once: later it would stall the trials that run already."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise litellm fetches a price list at import
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
-    import harbor.trial.trial  # noqa: F401
+    import src.envs.harbor_agent
+    import src.envs.harbor_trial  # noqa: F401
 
     quiet = logging.getLogger("harbor")
     quiet.addHandler(logging.NullHandler())
@@ -164,6 +141,33 @@ def resolve_environment_type(name: str) -> str:
         except (SystemExit, Exception) as error:
             raise ConfigError(f"environment_type={name}: {' '.join(str(error).split())}") from error
     return name
+
+
+def trial_environment(environment_type: str, settings: HarborSettings) -> dict[str, object]:
+    """The fields of Harbor's EnvironmentConfig for every trial of a run. Opens the run's directory where trials need one."""
+    options = environment_options(settings.environment_kwargs)
+    kwargs = options["kwargs"]
+    assert isinstance(kwargs, dict)
+    match environment_type:
+        case "sandbox":
+            run_directory(settings.run_label)
+            options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
+            kwargs["run_label"] = settings.run_label
+        case "docker":
+            overlay = write_label_overlay(run_directory(settings.run_label), run_label=settings.run_label)
+            options |= {"type": "docker", "extra_docker_compose": [str(overlay)]}
+            if settings.n_parallel_envs > ADDRESS_POOLS:
+                logger.warning(
+                    "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "
+                    "widen default-address-pools in daemon.json",
+                    settings.n_parallel_envs,
+                    ADDRESS_POOLS,
+                )
+        case cloud:
+            options["type"] = cloud
+    # The default, /tmp, goes with an agent's `rm -rf /tmp/*`, and the terminal with it.
+    options["env"] = {"TMUX_TMPDIR": "/run"}
+    return options
 
 
 def environment_options(pairs: Mapping[str, str]) -> dict[str, object]:

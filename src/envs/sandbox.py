@@ -172,7 +172,7 @@ class SandboxEnvironment(BaseEnvironment):
         target.mkdir(parents=True, exist_ok=True)
         source = shlex.quote(str(source_dir))
         with tempfile.TemporaryFile() as received:
-            completed = await self._running.run(f"tar -C {source} -cf - . | head -c {MAX_DOWNLOAD_BYTES}", stdout=received)
+            completed = await self._running.run(f"tar -C {source} --hard-dereference -cf - . | head -c {MAX_DOWNLOAD_BYTES}", stdout=received)
             if completed.status != 0 or received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: {_last_line(completed.stderr) or 'no such directory'}")
             received.seek(0)

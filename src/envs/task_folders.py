@@ -21,7 +21,10 @@ from src.errors import ConfigError
 from src.trajectory import Task
 
 
-def load_tasks(directory: Path, *, check: Callable[[Path, TaskConfig], None]) -> list[Task]:
+Check = Callable[[Path, TaskConfig], None]  # raises ConfigError for a task that the environment cannot run
+
+
+def load_tasks(directory: Path, *, check: Check) -> list[Task]:
     """All tasks of a folder, by name. ConfigError with one line per broken folder."""
     directory = directory.expanduser().resolve()
     if not directory.is_dir():
@@ -39,11 +42,12 @@ def load_tasks(directory: Path, *, check: Callable[[Path, TaskConfig], None]) ->
         except ConfigError as error:
             broken.append(str(error))
     if broken:
-        raise ConfigError("\n".join([*broken, f"{len(broken)} of {len(folders)} task folders are broken; mend or remove them"][: len(broken) + (len(broken) > 1)]))
+        count = [f"{len(broken)} of {len(folders)} task folders are broken; mend or remove them"] if len(broken) > 1 else []
+        raise ConfigError("\n".join([*broken, *count]))
     return tasks
 
 
-def load_task(folder: Path, *, check: Callable[[Path, TaskConfig], None]) -> Task:
+def load_task(folder: Path, *, check: Check) -> Task:
     """One task; ConfigError in one line when it is not whole, or when `check` refuses it."""
     for name in ("task.toml", "instruction.md"):
         if not (folder / name).is_file():
@@ -66,6 +70,10 @@ def load_task(folder: Path, *, check: Callable[[Path, TaskConfig], None]) -> Tas
         raise ConfigError(f"{folder}: instruction.md is empty")
     check(folder, task.config)
     return Task(id=folder.name, path=folder, instruction=task.instruction)
+
+
+def check_for(environment_type: str) -> Check:
+    return check_for_sandbox if environment_type == "sandbox" else check_for_containers
 
 
 def check_for_sandbox(folder: Path, config: TaskConfig) -> None:

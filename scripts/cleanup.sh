@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Removes what dead runs of this user left behind: sandbox directories and, with Docker, containers and networks.
+# Only what carries a run label of ours is touched, and nothing of a run whose trainer is alive.
+#
+#   scripts/cleanup.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec .venv/bin/python -m src.envs.cleanup

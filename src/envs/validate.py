@@ -1,0 +1,130 @@
+"""`python -m src.envs.validate tasks_dir=DIR`: is every task solvable, and not solved already?
+
+Each task is played twice without a model: by its own solution, which must score 1, and by nobody, which must score 0. A task that fails
+either way teaches nothing or something wrong. Prints one line per task; exit status 1 when a task is unsound, 2 when nothing could run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+
+from src.config import pairs
+from src.envs.harbor import HarborSettings, load_harbor, resolve_environment_type, trial_environment
+from src.errors import ConfigError, TrainerError, VerifierError
+from src.rewards.verifier import score
+from src.trajectory import Task
+
+TRIAL_TIMEOUT_S = 1800.0
+BAD_ARGUMENTS = (chz.blueprint.ExtraneousBlueprintArg, chz.blueprint.InvalidBlueprintArg, chz.blueprint.MissingBlueprintArg)
+
+
+@chz.chz
+class ValidateConfig:
+    tasks_dir: str = chz.field(doc="Folder of Harbor task folders")
+    environment_type: str = chz.field(default="auto", doc="auto, docker, sandbox or one of Harbor's own")
+    environment_kwargs: list[str] | None = chz.field(default=None, doc="Settings of the environment as key=value,...")
+    n_parallel_envs: int = chz.field(default=4, doc="Trials running at once")
+    logs_dir: str | None = chz.field(default=None, doc="Where to keep the trials' files; None: nowhere")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a task's solution and what doing nothing scored; a string says why there is no score."""
+
+    task: Task
+    oracle: float | str
+    nop: float | str
+
+    @property
+    def is_sound(self) -> bool:
+        return self.oracle == 1.0 and self.nop == 0.0
+
+    def line(self) -> str:
+        return f"{'ok  ' if self.is_sound else 'BAD '} {self.task.id}: oracle {self.oracle}, nop {self.nop}"
+
+
+async def validate(tasks: Sequence[Task], *, environment: Mapping[str, object], n_parallel: int, directory: Path) -> list[Verdict]:
+    """Play every task with its solution and with nothing."""
+    turns = asyncio.Semaphore(n_parallel)
+
+    async def play(task: Task, agent: str) -> float | str:
+        async with turns:
+            return await _play(task, agent, environment=environment, directory=directory)
+
+    async with asyncio.TaskGroup() as group:
+        plays = [(task, *(group.create_task(play(task, agent)) for agent in ("oracle", "nop"))) for task in tasks]
+    return [Verdict(task=task, oracle=oracle.result(), nop=nop.result()) for task, oracle, nop in plays]
+
+
+async def _play(task: Task, agent: str, *, environment: Mapping[str, object], directory: Path) -> float | str:
+    from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+    from harbor.trial.trial import Trial
+
+    from src.envs.harbor_trial import finish_within, what_happened
+
+    if agent == "oracle" and not (task.path / "solution" / "solve.sh").is_file():
+        return "no solution/solve.sh"
+    config = TrialConfig(
+        task=TaskConfig(path=task.path),
+        trials_dir=directory,
+        agent=AgentConfig(name=agent),
+        environment=EnvironmentConfig.model_validate(dict(environment)),
+        verifier=VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier"),
+    )
+    try:
+        trial = await Trial.create(config)
+        result = await finish_within(trial.run(), TRIAL_TIMEOUT_S)
+        return score(result.verifier_result.rewards if result.verifier_result else None)
+    except TimeoutError:
+        return f"not done within {TRIAL_TIMEOUT_S:g} s"
+    except VerifierError as error:
+        return what_happened(result) or str(error)
+
+
+def run(config: ValidateConfig) -> int:
+    from src.envs.task_folders import check_for, load_tasks
+
+    load_harbor()
+    settings = HarborSettings(
+        model_name="none",
+        environment_type=config.environment_type,
+        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
+        n_parallel_envs=config.n_parallel_envs,
+    )
+    kind = resolve_environment_type(settings.environment_type)
+    tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind))
+    environment = trial_environment(kind, settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(config.logs_dir or scratch).expanduser()
+        verdicts = asyncio.run(validate(tasks, environment=environment, n_parallel=config.n_parallel_envs, directory=directory))
+    for verdict in verdicts:
+        print(verdict.line())
+    unsound = sum(not verdict.is_sound for verdict in verdicts)
+    print(f"{len(verdicts)} tasks in {kind}: {len(verdicts) - unsound} sound, {unsound} unsound")
+    return 1 if unsound else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        try:
+            config = chz.Blueprint(ValidateConfig).make_from_argv(list(argv))
+        except chz.blueprint.EntrypointHelpException as help_text:
+            print(help_text)
+            return 0
+        except (*BAD_ARGUMENTS, ValueError) as error:
+            raise ConfigError(" ".join(str(error).splitlines()[:2]) + "; usage: python -m src.envs.validate tasks_dir=DIR") from error
+        return run(config)
+    except TrainerError as error:
+        print(f"validate: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
