@@ -1,0 +1,364 @@
+"""Whole Harbor trials in real sandboxes, played by a script: every way a trial can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from src.envs.bubblewrap import missing_programs
+from src.envs.harbor import HarborSettings, HarborTasks, environment_options, resolve_environment_type
+from src.envs.run_directory import run_directory
+from src.envs.validate import main as validate
+from src.errors import BackendError, ConfigError
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
+from tests.fakes.tokenizer import byte_chat
+
+pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"missing on this machine: {missing_programs()}")
+
+TASKS = Path(__file__).resolve().parents[1] / "tasks"
+HELLO = TASKS / "hello-file"
+LABEL = f"test-harbor-{os.getpid()}"
+SOLUTION = solving("echo hello > /app/hello.txt")
+SUMMARISING = {"context_limit": 7500, "enable_summarize": True, "proactive_summarization_threshold": 0}
+SUMMARISED = [answer(done=True)] * 3
+
+
+def source(tasks_dir: Path = HELLO, **settings: object) -> HarborTasks:
+    options = {"model_name": "org/model", "environment_type": "sandbox", "max_turns": 8, "enable_summarize": False, "run_label": LABEL}
+    return HarborTasks(HarborSettings(**{**options, **settings}), byte_chat(), tasks_dir)  # type: ignore[arg-type]
+
+
+async def play(
+    tmp_path: Path, script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]], tasks: HarborTasks | None = None
+) -> tuple[Trajectory | TrialFailure, ScriptedPolicy]:
+    tasks = tasks or source()
+    policy = ScriptedPolicy(byte_chat(), script if isinstance(script, Mapping) else {"": script})
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    # Nothing of a finished trial stays: only the lock and the shared files are left in the run's directory.
+    assert {path.name for path in run_directory(LABEL).iterdir()} <= {"lock", "skeleton", "labels.yaml"}
+    return outcome, policy
+
+
+def variant(tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None) -> Path:
+    """The hello task with another verifier, configuration or image."""
+    folder = tmp_path / "tasks" / "variant"
+    shutil.copytree(HELLO, folder)
+    if test is not None:
+        (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+    if task_toml is not None:
+        (folder / "task.toml").write_text(task_toml)
+    if dockerfile is not None:
+        (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    return folder
+
+
+async def test_solving_the_task_is_graded_1_with_the_exact_tokens(tmp_path: Path) -> None:
+    outcome, policy = await play(tmp_path, SOLUTION)
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
+    assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts
+    for earlier, later in zip(outcome.turns, outcome.turns[1:], strict=False):
+        both = earlier.prompt_ids + earlier.completion_ids
+        assert later.prompt_ids[: len(both)] == both
+    assert outcome.metrics["prefix_breaks"] == 0
+    assert outcome.metrics["duration_s"] > 0
+    folder = tmp_path / "jobs" / outcome.trial_name
+    result = (folder / "result.json").read_text()
+    assert json.loads(result)["verifier_result"]["rewards"] == {"reward": 1.0}
+    assert len(result) < 20_000, "token ids belong to the recorder, not into Harbor's result"
+    assert (folder / "agent" / "trajectory.json").is_file() and (folder / "trial.log").is_file()
+
+
+async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, solving("echo goodbye > /app/hello.txt"))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.STOP)
+
+
+async def test_running_out_of_turns_is_graded(tmp_path: Path) -> None:
+    script = [answer("echo hello > /app/hello.txt"), answer("true", duration=0.1)]
+    outcome, _ = await play(tmp_path, script, source(max_turns=3))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.MAX_TURNS, 3)
+
+
+async def test_a_completion_awaiting_confirmation_in_the_last_turn_is_not_a_clean_stop(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, SOLUTION, source(max_turns=2))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.MAX_TURNS)
+
+
+async def test_cut_answers_are_kept_and_end_the_episode_when_they_go_on(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_length_stops=2))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)
+    assert [(turn.stop_reason, len(turn.completion_ids)) for turn in outcome.turns[1:]] == [(StopReason.LENGTH, 200)] * 2
+
+
+async def test_a_full_context_is_graded(tmp_path: Path) -> None:
+    script = [answer("echo hello > /app/hello.txt"), answer("seq 1000", duration=0.5)]
+    outcome, _ = await play(tmp_path, script, source(context_limit=5000))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, outcome.metrics["prefix_breaks"]) == (1.0, StopReason.CONTEXT_LENGTH, 0)
+
+
+async def test_a_summary_starts_a_new_prefix_and_is_recorded_apart(tmp_path: Path) -> None:
+    # Two turns fit; the third prompt does not, and Harbor has three sub-agents summarise.
+    script = {"Here are the answers": SUMMARISED, "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)]}
+    outcome, _ = await play(tmp_path, script, source(**SUMMARISING))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+    assert outcome.metrics["prefix_breaks"] == 1
+    assert outcome.metrics["subagent_turns"] == 3
+    breaks = [
+        later.prompt_ids[: len(earlier.prompt_ids)] != earlier.prompt_ids
+        for earlier, later in zip(outcome.turns, outcome.turns[1:], strict=False)
+    ]
+    assert breaks == [False, True, False]
+
+
+async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 2\n")
+    outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], source(folder))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
+
+
+@pytest.mark.parametrize("command", ["exit", "tmux kill-server", "kill -9 -1"])
+async def test_closing_the_terminal_is_graded(tmp_path: Path, command: str) -> None:
+    outcome, _ = await play(tmp_path, [SOLUTION[0], answer(command, duration=0.5)])
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.SESSION_CLOSED, 2)
+
+
+async def test_emptying_tmp_does_not_lose_the_terminal(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, solving("rm -rf /tmp/* /tmp/.[!.]*; echo hello > /app/hello.txt"))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+
+
+async def test_an_agent_that_breaks_its_machine_gets_0_and_not_another_try(tmp_path: Path) -> None:
+    script = [answer("echo hello > /app/hello.txt; rm -rf --no-preserve-root / 2>/dev/null", duration=5), answer("ls")]
+    outcome, _ = await play(tmp_path, script)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.SESSION_CLOSED)
+
+
+async def test_a_dead_terminal_in_the_middle_of_a_turn_is_graded(tmp_path: Path) -> None:
+    # The second command of the same answer finds no terminal: a RuntimeError in Harbor.
+    outcome, _ = await play(tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)])
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.SESSION_CLOSED)
+
+
+async def test_a_failing_backend_is_a_failure_and_not_a_reward(tmp_path: Path) -> None:
+    outcome, policy = await play(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
+    assert outcome == TrialFailure(
+        task_id="hello-file", kind=FailureKind.BACKEND, message="sampling: connection refused", trial_name=outcome.trial_name
+    )
+    assert len(policy.prompts) == 2, "the SDK retries by itself"
+
+
+async def test_a_failing_backend_is_not_hidden_by_a_summary(tmp_path: Path) -> None:
+    gone = BackendError("sampling: gone")
+    script = {"You are about to hand off": [gone], "": [answer("true"), answer("seq 2000", duration=0.5)]}
+    outcome, _ = await play(tmp_path, script, source(**SUMMARISING))
+    assert isinstance(outcome, TrialFailure) and outcome.kind == FailureKind.BACKEND
+
+
+async def test_a_verifier_without_a_reward_is_a_failure(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, SOLUTION, source(variant(tmp_path, test="true")))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.VERIFIER and "No reward file found" in outcome.message
+
+
+async def test_a_verifier_that_never_ends_is_a_failure(tmp_path: Path) -> None:
+    folder = variant(tmp_path, test="sleep 100", task_toml="[verifier]\ntimeout_sec = 0.5\n")
+    outcome, _ = await play(tmp_path, SOLUTION, source(folder))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.VERIFIER and "timed out after 0.5 seconds" in outcome.message
+
+
+async def test_a_reward_planted_by_the_agent_does_not_count(tmp_path: Path) -> None:
+    planted = "mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
+    background = "(while true; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done) >/dev/null 2>&1 &"
+    outcome, _ = await play(tmp_path, solving(planted, background))
+    assert isinstance(outcome, Trajectory)
+    assert outcome.reward == 0.0
+
+
+async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:
+    outcome, policy = await play(tmp_path, SOLUTION, source(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n")))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.SANDBOX and "environment_type=docker" in outcome.message
+    assert policy.prompts == []
+
+
+async def test_the_deadline_of_the_whole_trial_is_a_failure_that_frees_the_sandbox(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcome, _ = await play(tmp_path, [answer("sleep 60", duration=60)], source(trial_timeout_s=1.5))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.TIMEOUT
+    assert time.monotonic() - started < 20
+
+
+async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
+    tasks = source()
+    policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 60", duration=60)]})
+    trial = asyncio.create_task(tasks.trial(tasks.train[0], directory=tmp_path, seed=1, temperature=1.0).run(policy))
+    async with asyncio.timeout(60):
+        while not policy.prompts:
+            await asyncio.sleep(0.02)
+    trial.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial
+    assert {path.name for path in run_directory(LABEL).iterdir()} == {"lock", "skeleton"}
+
+
+async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
+    tasks = source(TASKS)
+    scripts = {"hello.txt": SOLUTION, "count.txt": solving("find data -type f -exec cat {} + | wc -l > count.txt")}
+    policy = ScriptedPolicy(byte_chat(), scripts)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    async with asyncio.TaskGroup() as group:
+        trials = [
+            group.create_task(tasks.trial(task, directory=tmp_path, seed=index, temperature=1.0).run(policy))
+            for index in range(8)
+            for task in tasks.train
+        ]
+    outcomes = [trial.result() for trial in trials]
+    assert len(outcomes) == 16
+    assert [outcome.reward for outcome in outcomes if isinstance(outcome, Trajectory)] == [1.0] * 16
+    assert len({outcome.trial_name for outcome in outcomes}) == 16
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert {path.name for path in run_directory(LABEL).iterdir()} == {"lock", "skeleton"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "task.toml").unlink(), "no task.toml"),
+        (lambda folder: (folder / "instruction.md").unlink(), "no instruction.md"),
+        (lambda folder: (folder / "instruction.md").write_text(" \n"), "instruction.md is empty"),
+        (lambda folder: (folder / "task.toml").write_text("[agent\n"), "task.toml: "),
+        (lambda folder: (folder / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'), "task.toml: agent.timeout_sec: "),
+        (lambda folder: (folder / "tests" / "test.sh").unlink(), "no tests/test.sh; a task without a verifier cannot be graded"),
+        (lambda folder: shutil.rmtree(folder / "environment"), "no Dockerfile and no [environment].docker_image"),
+        (lambda folder: (folder / "environment" / "Dockerfile").write_text("FROM a\nRUN pip install x\n"), "Dockerfile:2: the sandbox cannot"),
+        (lambda folder: (folder / "environment" / "docker-compose.yaml").write_text("{}"), "the sandbox cannot run several services"),
+        (lambda folder: (folder / "task.toml").write_text('[agent]\nuser = "alice"\n'), "the sandbox has only root"),
+        (lambda folder: (folder / "task.toml").write_text("[environment]\ngpus = 1\n"), "no GPU"),
+        (
+            lambda folder: (folder / "task.toml").write_text('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'),
+            "no allow list",
+        ),
+    ],
+)
+def test_a_broken_task_folder_is_one_clear_line(tmp_path: Path, change: object, message: str) -> None:
+    folder = variant(tmp_path)
+    change(folder)  # type: ignore[operator]
+    with pytest.raises(ConfigError) as error:
+        source(folder.parent)
+    assert message in str(error.value) and str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_each_broken_folder_has_its_line(tmp_path: Path) -> None:
+    for name in ("a", "b", "good"):
+        shutil.copytree(HELLO, tmp_path / name)
+    (tmp_path / "a" / "task.toml").unlink()
+    (tmp_path / "b" / "instruction.md").unlink()
+    with pytest.raises(ConfigError) as error:
+        source(tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith(str(tmp_path / "a")) and lines[1].startswith(str(tmp_path / "b"))
+    assert lines[2] == "2 of 3 task folders are broken; mend or remove them"
+
+
+def many(tmp_path: Path, *names: str) -> Path:
+    for name in names:
+        shutil.copytree(HELLO, tmp_path / name)
+    return tmp_path
+
+
+def ids(tasks: Sequence[Task]) -> list[str]:
+    return [task.id for task in tasks]
+
+
+def test_tasks_are_held_out_by_name_glob_folder_or_share(tmp_path: Path) -> None:
+    folder = many(tmp_path / "train", "a-1", "a-2", "b-1", "b-2", "c-1")
+    other = many(tmp_path / "other", "z", "c-1")
+    settings = HarborSettings(model_name="m", environment_type="sandbox", run_label=LABEL)
+    chat = byte_chat()
+    assert ids(HarborTasks(settings, chat, folder).eval) == []
+    by_glob = HarborTasks(settings, chat, folder, eval_tasks=["b-*", "c-1"], eval_split=0.5)
+    assert (ids(by_glob.train), ids(by_glob.eval)) == (["a-1", "a-2"], ["b-1", "b-2", "c-1"])
+    by_folder = HarborTasks(settings, chat, folder, eval_tasks=[str(other)])
+    assert (len(by_folder.train), ids(by_folder.eval)) == (5, ["other/c-1", "z"])
+    by_share = [HarborTasks(settings, chat, folder, eval_split=0.4, seed=seed) for seed in (3, 3, 4, 5, 6)]
+    assert all(len(tasks.eval) == 2 and len(tasks.train) == 3 for tasks in by_share)
+    assert ids(by_share[0].eval) == ids(by_share[1].eval)
+    assert len({tuple(ids(tasks.eval)) for tasks in by_share}) > 1
+    with pytest.raises(ConfigError, match="'nope' is neither a folder nor the name of a task"):
+        HarborTasks(settings, chat, folder, eval_tasks=["nope"])
+    with pytest.raises(ConfigError, match="nothing is left to train on"):
+        HarborTasks(settings, chat, folder, eval_tasks=["*"])
+
+
+def test_environment_kwargs_become_harbors_own_fields() -> None:
+    pairs = {"override_cpus": "2", "memory_mb": "512", "network": "true", "force_build": "false", "image": "x:1", "ratio": "0.5"}
+    assert environment_options(pairs) == {
+        "override_cpus": 2,
+        "override_memory_mb": 512,
+        "force_build": False,
+        "kwargs": {"network": True, "image": "x:1", "ratio": 0.5},
+    }
+    with pytest.raises(ConfigError, match="override_cpus needs a whole number, not 'two'"):
+        environment_options({"override_cpus": "two"})
+
+
+def test_an_environment_this_machine_lacks_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="environment_type=nowhere is none of"):
+        resolve_environment_type("nowhere")
+    monkeypatch.delenv("DAYTONA_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="environment_type=daytona: "):
+        resolve_environment_type("daytona")
+    monkeypatch.setattr("src.envs.harbor.why_no_engine", lambda: "no engine answers")
+    assert resolve_environment_type("auto") == "sandbox"
+    with pytest.raises(ConfigError, match="environment_type=docker: no engine answers; start Docker, or use environment_type=sandbox"):
+        resolve_environment_type("docker")
+    monkeypatch.setattr("src.envs.harbor.why_no_engine", lambda: None)
+    assert resolve_environment_type("auto") == "docker"
+
+
+async def test_trials_print_nothing_of_harbors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        await play(tmp_path, SOLUTION)
+    assert [record for record in caplog.records if record.name.startswith(("harbor", "LiteLLM"))] == []
+    assert capfd.readouterr().err == ""
+
+
+def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("hello-file", "count-lines"):
+        shutil.copytree(TASKS / name, tmp_path / name)
+    (tmp_path / "hello-file" / "tests" / "test.sh").write_text("#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    status = validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"])
+    assert capsys.readouterr().out.splitlines() == [
+        "ok   count-lines: oracle 1.0, nop 0.0",
+        "BAD  hello-file: oracle 1.0, nop 1.0",
+        "2 tasks in sandbox: 1 sound, 1 unsound",
+    ]
+    assert status == 1
+    assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
+    assert capsys.readouterr().err.startswith("validate: tasks_dir ")

@@ -1,0 +1,18 @@
+import math
+
+import pytest
+
+from src.errors import VerifierError
+from src.rewards.verifier import score
+
+
+def test_the_key_reward_wins_and_otherwise_all_keys_are_averaged() -> None:
+    assert score({"reward": 0.25, "style": 1.0}) == 0.25
+    assert score({"tests": 1.0, "style": 0.5}) == 0.75
+    assert score({"reward": 0}) == 0.0
+
+
+@pytest.mark.parametrize("rewards", [None, {}, {"reward": math.nan}, {"a": math.inf}])
+def test_no_reward_is_an_error_and_not_zero(rewards: dict[str, float] | None) -> None:
+    with pytest.raises(VerifierError):
+        score(rewards)
