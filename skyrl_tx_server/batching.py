@@ -158,10 +158,15 @@ def sample_lengths(max_context_length: int) -> tuple[int, ...]:
 
     >>> sample_lengths(2000)
     (256, 512, 1024, 2000)
+    >>> sample_lengths(1100)  # a last step shorter than the first length joins the one before
+    (256, 512, 1100)
     """
-    lengths = [min(MIN_SAMPLE_LENGTH, max_context_length)]
-    while lengths[-1] < max_context_length:
-        lengths.append(min(2 * lengths[-1], max_context_length))
+    lengths = [MIN_SAMPLE_LENGTH]
+    while max_context_length - 2 * lengths[-1] >= MIN_SAMPLE_LENGTH:
+        lengths.append(2 * lengths[-1])
+    if max_context_length - lengths[-1] >= MIN_SAMPLE_LENGTH:
+        lengths.append(max_context_length)
+    lengths[-1] = max_context_length
     return tuple(lengths)
 
 

@@ -37,13 +37,13 @@ def cache_hits() -> int:
     return _cache_hits.total()
 
 
-def _on_duration(event: str, duration: float, **details: object) -> None:
+def _on_duration(event: str, duration_secs: float, **details: str | int) -> None:
     if event == _BACKEND_COMPILE:
         name = str(details.get("fun_name", "unnamed"))
         _programs[name] += 1
-        _seconds[name] += duration
+        _seconds[name] += duration_secs
 
 
-def _on_event(event: str, **details: object) -> None:
+def _on_event(event: str, **details: str | int) -> None:
     if event == _CACHE_HIT:
         _cache_hits[event] += 1

@@ -63,10 +63,10 @@ class DecodeSlots:
         self._params = params
         self._bank = bank
         self._max_context_length = max_context_length
-        self._block = block
         self._dtype = np.dtype(dtype)
         self._model_dir = model_dir
         self._lengths = sample_lengths(max_context_length)
+        self._block = min(block, self._lengths[0])
         self._rows: list[_Row | None] = [None] * num_slots
         self._tokenizer: Tokenizer | None = None
         self._cache: KVCache = self._empty_cache()
@@ -183,7 +183,7 @@ class DecodeSlots:
             self._row_settings(self._rows),
             config=self._config,
             steps=self._block,
-            window=next(length for length in self._lengths if length >= longest),
+            segments=1 + next(index for index, length in enumerate(self._lengths) if length >= longest),
             one_adapter=bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
         )
         host = jax.device_get(outputs)
@@ -247,7 +247,7 @@ class DecodeSlots:
         raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
 
     def _empty_cache(self) -> KVCache:
-        return empty_cache(config=self._config, slots=self.num_slots, length=self._max_context_length, dtype=self._dtype)
+        return empty_cache(config=self._config, slots=self.num_slots, ends=self._lengths, dtype=self._dtype)
 
     def _checked_max_tokens(self, op: Sample) -> int:
         """How many tokens the request may sample. UserError for what cannot be honoured."""

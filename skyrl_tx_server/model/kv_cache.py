@@ -1,13 +1,19 @@
-"""The key-value cache of the decode slots: head-major, one pair of arrays per layer.
+"""The key-value cache of the decode slots, laid out for what a decode step reads.
 
-Head-major [slots, K, S, hd] lets attention read the cache as it lies; token-major would be transposed at every step. A list of layers
-rather than one stacked array lets each decode step touch a layer without copying the others.
+Heads lead positions, so that attention is a plain matrix product per slot and head; keys are stored transposed, which on a CPU makes
+their product 3x faster (measured: 32 slots, 1024 positions). Positions are cut into segments of doubling length, so that a step reads
+a prefix of the segments as they lie: a window sliced out of one long array would be copied first. Example, 2048 positions:
+
+    segment     0      1       2         3
+    positions   0-255  256-511 512-1023  1024-2047
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -19,58 +25,100 @@ from skyrl_tx_server.model.lora import Leaf
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCache:
-    """One layer's keys (normed and rotated) and values; the leading axis is the slot."""
+class Segment:
+    """Keys (normed and rotated) and values of n consecutive positions, of one layer, for every slot."""
 
-    keys: jax.Array  # [slots, K, S, hd]
-    values: jax.Array  # [slots, K, S, hd]
+    keys: jax.Array  # [slots, K, hd, n]
+    values: jax.Array  # [slots, K, n, hd]
 
 
-type KVCache = tuple[LayerCache, ...]
+type KVCache = tuple[tuple[Segment, ...], ...]
+"""Segments by layer."""
+
+
+def segment_of(k: jax.Array, v: jax.Array) -> Segment:
+    """A segment from a layer's keys and values [B, T, K, hd]."""
+    return Segment(keys=k.transpose(0, 2, 3, 1), values=v.transpose(0, 2, 1, 3))
 
 
 def cache_bytes_per_slot(config: ModelConfig, length: int, dtype: np.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * length * config.head_dim * np.dtype(dtype).itemsize
 
 
-@partial(jax.jit, static_argnames=("config", "slots", "length", "dtype"))
-def empty_cache(*, config: ModelConfig, slots: int, length: int, dtype: np.dtype) -> KVCache:
-    shape = (slots, config.num_kv_heads, length, config.head_dim)
-    return tuple(LayerCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+@partial(jax.jit, static_argnames=("config", "slots", "ends", "dtype"))
+def empty_cache(*, config: ModelConfig, slots: int, ends: tuple[int, ...], dtype: np.dtype) -> KVCache:
+    """A cache whose segments end at the positions `ends`."""
+    heads, head_dim = config.num_kv_heads, config.head_dim
+
+    def segment(length: int) -> Segment:
+        return Segment(keys=jnp.zeros((slots, heads, head_dim, length), dtype), values=jnp.zeros((slots, heads, length, head_dim), dtype))
+
+    return tuple(tuple(segment(end - first) for first, end in pairwise((0, *ends))) for _ in range(config.num_layers))
 
 
-def window_of(cache: KVCache, length: int) -> KVCache:
-    """The first `length` positions of every slot."""
-    return jax.tree.map(lambda array: array[:, :, :length], cache)
+def segment_starts(segments: Sequence[Segment]) -> list[int]:
+    lengths = [segment.keys.shape[-1] for segment in segments]
+    return [sum(lengths[:index]) for index in range(len(lengths))]
 
 
-def write_prompt(cache: KVCache, prompt: KVCache, slots_R: Leaf, num_slots: Leaf) -> KVCache:
-    """Copy one prompt's cache (leaves [1, K, P, hd]) into the first `num_slots` of `slots_R`, from position 0."""
-
+def write_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
+    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`."""
     slots_R = jnp.asarray(slots_R)
+    starts = segment_starts(cache[0])
+    length = prompt[0].keys.shape[-1]
+    parts = [
+        [
+            Segment(
+                keys=layer.keys[:, :, :, start : start + segment.keys.shape[-1]],
+                values=layer.values[:, :, start : start + segment.keys.shape[-1]],
+            )
+            for start, segment in zip(starts, segments, strict=True)
+            if start < length
+        ]
+        for layer, segments in zip(prompt, cache, strict=True)
+    ]
 
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        at = (slots_R[index], jnp.int32(0), jnp.int32(0), jnp.int32(0))
-        return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice(whole, part, at), cache, prompt)
+        at = (slots_R[index], 0, 0, 0)
+        return tuple(
+            tuple(
+                Segment(
+                    keys=jax.lax.dynamic_update_slice(segment.keys, part.keys, at),
+                    values=jax.lax.dynamic_update_slice(segment.values, part.values, at),
+                )
+                for segment, part in zip(segments, layer_parts, strict=False)
+            )
+            + segments[len(layer_parts) :]
+            for segments, layer_parts in zip(cache, parts, strict=True)
+        )
 
     return jax.lax.fori_loop(0, num_slots, copy, cache)
 
 
-def write_block(cache: KVCache, block: KVCache, starts_B: Leaf) -> KVCache:
-    """Append a decode block's cache (leaves [slots, K, steps, hd]) to every slot at its own position.
-
-    Close to the end of the cache the position is moved back until the block fits, which spoils the slot: that can only happen to a slot
-    whose row has reached its length limit and is done.
-    """
-
+def write_block(cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
+    """Append a decode block (by layer, of every slot) at each slot's own position; what would lie beyond the cache is left out."""
     starts_B = jnp.asarray(starts_B)
+    firsts = segment_starts(cache[0])
+    steps = block[0].keys.shape[-1]
+
+    def merge(whole: jax.Array, new: jax.Array, slot: jax.Array, first: int, axis: int) -> jax.Array:
+        """The part of slot's `new` that falls into the segment beginning at position `first`, over what is there."""
+        begin = starts_B[slot] - first
+        at = [slot, jnp.int32(0), jnp.int32(0), jnp.int32(0)]
+        at[axis] = jnp.clip(begin, 0, whole.shape[axis] - steps)
+        source = at[axis] - begin + jnp.arange(steps)  # which of the new positions belongs at each place
+        here = ((source >= 0) & (source < steps)).reshape((-1, 1) if axis == 2 else (1, -1))
+        row = jax.lax.dynamic_slice_in_dim(new, slot, 1)
+        old = jax.lax.dynamic_slice(whole, at, row.shape)
+        return jax.lax.dynamic_update_slice(whole, jnp.where(here, jnp.take(row, source, axis=axis, mode="clip"), old), at)
 
     def append(slot: jax.Array, cache: KVCache) -> KVCache:
-        at = (slot, jnp.int32(0), starts_B[slot], jnp.int32(0))
-
-        def one(whole: jax.Array, part: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice_in_dim(part, slot, 1), at)
-
-        return jax.tree.map(one, cache, block)
+        return tuple(
+            tuple(
+                Segment(keys=merge(segment.keys, new.keys, slot, first, 3), values=merge(segment.values, new.values, slot, first, 2))
+                for segment, first in zip(segments, firsts, strict=True)
+            )
+            for segments, new in zip(cache, block, strict=True)
+        )
 
     return jax.lax.fori_loop(0, starts_B.shape[0], append, cache)

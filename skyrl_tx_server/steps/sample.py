@@ -7,15 +7,15 @@ sample's index and the token's position, never on the batch: key = fold_in(fold_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, LayerCache, window_of, write_block, write_prompt
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, segment_of, segment_starts, write_block, write_prompt
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, rows_of
 from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
@@ -82,6 +82,17 @@ class BlockOutputs:
     logprobs: jax.Array  # [B, steps] float32
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BlockState:
+    """A decode block on its way."""
+
+    tokens: jax.Array  # [B] int32, each row's last
+    remaining: jax.Array  # [B] int32
+    recent: list[Segment]  # by layer, the block's own positions
+    outputs: BlockOutputs
+
+
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
 def prefill(
     cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig
@@ -93,14 +104,14 @@ def prefill(
     rope = rope_tables(config, jnp.arange(tokens.shape[1])[None], x.dtype)
     segments = jnp.ones_like(tokens)  # padding comes last, where causality hides it
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
-        return packed_attention(q, k, v, segments), LayerCache(keys=k.transpose(0, 2, 1, 3), values=v.transpose(0, 2, 1, 3))
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
+        return packed_attention(q, k, v, segments), segment_of(k, v)
 
-    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter]) -> tuple[jax.Array, LayerCache]:
+    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter]) -> tuple[jax.Array, Segment]:
         return layer(config, x, *weights, rope, attend)
 
     x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers))
-    written = tuple(jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers))
+    written = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers)]
     cache = write_prompt(cache, written, prompt.slots, prompt.num_slots)
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
@@ -118,7 +129,7 @@ def prefill(
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "window", "one_adapter"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "steps", "segments", "one_adapter"), donate_argnames=("cache",))
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -128,13 +139,13 @@ def decode_block(
     *,
     config: ModelConfig,
     steps: int,
-    window: int,
+    segments: int,
     one_adapter: bool,
 ) -> tuple[KVCache, BlockOutputs]:
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
-    `window` bounds what attention reads of the cache; every live row's position must be within. `one_adapter` says that all live rows use
-    the adapter of row 0's index, which saves gathering one per row.
+    Attention reads the first `segments` segments of the cache; every live row's position must lie within. `one_adapter` says that all
+    adapter indices are equal, which saves gathering an adapter per row.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the cache is written once per block instead of once per step.
@@ -144,47 +155,43 @@ def decode_block(
     layer_axis = 0 if one_adapter else 1
     adapters = [jax.tree.map(lambda leaf, i=i: jnp.take(leaf, i, axis=layer_axis), adapter.layers) for i in range(config.num_layers)]
     weights = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers)]
-    past = window_of(cache, window)
-    past_mask = (jnp.arange(window)[None] < rows.positions[:, None])[:, None, None]  # [B, 1, 1, window]
-    shape = (batch, config.num_kv_heads, steps, config.head_dim)
-    empty = tuple(LayerCache(keys=jnp.zeros(shape, layer.keys.dtype), values=jnp.zeros(shape, layer.values.dtype)) for layer in cache)
+    past = [layer_segments[:segments] for layer_segments in cache]
+    past_masks = [
+        (first + jnp.arange(segment.keys.shape[-1])[None] < rows.positions[:, None])[:, None, None]
+        for first, segment in zip(segment_starts(past[0]), past[0], strict=True)
+    ]
+    empty_keys = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache[0][0].keys.dtype)
+    recent = [segment_of(empty_keys, empty_keys)] * config.num_layers
     outputs = BlockOutputs(tokens=jnp.full((batch, steps), -1, jnp.int32), logprobs=jnp.zeros((batch, steps), jnp.float32))
 
-    def step(
-        index: jax.Array, state: tuple[jax.Array, jax.Array, KVCache, BlockOutputs]
-    ) -> tuple[jax.Array, jax.Array, KVCache, BlockOutputs]:
-        tokens, remaining, recent, outputs = state
+    def step(index: jax.Array, state: _BlockState) -> _BlockState:
         positions = rows.positions + index
-        x = params.embed[tokens][:, None]
+        x = params.embed[state.tokens][:, None]
         rope = rope_tables(config, positions[:, None], x.dtype)
-        recent_mask = (jnp.arange(steps) <= index)[None, None, None]
+        masks = [*past_masks, (jnp.arange(steps) <= index)[None, None, None]]
         written = []
-        for layer_past, layer_recent, layer_weights, layer_adapter in zip(past, recent, weights, adapters, strict=True):
-
-            def attend(
-                q: jax.Array, k: jax.Array, v: jax.Array, layer_past: LayerCache = layer_past, layer_recent: LayerCache = layer_recent
-            ) -> tuple[jax.Array, LayerCache]:
-                layer_recent = LayerCache(
-                    keys=jax.lax.dynamic_update_slice_in_dim(layer_recent.keys, k.transpose(0, 2, 1, 3), index, axis=2),
-                    values=jax.lax.dynamic_update_slice_in_dim(layer_recent.values, v.transpose(0, 2, 1, 3), index, axis=2),
-                )
-                return _attend(q, (layer_past, layer_recent), (past_mask, recent_mask)), layer_recent
-
+        for layer_past, layer_recent, layer_weights, layer_adapter in zip(past, state.recent, weights, adapters, strict=True):
+            attend = partial(_attend_and_append, layer_past, layer_recent, masks, index)
             x, layer_recent = layer(config, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = head_logits(config, params, adapter, hidden)[:, 0]
         chosen, logprobs = choose(logits, settings, positions + 1)
-        live = remaining > 0
-        outputs = BlockOutputs(
-            tokens=outputs.tokens.at[:, index].set(jnp.where(live, chosen, -1)),
-            logprobs=outputs.logprobs.at[:, index].set(jnp.where(live, logprobs, 0.0)),
-        )
+        live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)
-        return jnp.where(live, chosen, tokens), jnp.where(stopped, 0, jnp.maximum(remaining - 1, 0)), tuple(written), outputs
+        return _BlockState(
+            tokens=jnp.where(live, chosen, state.tokens),
+            remaining=jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0)),
+            recent=written,
+            outputs=BlockOutputs(
+                tokens=state.outputs.tokens.at[:, index].set(jnp.where(live, chosen, -1)),
+                logprobs=state.outputs.logprobs.at[:, index].set(jnp.where(live, logprobs, 0.0)),
+            ),
+        )
 
-    _, _, recent, outputs = jax.lax.fori_loop(0, steps, step, (rows.tokens, rows.remaining, empty, outputs))
-    return write_block(cache, recent, rows.positions), outputs
+    start = _BlockState(tokens=jnp.asarray(rows.tokens), remaining=jnp.asarray(rows.remaining), recent=recent, outputs=outputs)
+    end = jax.lax.fori_loop(0, steps, step, start)
+    return write_block(cache, end.recent, rows.positions), end.outputs
 
 
 def choose(logits: jax.Array, settings: RowSettings, positions: Leaf) -> tuple[jax.Array, jax.Array]:
@@ -225,21 +232,38 @@ def _filter(tempered: jax.Array, settings: RowSettings) -> jax.Array:
     return jnp.where(tempered >= threshold, tempered, MASKED)
 
 
-def _attend(q: jax.Array, parts: tuple[LayerCache, ...], masks: tuple[jax.Array, ...]) -> jax.Array:
-    """One query per row, q [B, 1, H, hd], over head-major caches laid end to end; masks broadcast to [B, K, G, S]."""
+def _attend_and_append(
+    past: Sequence[Segment], recent: Segment, masks: Sequence[jax.Array], index: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, Segment]:
+    """Put each row's new key and value [B, 1, K, hd] at `index` of `recent`, then attend q [B, 1, H, hd] to `past` and `recent`."""
+    new = segment_of(k, v)
+    recent = Segment(
+        keys=jax.lax.dynamic_update_slice_in_dim(recent.keys, new.keys, index, axis=3),
+        values=jax.lax.dynamic_update_slice_in_dim(recent.values, new.values, index, axis=2),
+    )
+    return _attend(q, [*past, recent], masks), recent
+
+
+def _attend(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
+    """One query per row over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
     batch, _, heads, head_dim = q.shape
-    kv_heads = parts[0].keys.shape[1]
+    kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = [
-        jnp.where(mask, jnp.einsum("bkgh,bksh->bkgs", grouped, part.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
-        for part, mask in zip(parts, masks, strict=True)
+        jnp.where(mask, jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
+        for segment, mask in zip(segments, masks, strict=True)
     ]
-    probabilities = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    split = jnp.split(probabilities, np.cumsum([score.shape[-1] for score in scores])[:-1], axis=-1)
-    attended = jnp.zeros((), jnp.float32)
-    for weights, part in zip(split, parts, strict=True):
-        attended += jnp.einsum("bkgs,bksh->bkgh", weights, part.values, preferred_element_type=jnp.float32)
-    return attended.astype(q.dtype).reshape(batch, 1, heads, head_dim)
+    highest = jnp.stack([score.max(axis=-1) for score in scores]).max(axis=0)[..., None]
+    weights = [jnp.exp(score - highest) for score in scores]
+    total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
+    attended = sum(
+        (
+            jnp.einsum("bkgs,bksh->bkgh", weight.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
+            for weight, segment in zip(weights, segments, strict=True)
+        ),
+        start=jnp.zeros((), jnp.float32),
+    )
+    return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
 
 
 def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, tokens: Leaf) -> jax.Array:
