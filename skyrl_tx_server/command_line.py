@@ -26,7 +26,9 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     try:
         return chz.Blueprint(ServerConfig).make_from_argv([_none_in_any_case(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
-        raise ConfigError(f"missing option {str(error).rpartition(': ')[2]}; e.g. base_model=Qwen/Qwen3-4B or a model's directory") from None
+        raise ConfigError(
+            f"missing option {str(error).rpartition(': ')[2]}; e.g. base_model=Qwen/Qwen3-4B or a model's directory"
+        ) from None
     except chz.blueprint.InvalidBlueprintArg as error:
         raise ConfigError(_bad_value(str(error), argv)) from None
 

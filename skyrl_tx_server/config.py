@@ -60,7 +60,9 @@ class ServerConfig:
     def _check(self) -> None:
         if self.tensor_parallel != 1:
             raise ConfigError(f"tensor_parallel={self.tensor_parallel}: this server runs on one device so far; pass tensor_parallel=1")
-        if self.model_alias is not None and (self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))):
+        if self.model_alias is not None and (
+            self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))
+        ):
             raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must lie between 0 and 65535")

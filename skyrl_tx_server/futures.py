@@ -129,7 +129,7 @@ class FutureStore:
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted since it was sent, or its result was delivered and dropped; send it again"
+                f"no request {request_id}: the server was restarted since, or its result was delivered and dropped; send it again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:

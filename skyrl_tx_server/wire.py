@@ -274,7 +274,9 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
     """[N] integers in the vocabulary, as int32."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
         bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
-        raise UserError(f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the tokenizer the model's own?")
+        raise UserError(
+            f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the tokenizer the model's own?"
+        )
     return tokens.astype(np.int32)
 
 
@@ -365,7 +367,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     wanted = request.settings.max_tokens or 1
     if request.prompt.size + wanted > limits.max_context_length:
         raise UserError(
-            f"Prompt length plus max_tokens exceeds the model's context window: {request.prompt.size} + {wanted} > {limits.max_context_length}"
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{request.prompt.size} + {wanted} > {limits.max_context_length}"
         )
     return request
 
@@ -394,7 +397,9 @@ def check_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> dict[str
     checked = {name: float(value) for name, value in config.items() if isinstance(value, int | float)}
     low, high = checked.get("clip_low_threshold"), checked.get("clip_high_threshold")
     if low is not None and high is not None and low > high:
-        raise UserError(f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are absolute bounds on the ratio")
+        raise UserError(
+            f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are absolute bounds on the ratio"
+        )
     return checked
 
 
@@ -408,7 +413,7 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
             raise UserError(f"{where}: loss {loss_fn.value} does not use the input {name!r}; {hint}")
         if array.ndim != 1:
             raise UserError(
-                f"{where}: {name} has shape {list(array.shape)}; this server takes one target per position (1-D). Repeat the datum once per target"
+                f"{where}: {name} has shape {list(array.shape)}; this server takes one target per position; repeat the datum per target"
             )
         if array.size != tokens.size:
             raise UserError(f"{where}: {name} has {array.size} entries for {tokens.size} model_input tokens; they must be equal")
@@ -516,7 +521,8 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
             return {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
-                    {"logprobs": {"data": logprobs.tolist(), "dtype": "float32", "shape": [int(logprobs.size)]}} for logprobs in result.logprobs
+                    {"logprobs": {"data": logprobs.tolist(), "dtype": "float32", "shape": [int(logprobs.size)]}}
+                    for logprobs in result.logprobs
                 ],
                 "metrics": dict(result.metrics),
             }

@@ -36,7 +36,9 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     _refuse_unknown(request, "forward_backward")
     loss_fn = parse_loss_fn(request.loss_fn)
     config: dict[str, object] = dict(request.loss_fn_config)
-    config |= {name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in request.loss_fn_config_v2.items()}
+    config |= {
+        name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in request.loss_fn_config_v2.items()
+    }
     if not request.model_id:
         raise UserError("forward_backward: model_id is missing")
     if not request.data:

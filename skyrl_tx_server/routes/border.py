@@ -26,6 +26,7 @@ Reply = Mapping[str, object] | Response | None
 Handler = Callable[[Context, Request], Awaitable[Reply]]
 
 DISCARD_AT_MOST = 1 << 30
+NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +51,7 @@ async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
     began = time.perf_counter()
     response = await _answer(endpoint, lobby, request)
     logger.log(
-        endpoint.log_level if response.status_code < 400 or response.status_code == 408 else logging.WARNING,
+        endpoint.log_level if response.status_code < 400 or response.status_code in NOT_YET else logging.WARNING,
         "method=%s route=%s status=%d ms=%.1f sdk=%s",
         endpoint.method,
         endpoint.path,
@@ -118,7 +119,7 @@ def _decompress(body: bytes, limit: int) -> bytes:
 
 def _too_large(limit: int) -> UserError:
     return UserError(
-        f"the request is larger than this server's limit of {limit >> 20} MiB; send fewer datums at once or start it with a larger max_request_mb"
+        f"the request is larger than this server's limit of {limit >> 20} MiB; send less at once, or start it with a larger max_request_mb"
     )
 
 

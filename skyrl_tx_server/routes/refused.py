@@ -30,14 +30,24 @@ ENDPOINTS = (
     Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=_refuse(f"publish: {_PUBLISH}")),
     Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=_refuse(f"unpublish: {_PUBLISH}")),
     Endpoint(method="POST", path="/api/v1/copy_weights", handler=_refuse(f"copy_weights: {_PUBLISH}")),
-    Endpoint(method="PUT", path="/api/v1/sessions/{session_id}/project", handler=_refuse("this server has no projects; use tags or user_metadata")),
     Endpoint(
-        method="GET", path="/api/v1/sessions/{session_id}/trace_export", handler=_refuse("this server keeps no traces; see GET /api/v1/stats")
+        method="PUT",
+        path="/api/v1/sessions/{session_id}/project",
+        handler=_refuse("this server has no projects; use tags or user_metadata"),
+    ),
+    Endpoint(
+        method="GET",
+        path="/api/v1/sessions/{session_id}/trace_export",
+        handler=_refuse("this server keeps no traces; see GET /api/v1/stats"),
     ),
     Endpoint(method="POST", path="/api/v1/sessions/search", handler=_refuse("this server does not search sessions; use list_sessions")),
-    Endpoint(method="POST", path="/api/v1/create_custom_loss", handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom")),
+    Endpoint(
+        method="POST", path="/api/v1/create_custom_loss", handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom")
+    ),
     Endpoint(method="POST", path="/api/v1/retrieve_futures", handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future")),
     Endpoint(method="POST", path="/api/v1/cancel_future", handler=_refuse(f"cancel_future: {_FLAG}")),
     Endpoint(method="POST", path="/api/v1/join_sampling_session", handler=_refuse(f"join_sampling_session: {_FLAG}")),
-    Endpoint(method="POST", path="/api/v1/auth/token", handler=_refuse("this server needs no token; any API key that begins with tml- will do")),
+    Endpoint(
+        method="POST", path="/api/v1/auth/token", handler=_refuse("this server needs no token; any API key that begins with tml- will do")
+    ),
 )

@@ -22,13 +22,12 @@ async def create_model(context: Context, request: Request) -> Reply:
     fields = Fields(await read_json(context, request), "create_model")
     session_id = fields.text("session_id")
     model_seq_id = fields.integer("model_seq_id")
-    base_model = fields.text("base_model")
+    context.check_base_model(fields.text("base_model"))
     user_metadata = fields.metadata("user_metadata")
     check_optimizer_config(fields)
     lora = parse_lora(fields.mapping("lora_config"), context.limits)
     fields.ignore("type")
     fields.finish()
-    context.check_base_model(base_model)
     model_id = context.registry.model_id(session_id, model_seq_id)
     return begin_model(
         context,

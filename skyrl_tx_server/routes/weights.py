@@ -124,8 +124,10 @@ def _save_snapshot(
 
 
 def _named(model_id: str, kind: CheckpointKind, name: str) -> str:
+    if "/" in name:
+        raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
     path = checkpoint_path(model_id, kind, name)
-    parse_path(path)  # refuses a name that is no name
+    parse_path(path)  # refuses what else is no name
     return path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,17 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-os.environ.setdefault("TINKER_TELEMETRY", "0")
-
 import tinker
 from tinker import types
 
-from skyrl_tx_server.app import ENDPOINTS
 from skyrl_tx_server.futures import Retention
 from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, OptimStep, Sample, SaveWeights, UnloadModel
 from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.routes.context import Context
 from tests.fakes.engine import UNLUCKY_TOKEN, FakeEngine
 from tests.fakes.server import fake_context, fake_engine, serving
 
@@ -59,6 +54,11 @@ def client(url: str) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture
 def rest(url: str) -> tinker.RestClient:
     return tinker.RestClient(base_url=url, api_key="tml-dummy")
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
 @pytest.fixture(autouse=True)

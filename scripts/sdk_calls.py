@@ -1,0 +1,315 @@
+"""Makes every high-level call of the tinker SDK 0.38 against a running server and prints how each one ended.
+
+    python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
+
+Each call is either required by the contract (it must succeed), or one this server refuses (the refusal must be a clear user error).
+Exit status 1 when any call ends otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import tinker
+from tinker import types
+
+API_KEY = "tml-dummy"
+TIMEOUT_S = 600  # the first call of its kind compiles
+RETRIES_OF_A_REFUSAL_S = 5.0  # a refusal that the SDK retried would take longer
+
+
+class Waitable[T](Protocol):
+    """What every SDK call returns, as far as this script goes."""
+
+    def result(self, timeout: float | None = None) -> T: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one call ended."""
+
+    name: str
+    required: bool
+    succeeded: bool
+    seconds: float
+    detail: str
+
+    @property
+    def as_it_should_be(self) -> bool:
+        return self.succeeded == self.required
+
+
+@dataclass(kw_only=True, slots=True)
+class Calls:
+    """Runs calls one after the other and keeps their outcomes; a failed one does not stop the next."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def required[T](self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True) -> T | None:
+        """A call that must succeed, with a property its result must have."""
+        began = time.perf_counter()
+        try:
+            result = call().result(TIMEOUT_S)
+        except Exception as error:
+            self._note(name, True, False, began, f"{type(error).__name__}: {error}")
+            return None
+        self._note(name, True, expect(result), began, _shorten(result))
+        return result
+
+    def refused(self, name: str, call: Callable[[], Waitable[object]], message: str) -> None:
+        """A call this server cannot honour; it must say so at once, in the caller's own words."""
+        began = time.perf_counter()
+        try:
+            result = call().result(TIMEOUT_S)
+        except (tinker.BadRequestError, tinker.NotFoundError, tinker.RequestFailedError) as error:
+            clear = message in str(error) and time.perf_counter() - began < RETRIES_OF_A_REFUSAL_S
+            self._note(name, False, not clear, began, _detail(error))
+        except Exception as error:
+            self._note(name, False, True, began, f"unclear refusal: {type(error).__name__}: {error}")
+        else:
+            self._note(name, False, True, began, f"answered instead of refusing: {_shorten(result)}")
+
+    def _note(self, name: str, required: bool, succeeded: bool, began: float, detail: str) -> None:
+        outcome = Outcome(
+            name=name, required=required, succeeded=succeeded, seconds=time.perf_counter() - began, detail=" ".join(detail.split())
+        )
+        self.outcomes.append(outcome)
+        print(_row(outcome), flush=True)
+
+
+def _shorten(result: object) -> str:
+    return str(result)[:110]
+
+
+def _detail(error: Exception) -> str:
+    """The server's own sentence out of the SDK's error."""
+    body = error.body if isinstance(error, tinker.APIStatusError) else None
+    return str(body["detail"]) if isinstance(body, dict) and "detail" in body else str(error)
+
+
+def _row(outcome: Outcome) -> str:
+    verdict = ("ok" if outcome.required else "refused") if outcome.as_it_should_be else "FAILED"
+    return f"{verdict:8}{outcome.seconds:7.2f} s  {outcome.name:52} {outcome.detail[:150]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready[T]:
+    """Makes a value of a call that already waited look like a future."""
+
+    value: T
+
+    def result(self, timeout: float | None = None) -> T:
+        return self.value
+
+
+def make_datum(chunks: Sequence[types.ModelInputChunk], **inputs: np.ndarray) -> types.Datum:
+    tensors = {name: types.TensorData.from_numpy(values) for name, values in inputs.items()}
+    return types.Datum(model_input=types.ModelInput(chunks=list(chunks)), loss_fn_inputs=tensors)
+
+
+def datum(length: int = 6) -> types.Datum:
+    """For cross_entropy; the first position is masked."""
+    tokens = np.arange(1, length + 1)
+    weights = np.ones(length, np.float32)
+    weights[0] = 0
+    return make_datum([types.EncodedTextChunk(tokens=tokens.tolist())], target_tokens=np.roll(tokens, -1), weights=weights)
+
+
+def rl_datum() -> types.Datum:
+    """For the losses that take the sampler's log-probabilities and advantages."""
+    logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
+    return make_datum(
+        [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])], target_tokens=np.arange(2, 8), logprobs=logprobs, advantages=advantages
+    )
+
+
+def two_dimensional() -> types.Datum:
+    chunk = types.EncodedTextChunk(tokens=[1, 2, 3, 4])
+    return make_datum([chunk], target_tokens=np.ones((4, 3), np.int64), weights=np.ones((4, 3), np.float32))
+
+
+def with_image() -> types.Datum:
+    chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]
+    return make_datum(chunks, target_tokens=np.ones(4, np.int64), weights=np.ones(4, np.float32))
+
+
+def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
+    finite = lambda output: all(np.isfinite(entry["logprobs"].data).all() for entry in output.loss_fn_outputs)  # noqa: E731
+    calls.required("TrainingClient.get_info", lambda: Ready(value=training.get_info()), lambda info: info.lora_rank == 8)
+    calls.required("TrainingClient.get_tokenizer", lambda: Ready(value=training.get_tokenizer()), lambda tokenizer: len(tokenizer) > 0)
+    calls.required("forward(cross_entropy)", lambda: training.forward([datum()], "cross_entropy"), finite)
+    calls.required(
+        "forward_backward(cross_entropy, 2 datums)",
+        lambda: training.forward_backward([datum(), datum(4)], "cross_entropy"),
+        lambda output: finite(output) and "loss:sum" in output.metrics and len(output.loss_fn_outputs) == 2,
+    )
+    clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    rl = [rl_datum()]
+    calls.required("forward_backward(importance_sampling)", lambda: training.forward_backward(rl, "importance_sampling"), finite)
+    calls.required("forward_backward(ppo)", lambda: training.forward_backward(rl, "ppo", dict(clips)), finite)
+    calls.required("forward_backward(cispo)", lambda: training.forward_backward(rl, "cispo", dict(clips)), finite)
+    calls.required("forward_backward(dro)", lambda: training.forward_backward(rl, "dro", {"beta": 0.05}), finite)
+    calls.required(
+        "optim_step(AdamParams, every field)",
+        lambda: training.optim_step(
+            types.AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
+        ),
+        lambda response: "grad_norm" in (response.metrics or {}),
+    )
+    calls.refused("forward_backward(gspo)", lambda: training.forward_backward(rl, "gspo"), "use one of")
+    calls.refused("forward_backward(stable_reinforce)", lambda: training.forward_backward(rl, "stable_reinforce"), "use one of")
+    calls.refused(
+        "forward_backward(ppo, unknown setting)",
+        lambda: training.forward_backward(rl, "ppo", {**clips, "tag": "x"}),
+        "unknown setting",
+    )
+    calls.refused(
+        "forward_backward([N, K] targets)",
+        lambda: training.forward_backward([two_dimensional()], "cross_entropy"),
+        "one target per position",
+    )
+    calls.refused("forward_backward(image chunk)", lambda: training.forward_backward([with_image()], "cross_entropy"), "text-only")
+    calls.refused("optim_step(DimuonParams)", lambda: training.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW")
+    calls.refused("save_weights_external", lambda: training.save_weights_external("e1"), "does not export")
+    custom_loss_call(calls, training)
+
+
+def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
+    """forward_backward_custom computes its loss in torch on the client, so the call is made only where torch is installed."""
+    if importlib.util.find_spec("torch") is None:
+        print("skipped           forward_backward_custom: torch is not installed on the client")
+        return
+    calls.required(
+        "forward_backward_custom",
+        lambda: training.forward_backward_custom([datum(), datum(4)], lambda data, logprobs: ((logprobs[0] ** 2).sum(), {"custom": 1.0})),
+    )
+
+
+def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker.SamplingClient) -> None:
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    every = types.SamplingParams(max_tokens=3, seed=7, stop=[9], temperature=0.7, top_k=5, top_p=0.9)
+    calls.required(
+        "sample(num_samples=2, every parameter)",
+        lambda: ephemeral.sample(prompt, 2, every),
+        lambda response: len({sequence.sequence_id for sequence in response.sequences}) == 2,
+    )
+    calls.required(
+        "sample(stop strings, prompt logprobs)",
+        lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=3, stop=["\n"]), include_prompt_logprobs=True),
+        lambda response: len(response.prompt_logprobs or []) == 4 and (response.prompt_logprobs or [0])[0] is None,
+    )
+    calls.required("compute_logprobs", lambda: named.compute_logprobs(prompt), lambda logprobs: logprobs[0] is None and len(logprobs) == 4)
+    calls.required("SamplingClient.get_base_model", lambda: Ready(value=named.get_base_model()))
+    one = types.SamplingParams(max_tokens=1)
+    calls.refused("sample(topk_prompt_logprobs)", lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2), "not supported")
+    calls.refused("sample(topk_sample_logprobs)", lambda: named.sample(prompt, 1, one, topk_sample_logprobs=2), "not supported")
+    targets = types.TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])
+    calls.refused("sample(target_prompt_logprobs)", lambda: named.sample(prompt, 1, one, target_prompt_logprobs=targets), "not supported")
+    calls.refused("sample(prompt_alt_tokens_k)", lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2), "not supported")
+    calls.refused(
+        "sample(prompt too long)",
+        lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
+        "Prompt length plus max_tokens exceeds",
+    )
+
+
+def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, sampler: str, session_id: str, sampler_id: str) -> None:
+    calls.required("rest.list_training_runs", lambda: rest.list_training_runs(), lambda page: len(page.training_runs) > 0)
+    calls.required("rest.get_training_run", lambda: rest.get_training_run(run_id), lambda run: run.user_metadata == {"k": "v"})
+    calls.required("rest.get_training_run_by_tinker_path", lambda: rest.get_training_run_by_tinker_path(state))
+    calls.required(
+        "rest.get_weights_info_by_tinker_path",
+        lambda: rest.get_weights_info_by_tinker_path(state),
+        lambda info: info.train_unembed is False,
+    )
+    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 2)
+    calls.required("rest.list_user_checkpoints", lambda: rest.list_user_checkpoints())
+    calls.required("rest.set_checkpoint_ttl_from_tinker_path", lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200))
+    calls.required("rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions)
+    calls.required("rest.get_session", lambda: rest.get_session(session_id), lambda session: run_id in session.training_run_ids)
+    calls.required("rest.get_sampler", lambda: rest.get_sampler(sampler_id))
+    calls.refused("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state), "no accounts")
+    calls.refused("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state), "no accounts")
+    external = f"tinker://{run_id}/external_weights/e1"
+    calls.refused("rest.get_external_weights_urls", lambda: rest.get_external_weights_urls(external), "does not export")
+    calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")
+    calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no projects")
+    calls.refused("rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces")
+    calls.required("rest.delete_checkpoint_from_tinker_path", lambda: rest.delete_checkpoint_from_tinker_path(sampler))
+    calls.required("rest.delete_checkpoint_from_tinker_path (2)", lambda: rest.delete_checkpoint_from_tinker_path(state))
+
+
+def make_calls(url: str, calls: Calls) -> None:
+    rest = tinker.RestClient(base_url=url, api_key=API_KEY)
+    capabilities = calls.required("rest.get_server_capabilities", lambda: rest.get_server_capabilities())
+    if capabilities is None:
+        return
+    model = capabilities.supported_models[0].model_name or ""
+    service = tinker.ServiceClient(base_url=url, api_key=API_KEY, user_metadata={"u": "1"}, display_name="sdk_calls")
+    training = calls.required(
+        "create_lora_training_client(rank=8, seed=1)",
+        lambda: service.create_lora_training_client(model, rank=8, seed=1, train_unembed=False, user_metadata={"k": "v"}),
+    )
+    if training is None:
+        return
+    calls.refused(
+        "create_lora_training_client(rank=100000)", lambda: service.create_lora_training_client(model, rank=100000), "max_lora_rank"
+    )
+    calls.refused(
+        "create_lora_training_client(other model)", lambda: service.create_lora_training_client("other/model"), "this server runs"
+    )
+    training_calls(calls, training)
+    state = calls.required("save_state(ttl, metadata)", lambda: training.save_state("0001", ttl_seconds=3600, user_metadata={"a": "b"}))
+    calls.required("save_state(overwrite)", lambda: training.save_state("0001", ttl_seconds=3600, overwrite=True))
+    saved = calls.required("save_weights_for_sampler(name)", lambda: training.save_weights_for_sampler("s1", ttl_seconds=3600))
+    ephemeral = calls.required("save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client())
+    calls.required("save_weights_and_get_sampling_client(inflight)", lambda: training.save_weights_and_get_sampling_client(kind="inflight"))
+    if state is None or saved is None or ephemeral is None:
+        return
+    calls.required("load_state", lambda: training.load_state(state.path))
+    calls.required("load_state_with_optimizer", lambda: training.load_state_with_optimizer(state.path))
+    calls.required("create_training_client_from_state", lambda: service.create_training_client_from_state(state.path))
+    restored = calls.required(
+        "create_training_client_from_state_with_optimizer", lambda: service.create_training_client_from_state_with_optimizer(state.path)
+    )
+    if restored is not None:
+        calls.required("optim step of the restored client", lambda: restored.optim_step(types.AdamParams(learning_rate=1e-3)))
+    calls.refused(
+        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "training checkpoint"
+    )
+    calls.required("create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model))
+    named = calls.required("create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path))
+    if named is not None:
+        sampling_calls(calls, ephemeral, named)
+    session_id = training.model_id.split(":")[0]
+    rest_calls(calls, rest, training.model_id, state.path, saved.path, session_id, f"{session_id}:sample:0")
+    calls.required("ServiceClient.close", lambda: service.close("success", detail="done"))
+
+
+def main(url: str) -> int:
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # deprecated calls are made on purpose: they are part of the SDK
+    calls = Calls()
+    print(f"tinker {tinker.__version__} against {url}\n")
+    make_calls(url, calls)
+    failed = [outcome for outcome in calls.outcomes if not outcome.as_it_should_be]
+    required = sum(outcome.required for outcome in calls.outcomes)
+    print(f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they should be")
+    for outcome in failed:
+        print(f"  {outcome.name}: {outcome.detail}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    status = main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
+    sys.stdout.flush()
+    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds

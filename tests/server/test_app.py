@@ -1,0 +1,387 @@
+"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from tinker import types
+from tinker.proto import request_conv
+
+from skyrl_tx_server.app import build_app, housekeep
+from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.ops import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
+from skyrl_tx_server.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from tests.fakes.engine import FakeEngine
+from tests.fakes.server import fake_context, fake_engine
+
+PROTO = "application/x-protobuf"
+MODEL = "local/fake"
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    settings = HttpSettings(model_dir=tmp_path / "model", max_request_bytes=20_000)
+    return fake_context(tmp_path, retention=Retention(hold_s=0.05), settings=settings)
+
+
+@pytest.fixture
+async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)), client=("127.0.0.1", 1234))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+        yield http
+    fake_engine(context).stop()
+
+
+@pytest.fixture
+def engine(context: Context) -> FakeEngine:
+    return fake_engine(context)
+
+
+async def post(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
+    response = await http.post(route, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str, object]:
+    for _ in range(100):
+        response = await http.post("retrieve_future", json={"request_id": reply["request_id"]})
+        if response.status_code != 408:
+            assert response.status_code == 200, response.text
+            return response.json()
+    raise AssertionError("still pending after 100 polls")
+
+
+async def open_session(http: httpx.AsyncClient) -> str:
+    return str((await post(http, "create_session", tags=[], user_metadata=None, sdk_version="0.38.0"))["session_id"])
+
+
+async def make_model(http: httpx.AsyncClient, session_id: str, model_seq_id: int = 0) -> str:
+    reply = await post(
+        http,
+        "create_model",
+        session_id=session_id,
+        model_seq_id=model_seq_id,
+        base_model=MODEL,
+        lora_config={"rank": 4},
+        type="create_model",
+    )
+    assert await result(http, reply) == {"type": "create_model", "model_id": f"{session_id}:train:{model_seq_id}"}
+    return str(reply["model_id"])
+
+
+def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model_id, seq_id=seq_id)
+    return request_conv.forward_backward_request_to_proto(request).SerializeToString()
+
+
+async def test_nothing_is_served_before_the_engine_can_work(context: Context) -> None:
+    lobby = Lobby()
+    transport = httpx.ASGITransport(build_app(lobby))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+        for method, route in (("GET", "healthz"), ("POST", "create_session")):
+            response = await http.request(method, route)
+            assert (response.status_code, "still loading" in response.text) == (503, True)
+        lobby.context = context
+        response = await http.get("healthz")
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    fake_engine(context).stop()
+
+
+async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClient) -> None:
+    config = await post(http, "client/config", sdk_version="0.38.0")
+    assert (config["parallel_fwdbwd_chunks"], config["pjwt_auth_enabled"]) == (False, False)
+    assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is False
+
+
+async def test_protobuf_and_json_requests_and_replies_by_header(http: httpx.AsyncClient) -> None:
+    model_id = await make_model(http, await open_session(http))
+    sent = await http.post("forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO})
+    request_id = sent.json()["request_id"]
+    in_json = await result(http, {"request_id": request_id})
+    assert in_json["metrics"] == {"loss:sum": pytest.approx(0.5)}
+    in_proto = await http.post("retrieve_future", json={"request_id": request_id}, headers={"accept": f"{PROTO}, application/json"})
+    assert in_proto.headers["content-type"] == PROTO
+    assert dict(pb.ForwardBackwardOutput.FromString(in_proto.content).metrics) == in_json["metrics"]
+
+    tensors = {"target_tokens": {"data": [2, 3], "dtype": "int64"}, "weights": {"data": [1.0, 1.0], "dtype": "float32"}}
+    inner = {"data": [{"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}], "loss_fn": "cross_entropy"}
+    old = await post(http, "forward", model_id=model_id, seq_id=2, forward_input=inner)
+    assert (await result(http, old))["metrics"] == in_json["metrics"]
+
+
+async def test_a_zstd_body_is_unpacked_and_a_bad_one_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    model_id = await make_model(http, await open_session(http))
+    headers = {"content-type": PROTO, "content-encoding": "zstd"}
+    packed = zstandard.ZstdCompressor().compress(training_bytes(model_id))
+    reply = await http.post("forward_backward", content=packed, headers=headers)
+    assert (await result(http, reply.json()))["metrics"]
+    assert len(engine.of_type(ForwardBackward)) == 1
+    bad = await http.post("forward_backward", content=b"not zstd", headers=headers)
+    assert (bad.status_code, "not valid zstd" in bad.text) == (400, True)
+    bomb = zstandard.ZstdCompressor().compress(bytes(10_000_000))
+    assert len(bomb) < 20_000
+    large = await http.post("forward_backward", content=bomb, headers=headers)
+    assert (large.status_code, "max_request_mb" in large.text) == (400, True)
+
+
+async def test_a_body_over_the_limit_is_refused_after_it_was_read(http: httpx.AsyncClient) -> None:
+    response = await http.post("asample", content=b"x" * 30_000)
+    assert (response.status_code, "larger than this server's limit" in response.json()["detail"]) == (400, True)
+
+
+async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
+    for content in (b"{", b"[" * 19_000, b"\xff"):
+        response = await http.post("create_session", content=content)
+        assert (response.status_code, response.json()["category"]) == (400, "user")
+    response = await http.post("create_session", json=[1])
+    assert "expected a JSON object" in response.json()["detail"]
+
+
+async def test_failures_of_the_engine_come_through_the_future_with_a_category(http: httpx.AsyncClient) -> None:
+    session_id = await open_session(http)
+    sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
+    prompt = {"chunks": [{"tokens": [13]}]}
+    reply = await post(
+        http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, prompt=prompt, sampling_params={"max_tokens": 1}
+    )
+    assert reply["sample_sequence_ids"] == [f"{session_id}:sample:0:0:0"]
+    assert await result(http, reply) == {"error": "an unlucky prompt", "category": "user"}
+
+
+async def test_a_pending_future_is_a_408_and_an_unknown_one_a_410(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    model_id = await make_model(http, await open_session(http))
+    engine.gate.clear()
+    reply = await post(http, "optim_step", model_id=model_id, seq_id=1, adam_params={})
+    pending = await http.post("retrieve_future", json={"request_id": reply["request_id"], "allow_metadata_only": True})
+    assert pending.status_code == 408
+    assert pending.json() == {"type": "try_again", "request_id": reply["request_id"], "queue_state": "active"}
+    engine.gate.set()
+    assert await result(http, reply) == {"metrics": {"grad_norm": 1.5}}
+    lost = await http.post("retrieve_future", json={"request_id": "optim_step-of-another-life"})
+    assert (lost.status_code, "restarted" in lost.json()["detail"]) == (410, True)
+
+
+async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    assert await make_model(http, session_id) == model_id
+    first = await post(http, "optim_step", model_id=model_id, seq_id=1, adam_params={})
+    assert await post(http, "optim_step", model_id=model_id, seq_id=1, adam_params={}) == first
+    save = {"model_id": model_id, "seq_id": 2, "path": "0001"}
+    saved = await post(http, "save_weights", **save)
+    await result(http, saved)
+    assert await post(http, "save_weights", **save) == saved, "the name is taken now, by this very request"
+    snapshot = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 0}
+    made = await post(http, "save_weights_for_sampler", **snapshot)
+    assert await post(http, "save_weights_for_sampler", **snapshot) == made
+    await result(http, made)
+    sample = {"sampling_session_id": f"{session_id}:sample:0", "seq_id": 0, "sampling_params": {}, "prompt": {"chunks": [{"tokens": [1]}]}}
+    once = await post(http, "asample", **sample)
+    assert await post(http, "asample", **sample) == once
+    await result(http, once)
+    kinds = [type(op).__name__ for op in engine.executed]
+    assert kinds == ["CreateModel", "OptimStep", "SaveWeights", "SaveSampler", "Sample"]
+    other_kind = await http.post("save_weights", json={"model_id": model_id, "seq_id": 1, "path": "x"})
+    assert (other_kind.status_code, "seq_id 1" in other_kind.text) == (400, True)
+
+
+async def test_a_model_that_could_not_be_made_does_not_exist(http: httpx.AsyncClient, context: Context) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
+    arrays = next(Path(context.ledger._file).parent.rglob("*.safetensors"))
+    arrays.write_bytes(b"torn")
+    reply = await post(http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True)
+    assert "damaged" in str((await result(http, reply))["error"])
+    info = await http.post("get_info", json={"model_id": f"{session_id}:train:7"})
+    assert info.status_code == 404
+
+
+async def test_permanent_faults_are_never_retried_statuses(http: httpx.AsyncClient) -> None:
+    """The SDK would repeat a 409 or 5xx for five minutes."""
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
+    calls = [
+        ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "0001"}, 400, "exists already"),
+        ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "../up"}, 400, "checkpoint name"),
+        ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "x", "ttl_seconds": -1}, 400, "ttl_seconds"),
+        ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 2}, 400, "sampling_session_seq_id"),
+        ("optim_step", {"model_id": "session-x:train:0", "seq_id": 1, "adam_params": {}}, 404, "restarted"),
+        ("create_model", {"session_id": session_id, "model_seq_id": 1, "base_model": "other/model"}, 400, "this server runs local/fake"),
+        (
+            "create_model",
+            {"session_id": session_id, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 9}},
+            400,
+            "max_lora_rank",
+        ),
+        ("create_model", {"session_id": "session-x", "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 4}}, 404, "session"),
+        (
+            "create_model",
+            {"session_id": session_id, "model_seq_id": 1, "base_model": MODEL, "optimizer_config": {"type": "dimuon", "version": 1}},
+            400,
+            "use AdamW",
+        ),
+        ("load_weights", {"model_id": model_id, "path": "/etc/passwd", "optimizer": True}, 400, "not a checkpoint path"),
+        ("load_weights", {"model_id": model_id, "path": "tinker://a/weights/b", "optimizer": True}, 404, "no checkpoint"),
+        ("create_sampling_session", {"session_id": session_id, "sampling_session_seq_id": 9}, 400, "nothing to sample from"),
+        (
+            "asample",
+            {"sampling_session_id": "session-x:sample:0", "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}},
+            404,
+            "sampler",
+        ),
+        ("asample", {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}, 400, "nothing to sample from"),
+        ("create_custom_loss", {}, 400, "forward_backward_custom"),
+        ("no_such_route", {}, 404, "this server has no POST"),
+    ]
+    for route, body, status, message in calls:
+        response = await http.post(route, json=body)
+        assert (response.status_code, message in response.json()["detail"]) == (status, True), (route, body, response.text)
+
+
+async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.AsyncClient) -> None:
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
+    reply = await post(
+        http, "create_model", session_id=session_id, model_seq_id=1, base_model=MODEL, lora_config={"rank": 4, "train_unembed": False}
+    )
+    await result(http, reply)
+    response = await http.post("load_weights", json={"model_id": reply["model_id"], "path": saved["path"], "optimizer": False, "seq_id": 1})
+    assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
+
+
+async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(http: httpx.AsyncClient, context: Context) -> None:
+    model_id = await make_model(http, await open_session(http))
+    info = await post(http, "get_info", model_id=model_id)
+    assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": str(context.settings.model_dir)}
+    far = httpx.ASGITransport(build_app(Lobby(context=context)), client=("10.0.0.7", 1234))
+    async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
+        info = await post(remote, "get_info", model_id=model_id)
+    assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
+
+
+async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
+    context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
+    engine = fake_engine(context)
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+        session_id = await open_session(http)
+        model_id = await make_model(http, session_id)
+        await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0))
+        await housekeep(context)
+        assert (await http.post("session_heartbeat", json={"session_id": session_id})).status_code == 410
+        late = await http.post("optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}})
+        assert (late.status_code, "no sign of life" in late.text) == (404, True)
+        assert (await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})).status_code == 204
+    engine.stop()
+    assert engine.of_type(UnloadModel) == [UnloadModel(model_id=model_id)]
+    assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"{session_id}:sample:0")]
+
+
+async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_restart(
+    http: httpx.AsyncClient, context: Context, tmp_path: Path
+) -> None:
+    model_id = await make_model(http, await open_session(http))
+    kept = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="kept", ttl_seconds=3600))
+    old = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=2, path="old", ttl_seconds=3600))
+    context.ledger.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
+    await housekeep(context)
+    with (tmp_path / "ledger.jsonl").open("a") as ledger:
+        ledger.write('\n{"run_id": "torn')
+
+    restarted = fake_context(tmp_path)
+    transport = httpx.ASGITransport(build_app(Lobby(context=restarted)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
+        (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
+        assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
+        (run,) = (await again.get("training_runs", params={"limit": 5})).json()["training_runs"]
+        assert (run["training_run_id"], run["lora_rank"], run["last_checkpoint"]["checkpoint_id"]) == (model_id, 4, "weights/kept")
+        assert (await again.get("training_runs/none")).status_code == 404
+    fake_engine(restarted).stop()
+
+
+async def test_pages_of_checkpoints(http: httpx.AsyncClient) -> None:
+    model_id = await make_model(http, await open_session(http))
+    for index in range(3):
+        await result(http, await post(http, "save_weights", model_id=model_id, seq_id=index + 1, path=f"{index}"))
+    page = (await http.get("checkpoints", params={"limit": 2, "offset": 1})).json()
+    assert [checkpoint["checkpoint_id"] for checkpoint in page["checkpoints"]] == ["weights/1", "weights/0"]
+    assert page["cursor"] == {"limit": 2, "offset": 1, "total_count": 3}
+    assert (await http.get("checkpoints", params={"limit": "x"})).status_code == 400
+
+
+async def test_stats_count_what_is_alive(http: httpx.AsyncClient) -> None:
+    await make_model(http, await open_session(http))
+    stats = (await http.get("stats")).json()
+    assert stats["registry"] == {"sessions": 1, "models": 1, "samplers": 0, "snapshots": 0}
+    assert stats["futures"]["finished"] == 1 and stats["engine"] == {"ops_finished": 1}
+
+
+async def test_one_line_per_request_with_polls_and_heartbeats_left_to_debug(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="skyrl_tx_server.http")
+    session_id = await open_session(http)
+    await http.post("session_heartbeat", json={"session_id": session_id})
+    await http.get(f"sessions/{session_id}", headers={"x-sdk-method": "RestClient.get_session"})
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["INFO", "DEBUG", "INFO"]
+    assert lines[2][1].startswith("method=GET route=/api/v1/sessions/{session_id} status=200 ms=")
+    assert lines[2][1].endswith("sdk=RestClient.get_session")
+
+
+async def test_a_bug_of_ours_is_reported_once_and_not_retried(
+    http: httpx.AsyncClient, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(op: object) -> None:
+        raise KeyError("nobody thought of this")
+
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    monkeypatch.setattr(context.engine, "submit", broken)
+    response = await http.post("optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    assert (response.status_code, response.json()["category"]) == (400, "server")
+    assert "nobody thought of this" in caplog.text
+
+
+async def test_order_of_arrival_is_order_of_execution(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    model_id = await make_model(http, await open_session(http))
+    engine.gate.clear()
+    replies = []
+    for seq_id in range(1, 5):
+        if seq_id % 2:
+            sent = await http.post("forward_backward", content=training_bytes(model_id, seq_id), headers={"content-type": PROTO})
+            replies.append(sent.json())
+        else:
+            replies.append(await post(http, "optim_step", model_id=model_id, seq_id=seq_id, adam_params={}))
+    engine.gate.set()
+    await asyncio.gather(*(result(http, reply) for reply in replies))
+    order = [type(op) for op in engine.executed if isinstance(op, ForwardBackward | OptimStep)]
+    assert order == [ForwardBackward, OptimStep, ForwardBackward, OptimStep]
+
+
+async def test_sampling_by_name_or_path_without_a_session(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """The low-level resource of older SDKs."""
+    model_id = await make_model(http, await open_session(http))
+    saved = await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, path="s"))
+    prompt = {"chunks": [{"tokens": [1]}]}
+    by_path = await post(http, "asample", model_path=saved["path"], prompt=prompt, sampling_params={"max_tokens": 2}, num_samples=2)
+    by_name = await post(http, "asample", base_model=MODEL, prompt=prompt, sampling_params={"max_tokens": 2})
+    assert len(json.loads(json.dumps(await result(http, by_path)))["sequences"]) == 2
+    assert (await result(http, by_name))["type"] == "sample"
+    assert [op.weights for op in engine.of_type(Sample)] == [saved["path"], None]

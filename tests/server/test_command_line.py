@@ -1,0 +1,63 @@
+"""Mistakes on the command line: one line, exit status 2, nothing started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx_server.__main__ import main
+from skyrl_tx_server.command_line import help_text, parse
+from skyrl_tx_server.config import ServerConfig
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["base_model=x", "prt=9"], "unknown option 'prt=9'; did you mean port=...?"),
+        (["base_model=x", "--port=9"], "did you mean port=...?"),
+        (["base_model"], "not of the form key=value; did you mean base_model=...?"),
+        (["zzz=1"], "unknown option 'zzz=1'; see --help"),
+        (["port=9"], "missing option base_model"),
+        (["base_model=x", "port=abc"], "port=abc: expected int"),
+        (["base_model=x", "port=99999"], "between 0 and 65535"),
+        (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
+        (["base_model=x", "tensor_parallel=2"], "pass tensor_parallel=1"),
+        (["base_model=x", "max_lora_rank=0"], "max_lora_rank=0: must be above 0"),
+        (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
+        (["base_model=x", "checkpoints_dir=/proc/nowhere"], "checkpoints_dir=/proc/nowhere"),
+        (["base_model=x", "host=256.0.0.1"], "host=256.0.0.1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    where = [] if any("checkpoints_dir" in argument for argument in argv) else [f"checkpoints_dir={tmp_path}"]
+    assert main([*argv, *where]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("skyrl-tx server: ") and printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["base_model=no-such-directory", f"port={port}", f"checkpoints_dir={tmp_path}"]) == 2
+    assert f"port={port}: Address already in use" in capsys.readouterr().err
+
+
+def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == help_text() + "\n"
+    assert "  base_model " in help_text() and "(required)" in help_text() and "(default 8000)" in help_text()
+
+
+def test_none_is_none_in_any_case() -> None:
+    assert parse(["base_model=x", "compilation_cache_dir=none"]).compilation_cache_dir is None
+
+
+def test_the_alias_follows_the_model(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    assert ServerConfig(base_model=str(tmp_path / "tiny")).alias() == "local/tiny"
+    assert ServerConfig(base_model="Qwen/Qwen3-4B").alias() == "Qwen/Qwen3-4B"
+    assert ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias() == "Qwen/Qwen3-8B"

@@ -1,0 +1,308 @@
+"""Both wire formats: what they turn into, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker import types
+from tinker.proto import request_conv, response_conv
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import (
+    ForwardBackwardResult,
+    LoraSpec,
+    LossFn,
+    OptimStepResult,
+    SampledSequence,
+    SampleResult,
+    StopReason,
+    WeightsLoaded,
+    WeightsSaved,
+)
+from skyrl_tx_server.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.wire import (
+    Fields,
+    Limits,
+    parse_adam,
+    parse_lora,
+    parse_sample,
+    parse_sampling_params,
+    parse_training_json,
+    result_to_json,
+)
+from skyrl_tx_server.wire_proto import parse_training_proto, result_to_proto
+
+LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
+
+
+def sdk_bytes(*data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None) -> bytes:
+    """The very bytes the SDK sends."""
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=list(data), loss_fn=loss_fn, loss_fn_config=config),
+        model_id="s:train:0",
+        seq_id=5,
+    )
+    return request_conv.forward_backward_request_to_proto(request).SerializeToString()
+
+
+def datum(tokens: list[int], **inputs: list[int] | list[float] | np.ndarray) -> types.Datum:
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [*tokens[1:], 0], **inputs})
+
+
+def test_the_sdks_protobuf_becomes_arrays() -> None:
+    request = parse_training_proto(sdk_bytes(datum([1, 2, 3], weights=[0.0, 1.0, 0.5]), datum([4])), LIMITS)
+    assert (request.model_id, request.seq_id, request.loss_fn, request.forward_only) == ("s:train:0", 5, LossFn.CROSS_ENTROPY, False)
+    first, second = request.data
+    assert (first.tokens.tolist(), first.tokens.dtype) == ([1, 2, 3], np.int32)
+    assert (first.target_tokens.tolist(), first.target_tokens.dtype) == ([2, 3, 0], np.int32)
+    assert first.weights is not None and first.weights.tolist() == [0.0, 1.0, 0.5]
+    assert second.weights is None
+
+
+def test_text_is_cut_into_chunks_as_the_client_likes() -> None:
+    chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
+    whole = types.Datum(
+        model_input=types.ModelInput(chunks=list(chunks)), loss_fn_inputs={"target_tokens": [2, 3, 0], "weights": [1.0] * 3}
+    )
+    assert parse_training_proto(sdk_bytes(whole), LIMITS).data[0].tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [pb.DTYPE_INT32, pb.DTYPE_BFLOAT16])
+def test_narrow_dtypes_are_read_exactly(dtype: int) -> None:
+    message = pb.ForwardBackwardRequest()
+    message.ParseFromString(sdk_bytes(datum([1, 2], weights=[1.0, 0.5])))
+    if dtype == pb.DTYPE_INT32:
+        message.data[0].loss_fn_inputs["target_tokens"].CopyFrom(
+            pb.Tensor(dense=np.array([2, 0], "<i4").tobytes(), dtype=pb.DTYPE_INT32, shape=[2])
+        )
+    else:
+        # bfloat16 is the upper half of a float32
+        dense = (np.array([1.0, 0.5], "<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=dense, dtype=pb.DTYPE_BFLOAT16, shape=[2]))
+    parsed = parse_training_proto(message.SerializeToString(), LIMITS).data[0]
+    assert parsed.target_tokens.tolist() == [2, 0]
+    assert parsed.weights is not None and parsed.weights.tolist() == [1.0, 0.5]
+
+
+def test_json_and_protobuf_mean_the_same() -> None:
+    body = {
+        "model_id": "s:train:0",
+        "seq_id": 5,
+        "forward_backward_input": {
+            "loss_fn": "ppo",
+            "loss_fn_config": {"clip_low_threshold": 0.9},
+            "data": [
+                {
+                    "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+                    "loss_fn_inputs": {
+                        "target_tokens": {"data": [2, 0], "dtype": "int64", "shape": [2]},
+                        "logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2]},
+                        "advantages": [0.5, 0.5],
+                    },
+                }
+            ],
+        },
+    }
+    from_json = parse_training_json(json.loads(json.dumps(body)), LIMITS, forward_only=False)
+    same = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+    from_proto = parse_training_proto(sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS)
+    assert (from_json.loss_fn, from_json.loss_fn_config, from_json.seq_id) == (
+        from_proto.loss_fn,
+        from_proto.loss_fn_config,
+        from_proto.seq_id,
+    )
+    for name in ("tokens", "target_tokens", "logprobs", "advantages"):
+        np.testing.assert_array_equal(getattr(from_json.data[0], name), getattr(from_proto.data[0], name))
+
+
+RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss_fn", "config", "message"),
+    [
+        (datum([1, 2]), "gspo", None, "use one of"),
+        (datum([1, 2]), "ppo", None, "needs the input advantages, logprobs"),
+        (datum([1, 2], **RL, weights=[1.0, 1.0]), "ppo", None, "fold them into the advantages"),
+        (datum([1, 2], weights=[1.0, float("inf")]), "cross_entropy", None, "not finite"),
+        (datum([1, 2], **RL), "cross_entropy", None, "does not use the input"),
+        (datum([1, 2], **RL), "importance_sampling", {"clip_low_threshold": 0.8}, "it takes none"),
+        (datum([1, 2], **RL), "cispo", {"clip_low_threshold": 1.3, "clip_high_threshold": 0.8}, "absolute bounds"),
+        (datum([1, 2], **RL), "ppo", {"clip_low_threshold": "x"}, "finite number"),
+        (datum([1] * 17), "cross_entropy", None, "context window of 16"),
+        (datum([1, 64]), "cross_entropy", None, "token 64 is outside"),
+        (datum([1, 2], weights=np.ones((2, 2), np.float32)), "cross_entropy", None, "one target per position"),
+        (datum([1, 2], weights=[1.0]), "cross_entropy", None, "must be equal"),
+    ],
+)
+def test_a_datum_that_cannot_be_trained_on_is_refused(
+    data: types.Datum, loss_fn: types.LossFnType, config: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_training_proto(sdk_bytes(data, loss_fn=loss_fn, config=config), LIMITS)
+
+
+def test_sparse_targets_and_newer_fields_are_refused() -> None:
+    message = pb.ForwardBackwardRequest()
+    message.ParseFromString(sdk_bytes(datum([1, 2])))
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(sparse_csr=pb.SparseCsr(values=b""), dtype=pb.DTYPE_FLOAT32, shape=[2, 4]))
+    with pytest.raises(UserError, match="sparse"):
+        parse_training_proto(message.SerializeToString(), LIMITS)
+    with pytest.raises(UserError, match="unknown protobuf field 99"):
+        parse_training_proto(sdk_bytes(datum([1, 2])) + bytes([0x98, 0x06, 0x01]), LIMITS)
+    with pytest.raises(UserError, match="not a ForwardBackwardRequest"):
+        parse_training_proto(b"\xff\xff\xff", LIMITS)
+
+
+def test_training_results_reach_the_sdk_datum_by_datum() -> None:
+    result = ForwardBackwardResult(logprobs=(np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)), metrics={"loss:sum": 6.0})
+    output = response_conv.deserialize_forward_backward_output(result_to_proto(result))
+    assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
+    assert output.metrics == {"loss:sum": 6.0}
+
+
+def test_a_metric_without_a_reduction_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="name:reduction"):
+        result_to_proto(ForwardBackwardResult(logprobs=(np.zeros(1, np.float32),), metrics={"loss": 1.0}))
+
+
+SAMPLED = SampleResult(
+    sequences=(
+        SampledSequence(tokens=np.array([5, 6], np.int32), logprobs=np.array([-0.5, -1.5], np.float32), stop_reason=StopReason.STOP),
+        SampledSequence(tokens=np.array([7], np.int32), logprobs=np.array([-2.5], np.float32), stop_reason=StopReason.LENGTH),
+    ),
+    prompt_logprobs=np.array([np.nan, -1.0], np.float32),
+    prompt_cache_hit_tokens=3,
+)
+
+
+def test_samples_reach_the_sdk_token_by_token() -> None:
+    response = response_conv.deserialize_sample_response(result_to_proto(SAMPLED))
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [([5, 6], [-0.5, -1.5], "stop"), ([7], [-2.5], "length")]
+    assert (response.prompt_logprobs, response.prompt_cache_hit_tokens) == ([None, -1.0], 3)
+
+
+def test_results_in_json_for_older_clients() -> None:
+    sampled = json.loads(json.dumps(result_to_json("sample", SAMPLED, {})))
+    assert sampled["prompt_logprobs"] == [None, -1.0]
+    assert sampled["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -1.5]}
+    assert result_to_json("optim_step", OptimStepResult(metrics={"grad_norm": 1.0}), {}) == {"metrics": {"grad_norm": 1.0}}
+    saved = result_to_json("save_weights_for_sampler", WeightsSaved(path=None, size_bytes=1), {"sampling_session_id": "s:sample:0"})
+    assert saved == {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": "s:sample:0"}
+    loaded = result_to_json("load_weights", WeightsLoaded(model_id="m", lora=LoraSpec(rank=1)), {"path": "p"})
+    assert loaded == {"type": "load_weights", "model_id": "m", "path": "p"}
+
+
+def sample_body(**changes: object) -> dict[str, object]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    return {"prompt": prompt, "sampling_params": {"max_tokens": 4}, "sampling_session_id": "s:sample:0", "seq_id": 0, **changes}
+
+
+def test_an_old_sdk_that_leaves_defaults_out_is_understood() -> None:
+    """Up to 0.16 only fields set by hand are sent: even a chunk's type may be missing."""
+    request = parse_sample({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS)
+    assert (request.num_samples, request.settings.max_tokens, request.settings.temperature, request.settings.stop_at_eos) == (
+        1,
+        None,
+        1.0,
+        True,
+    )
+
+
+def test_seq_ids_of_pickled_clients_are_large() -> None:
+    assert parse_sample(sample_body(seq_id=435852681000000000), LIMITS).seq_id == 435852681000000000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": {"chunks": []}}, "prompt is empty"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "image chunks are not supported"),
+        ({"prompt": {"chunks": [{"tokens": [1, "2"]}]}}, "flat list of integers"),
+        ({"prompt": {"chunks": [{"tokens": [1, 2.5]}]}}, "flat list of integers"),
+        ({"prompt": {"chunks": [{"tokens": [[1], [2, 3]]}]}}, "flat list of integers"),
+        ({"prompt": {"chunks": [{"tokens": [64]}]}}, "outside this model's vocabulary"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 13}]}}, r"exceeds the model's context window: 13 \+ 4 > 16"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"num_samples": True}, "must be an integer"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens=0"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"temperature": float("nan")}}, "finite number"),
+        ({"sampling_params": {"top_p": 0}}, "top_p"),
+        ({"sampling_params": {"top_k": 0}}, "top_k=0"),
+        ({"sampling_params": {"seed": -1}}, "seed=-1"),
+        ({"sampling_params": {"stop": [""]}}, "empty stop string"),
+        ({"sampling_params": {"stop": ["a", 1]}}, "stop must be"),
+        ({"sampling_params": {"min_p": 0.1}}, "unknown field min_p"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not supported"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not supported"),
+        ({"repetition_penalty": 1.1}, "unknown field repetition_penalty"),
+        ({"seq_id": "1"}, "must be an integer"),
+    ],
+)
+def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_sample(sample_body(**changes), LIMITS)
+
+
+def test_switched_off_options_are_no_reason_to_refuse() -> None:
+    off = {
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "target_prompt_logprobs": None,
+        "prompt_logprobs": False,
+    }
+    assert parse_sample(sample_body(**off), LIMITS).prompt_logprobs is False
+
+
+def test_a_lora_without_seed_gets_its_own() -> None:
+    seeds = {parse_lora({"rank": 4}, LIMITS).seed for _ in range(3)}
+    assert len(seeds) == 3
+    assert parse_lora({"rank": 4, "seed": 0}, LIMITS).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"rank": 0}, "at least 1"),
+        ({"rank": 9}, "max_lora_rank=8"),
+        ({"rank": 4, "seed": -1}, "seed"),
+        ({"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}, "nothing to train"),
+        ({"rank": 4, "alpha": 16}, "unknown field alpha"),
+    ],
+)
+def test_a_lora_this_server_cannot_make_is_refused(body: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_lora(body, LIMITS)
+
+
+def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
+    default = parse_adam(Fields({"adam_params": {}}, "optim_step"))
+    assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
+    given = {"learning_rate": 1, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.5}
+    adam = parse_adam(Fields({"adam_params": given}, "optim_step"))
+    assert {name: getattr(adam, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}, "use AdamW"),
+        ({"adam_params": {"learning_rate": -1}}, "negative"),
+        ({"adam_params": {"beta1": 1}}, r"\[0, 1\)"),
+        ({"adam_params": {"amsgrad": True}}, "unknown field amsgrad"),
+    ],
+)
+def test_an_optimizer_this_server_lacks_is_refused(body: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_adam(Fields(body, "optim_step"))
+
+
+def test_sampling_params_default_to_plain_sampling() -> None:
+    settings = parse_sampling_params({})
+    assert (settings.temperature, settings.top_k, settings.top_p, settings.seed) == (1.0, -1, 1.0, None)
