@@ -22,7 +22,7 @@ class OneAnswer:
 
 
 class Broken:
-    async def sample_async(self, **_):
+    async def sample_async(self, *_args, **_kwargs):
         raise OSError("connection lost")
 
 

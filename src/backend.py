@@ -1,0 +1,173 @@
+"""The only file that knows Tinker's cloud from a server of your own: connect, check, train, sample, save."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import httpx
+import tinker
+from tinker.lib.base_url import DEFAULT_BASE_URL
+
+from src.errors import BackendError, ConfigError, boundary
+from src.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 10.0  # the SDK would try a dead server for minutes
+DUMMY_KEY = "tml-dummy"  # the SDK refuses to start without a key of this form; our server takes any
+_KEY_FORMS = ("tml-", "eyJ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSettings:
+    backend: Literal["tinker", "skyrl-tx"]
+    skyrl_tx_url: str | None
+    tinker_base_url: str | None
+    model_name: str
+    lora_rank: int
+    seed: int
+    context_limit: int
+    load_checkpoint_path: str | None  # a training state, optimizer included; None: a fresh adapter
+
+
+class Backend(Protocol):
+    """What training needs of an endpoint."""
+
+    training_client: tinker.TrainingClient
+
+    async def policy(self, version: int) -> Policy:
+        """The current weights, frozen."""
+        ...
+
+    async def reference_policy(self) -> Policy:
+        """The base model without the adapter."""
+        ...
+
+    async def save(self, name: str) -> SavedPaths:
+        """A checkpoint to resume from and one to sample from."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedPaths:
+    """tinker:// paths of one checkpoint."""
+
+    state_path: str  # weights and optimizer
+    sampler_path: str  # weights only
+
+
+class TinkerBackend:
+    """A Tinker endpoint with one LoRA training client."""
+
+    def __init__(self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, *, model_name: str) -> None:
+        self.training_client = training_client
+        self._service = service
+        self._model_name = model_name
+
+    async def policy(self, version: int) -> Policy:
+        with boundary(BackendError, "preparing the weights for sampling"):
+            return Policy(await self.training_client.save_weights_and_get_sampling_client_async(), version)
+
+    async def reference_policy(self) -> Policy:
+        with boundary(BackendError, "opening the base model"):
+            return Policy(await self._service.create_sampling_client_async(base_model=self._model_name), 0)
+
+    async def save(self, name: str) -> SavedPaths:
+        with boundary(BackendError, f"saving checkpoint {name}"):
+            state = await self.training_client.save_state_async(name, overwrite=True)
+            sampler = await self.training_client.save_weights_for_sampler_async(name)
+            return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
+
+
+def require_key(settings: BackendSettings) -> str | None:
+    """The API key to pass to the SDK; None lets it use its stored credentials. ConfigError when the cloud has no key at all."""
+    key = os.environ.get("TINKER_API_KEY") or None
+    if settings.backend == "skyrl-tx":
+        return key if key and key.startswith(_KEY_FORMS) else DUMMY_KEY
+    if key and not key.startswith(_KEY_FORMS):
+        raise ConfigError("TINKER_API_KEY does not begin with tml-; copy the key again from the Tinker console")
+    if not key and not tinker.auth.tinker_has_credentials():
+        raise ConfigError("backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx")
+    return key
+
+
+def address(settings: BackendSettings) -> str:
+    url = settings.skyrl_tx_url if settings.backend == "skyrl-tx" else settings.tinker_base_url
+    return (url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
+
+
+async def check_alive(url: str) -> None:
+    """BackendError within a few seconds unless a Tinker endpoint answers at `url`."""
+    try:
+        async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
+            reply = await client.get(f"{url}/api/v1/healthz")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise BackendError(f"no server answers at {url} ({type(error).__name__}); start it, or correct the address") from error
+    if reply.status_code != 200:
+        raise BackendError(f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address")
+
+
+async def check_model(service: tinker.ServiceClient, settings: BackendSettings) -> None:
+    """ConfigError unless the server serves the model with the context asked for."""
+    with boundary(BackendError, "asking the server for its models"):
+        capabilities = await service.get_server_capabilities_async()
+    served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
+    model = served.get(settings.model_name)
+    if model is None:
+        names = ", ".join(sorted(served)) or "none"
+        raise ConfigError(f"model_name={settings.model_name} is not served at {address(settings)}; it serves: {names}")
+    if model.max_context_length is not None and settings.context_limit > model.max_context_length:
+        limit = model.max_context_length
+        raise ConfigError(f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it")
+
+
+class Endpoint:
+    """A checked connection, before anything was made on the server."""
+
+    def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
+        self._service = service
+        self._settings = settings
+
+    async def open_training(self) -> TinkerBackend:
+        """A training client: a fresh adapter, or the one of the checkpoint to load, optimizer included."""
+        settings = self._settings
+        if settings.load_checkpoint_path is not None:
+            with boundary(BackendError, f"loading {settings.load_checkpoint_path}"):
+                client = await self._service.create_training_client_from_state_with_optimizer_async(settings.load_checkpoint_path)
+        else:
+            with boundary(BackendError, f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
+                client = await self._service.create_lora_training_client_async(
+                    settings.model_name, rank=settings.lora_rank, seed=settings.seed
+                )
+        return TinkerBackend(self._service, client, model_name=settings.model_name)
+
+
+@asynccontextmanager
+async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
+    """An endpoint that answers and serves the model; the server's session ends with the block."""
+    key = require_key(settings)
+    url = address(settings)
+    await check_alive(url)
+    with boundary(BackendError, f"connecting to {url}"):
+        service = tinker.ServiceClient(base_url=url, api_key=key)
+    status: Literal["success", "errored", "interrupted"] = "interrupted"
+    try:
+        await check_model(service, settings)
+        yield Endpoint(service, settings)
+        status = "success"
+    except Exception:
+        status = "errored"
+        raise
+    finally:
+        # The SDK's own context manager would wait on a dead server for minutes, on the event loop.
+        try:
+            await asyncio.wait_for(service.close(status).result_async(), CLOSE_TIMEOUT_S)
+        except (TimeoutError, tinker.TinkerError) as error:
+            logger.warning("the session at %s did not close cleanly (%s); the server will drop it", url, type(error).__name__)

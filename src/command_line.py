@@ -1,0 +1,82 @@
+"""argv -> TrainerConfig: --help by section, and one line for every mistake."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+import chz
+from chz.tiepin import type_repr
+
+from src.config import TrainerConfig
+from src.errors import ConfigError
+
+# The option that opens each section of --help.
+SECTIONS = {
+    "model_name": "Model and back end",
+    "logs_dir": "Run folder and tracking",
+    "lora_rank": "Adapter and optimizer",
+    "batch_size": "Batches and loss",
+    "max_turns": "Agent",
+    "environment_type": "Trials",
+    "eval_split": "Held-out tasks",
+}
+
+
+def parse(argv: Sequence[str]) -> TrainerConfig:
+    """The run's options. ConfigError, one line, for anything that is not understood."""
+    known = list(chz.chz_fields(TrainerConfig))
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument!r} is not key=value; write {nearest(argument.lstrip('-'), known) or 'key'}=VALUE, or --help")
+        if name not in known:
+            guess = nearest(name.lstrip("-"), known)
+            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {guess}?" if guess else "; --help lists them all"))
+    try:
+        return chz.Blueprint(TrainerConfig).make_from_argv([_none_in_any_case(argument) for argument in argv])
+    except chz.blueprint.MissingBlueprintArg as error:
+        missing = str(error).rpartition(": ")[2]
+        raise ConfigError(f"missing: {missing}; e.g. {missing.split(',')[0]}=..., or --help") from error
+    except chz.blueprint.InvalidBlueprintArg as error:
+        raise ConfigError(_bad_value(str(error), argv)) from error
+    except ValueError as error:  # a rule of the config
+        raise ConfigError(str(error)) from error
+
+
+def help_text() -> str:
+    """Every option with its type, default and meaning."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    defaults = inspect.signature(TrainerConfig).parameters
+    lines = ["python -m src.train key=value ...", "", "Trains an agent with GRPO on a folder of Harbor tasks, through the Tinker API."]
+    for name, field in chz.chz_fields(TrainerConfig).items():
+        if name in SECTIONS:
+            lines += ["", SECTIONS[name]]
+        default = defaults[name].default
+        kind = type_repr(field.final_type).removeprefix("Literal")
+        shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
+        lines += [f"  {name} {shown}   {kind}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
+    return "\n".join(lines)
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The option a typing mistake most likely meant."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
+    return close[0] if close else None
+
+
+def _none_in_any_case(argument: str) -> str:
+    """`max_turns=none` and `max_turns=` mean None as much as `max_turns=None` does."""
+    name, _, value = argument.partition("=")
+    return f"{name}=None" if value.lower() in ("none", "null") else argument
+
+
+def _bad_value(message: str, argv: Sequence[str]) -> str:
+    """chz names the option between quotes, and explains itself at length."""
+    name = message.partition("for param '")[2].partition("'")[0]
+    given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
+    kind = type_repr(chz.chz_fields(TrainerConfig)[name].final_type)
+    return f"{name}={given[-1] if given else ''}: not a value of {kind}"

@@ -1,0 +1,103 @@
+"""What a person watching the run reads: a line per event, a table per step, the outcome at the end. Readable when piped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from src.evaluation import Evaluation
+from src.metrics import SOLVED
+from src.rollouts import FinishedGroup
+
+# What a step's table shows of its metrics, in this order; the rest is in metrics.jsonl.
+SHOWN = (
+    ("reward", "env/all/reward/total", "{:.3f}"),
+    ("solved", "env/all/success", "{:.0%}"),
+    ("mixed groups", "env/all/by_group/frac_mixed", "{:.0%}"),
+    ("ungraded", "trials/ungraded", "{:.0f}"),
+    ("turns", "env/all/turns", "{:.1f}"),
+    ("tokens", "tokens/sampled", "{:.0f}"),
+    ("loss", "optim/loss", "{:.4g}"),
+    ("grad norm", "optim/grad_norm", "{:.3g}"),
+    ("KL sampler/trainer", "optim/kl_sample_train_v2", "{:.2g}"),
+    ("rollouts s", "time/rollouts", "{:.1f}"),
+    ("update s", "time/update", "{:.1f}"),
+)
+
+
+class Display:
+    """Prints to one terminal or pipe. Counts the groups of the batch being played."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._done = 0
+        self._expected = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def begin(self, what: str, *, num_groups: int, group_size: int) -> None:
+        self._done, self._expected = 0, num_groups
+        self.say(f"{what}: {num_groups} task{_s(num_groups)} x {group_size} trial{_s(group_size)}")
+
+    def group(self, finished: FinishedGroup) -> None:
+        """One line: task, solved, turns, seconds, and what failed."""
+        self._done += 1
+        group = finished.group
+        turns = [len(trajectory.turns) for trajectory in group.trajectories]
+        solved = sum(reward >= SOLVED for reward in group.rewards)
+        failed = f", {len(group.failures)} ungraded ({group.failures[0].kind})" if group.failures else ""
+        mean_turns = f"{sum(turns) / len(turns):.1f} turns, " if turns else ""
+        place = f"[{self._done}/{self._expected}]"
+        self.say(f"  {place} {group.task.id}: {solved}/{len(turns)} solved, {mean_turns}{finished.duration_s:.1f} s{failed}")
+
+    def step(self, title: str, metrics: Mapping[str, float]) -> None:
+        table = Table(title=title, title_justify="left", show_header=True, box=None, padding=(0, 2, 0, 0))
+        shown = [(name, pattern.format(metrics[key])) for name, key, pattern in SHOWN if key in metrics]
+        for name, _ in shown:
+            table.add_column(name, justify="right")
+        table.add_row(*(value for _, value in shown))
+        self._table(table)
+
+    def evaluation(self, evaluation: Evaluation, previous: Evaluation | None) -> None:
+        """The held-out tasks one by one, the first evaluation beside the latest."""
+        table = Table(title=f"Held-out tasks after step {evaluation.step}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("task")
+        if previous is not None:
+            table.add_column(f"step {previous.step}", justify="right")
+        table.add_column(f"step {evaluation.step}", justify="right")
+        before = {} if previous is None else {group.task.id: group.rewards for group in previous.groups}
+        for group in evaluation.groups:
+            row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
+            table.add_row(*row, _solved(group.rewards))
+        self._table(table)
+        self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded})")
+
+    def _table(self, table: Table) -> None:
+        width = None if self._console.is_terminal else 200  # a pipe has no width to fit
+        self._console.print(table, width=width, highlight=False)
+
+
+def outcome(before: float | None, after: float | None, *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
+    """The run's last lines; `before` and `after` are held-out success rates, None where nothing was held out."""
+    lines = [f"done: {steps} step{_s(steps)} in {_duration(wall_s)}"]
+    if before is not None and after is not None:
+        lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
+    return [*lines, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+
+
+def _solved(rewards: Sequence[float]) -> str:
+    return f"{sum(reward >= SOLVED for reward in rewards)}/{len(rewards)}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

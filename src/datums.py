@@ -1,0 +1,88 @@
+"""A trajectory and its advantage -> tinker.Datum. Turns that extend one another become one datum; a rewritten history starts a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import tinker
+
+from src.trajectory import Turn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSequence:
+    """One stretch of context with what was sampled in it; every array has one entry per token."""
+
+    tokens: np.ndarray  # [T] int64
+    sampled: np.ndarray  # [T] bool
+    logprobs: np.ndarray  # [T] float32, the sampler's; 0 where not sampled
+    advantages: np.ndarray  # [T] float32; 0 where not sampled
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.sampled.sum())
+
+
+def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Runs of turns in which each prompt begins with the run's previous prompt and completion.
+
+    A run may be taken up again after others: a summary's side conversation does not break the main one.
+    """
+    runs: list[list[Turn]] = []
+    for turn in turns:
+        extended = next((run for run in reversed(runs) if _extends(turn, run[-1])), None)
+        if extended is None:
+            runs.append([turn])
+        else:
+            extended.append(turn)
+    return runs
+
+
+def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
+    """The trainable sequences of one trajectory; runs without a sampled token are left out."""
+    sequences = (_sequence(run, advantage) for run in merge_turns(turns))
+    return [sequence for sequence in sequences if sequence.num_sampled]
+
+
+def scaled(sequence: TokenSequence, weight: float) -> TokenSequence:
+    return replace(sequence, advantages=sequence.advantages * np.float32(weight))
+
+
+def to_datum(sequence: TokenSequence) -> tinker.Datum:
+    """Position t of the input predicts token t + 1, so targets and everything about them shift by one.
+
+    tokens [p, a, b], a and b sampled: model_input [p, a], target_tokens [a, b], logprobs and advantages those of a and b.
+    """
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(sequence.tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(sequence.tokens[1:].astype(np.int64)),
+            "logprobs": tinker.TensorData.from_numpy(sequence.logprobs[1:].astype(np.float32)),
+            "advantages": tinker.TensorData.from_numpy(sequence.advantages[1:].astype(np.float32)),
+        },
+    )
+
+
+def _extends(turn: Turn, previous: Turn) -> bool:
+    context = previous.prompt_ids + previous.completion_ids
+    return turn.prompt_ids[: len(context)] == context
+
+
+def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    sampled: list[bool] = []
+    for turn in run:
+        added = turn.prompt_ids[len(tokens) :]
+        tokens += [*added, *turn.completion_ids]
+        logprobs += [*([0.0] * len(added)), *turn.logprobs]
+        sampled += [*([False] * len(added)), *([True] * len(turn.completion_ids))]
+    mask = np.array(sampled, dtype=bool)
+    return TokenSequence(
+        tokens=np.array(tokens, dtype=np.int64),
+        sampled=mask,
+        logprobs=np.array(logprobs, dtype=np.float32),
+        advantages=np.where(mask, np.float32(advantage), np.float32(0.0)),
+    )

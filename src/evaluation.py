@@ -1,0 +1,54 @@
+"""Held-out tasks through the same rollouts as training; nothing of them is ever trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.metrics import SOLVED, held_out_metrics
+from src.policy import Policy
+from src.rollouts import FinishedGroup, RolloutPlan, Rollouts
+from src.trajectory import Task, TrajectoryGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    group_size: int
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One pass over the held-out tasks with the weights after `step` steps."""
+
+    step: int
+    groups: list[TrajectoryGroup]
+    metrics: dict[str, float]
+
+    @property
+    def num_solved(self) -> int:
+        return sum(reward >= SOLVED for group in self.groups for reward in group.rewards)
+
+    @property
+    def num_graded(self) -> int:
+        return sum(len(group.trajectories) for group in self.groups)
+
+    @property
+    def success_rate(self) -> float:
+        return self.num_solved / self.num_graded
+
+
+async def evaluate(
+    rollouts: Rollouts,
+    tasks: Sequence[Task],
+    policy: Policy,
+    settings: EvaluationSettings,
+    *,
+    step: int,
+    directory: Path,
+    on_group: Callable[[FinishedGroup], None],
+) -> Evaluation:
+    plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)
+    groups = await rollouts.play(tasks, policy, plan, on_group)
+    return Evaluation(step=step, groups=groups, metrics=held_out_metrics(groups, group_size=settings.group_size))

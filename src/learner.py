@@ -1,0 +1,106 @@
+"""Learner: forward_backward + optim_step per substep, the next queued before the last is awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+
+from src.errors import BackendError, boundary
+
+DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's, as absolute bounds of the ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSettings:
+    loss_fn: tinker.types.LossFnType
+    loss_fn_config: Mapping[str, float]
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """The trained tokens of one substep: what the sampler said of them, and what the trainer said before the update."""
+
+    sampled_logprobs: np.ndarray  # [N] float32
+    trained_logprobs: np.ndarray  # [N] float32
+
+
+class Learner:
+    """One training client and how to step it."""
+
+    def __init__(self, client: tinker.TrainingClient, settings: LearnerSettings) -> None:
+        self._client = client
+        self._settings = settings
+
+    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]]) -> dict[str, float]:
+        """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them."""
+        settings = self._settings
+        adam = tinker.AdamParams(
+            learning_rate=settings.learning_rate,
+            beta1=settings.adam_beta1,
+            beta2=settings.adam_beta2,
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            grad_clip_norm=settings.grad_clip_norm,
+        )
+        shares = [list(share) for share in datums_per_substep if share]
+        queued = []
+        with boundary(BackendError, "training"):
+            for share in shares:
+                gradient = await self._client.forward_backward_async(share, settings.loss_fn, dict(settings.loss_fn_config) or None)
+                queued.append((share, gradient, await self._client.optim_step_async(adam)))
+            outcomes = [(share, await gradient, await step) for share, gradient, step in queued]
+        metrics = {"optim/lr": settings.learning_rate, "optim/num_substeps": float(len(shares))}
+        if not outcomes:
+            return metrics
+        tokens = [trained_tokens(share, output) for share, output, _ in outcomes]
+        metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output, _ in outcomes if "loss:sum" in output.metrics))
+        for name in sorted({name for _, _, step in outcomes for name in step.metrics or {}}):
+            values = [step.metrics[name] for _, _, step in outcomes if step.metrics and name in step.metrics]
+            metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
+        return metrics | agreement(tokens) | clipping(tokens, settings)
+
+
+def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:
+    """Picks the positions with an advantage. The server answers in the order of the datums."""
+    sampled, trained = [], []
+    for datum, answer in zip(datums, output.loss_fn_outputs, strict=True):
+        mask = datum.loss_fn_inputs["advantages"].to_numpy() != 0
+        sampled.append(datum.loss_fn_inputs["logprobs"].to_numpy()[mask])
+        trained.append(answer["logprobs"].to_numpy()[mask])
+    return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
+
+
+def agreement(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
+    """How far sampler and trainer disagree on the same tokens: Schulman's k1 and k2 estimates, under the cookbook's names.
+
+    The difference of the first substep is pure disagreement; later ones also hold the updates in between.
+    """
+    first = substeps[0].sampled_logprobs - substeps[0].trained_logprobs
+    sampled = np.concatenate([tokens.sampled_logprobs for tokens in substeps])
+    difference = sampled - np.concatenate([tokens.trained_logprobs for tokens in substeps])
+    return {
+        "optim/kl_sample_train_v1": float(difference.mean()),
+        "optim/kl_sample_train_v2": float(0.5 * np.square(difference).mean()),
+        "optim/entropy": float(-sampled.mean()),
+        "policy/rollout_train_logprobs_abs_diff_mean": float(np.abs(first).mean()),
+        "policy/rollout_train_logprobs_abs_diff_max": float(np.abs(first).max()),
+    }
+
+
+def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> dict[str, float]:
+    """The share of tokens whose ratio lies outside the clip bounds, for losses that clip."""
+    if settings.loss_fn not in ("ppo", "cispo"):
+        return {}
+    bounds = DEFAULT_CLIP | dict(settings.loss_fn_config)
+    ratios = np.concatenate([np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps])
+    outside = (ratios < bounds["clip_low_threshold"]) | (ratios > bounds["clip_high_threshold"])
+    return {"optim/clip_frac": float(outside.mean())}

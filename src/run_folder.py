@@ -1,0 +1,70 @@
+"""A run's folder: whether it may be used, and from which checkpoint. Nothing is written before everything else has been checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+
+from src import checkpoints
+from src.checkpoints import Checkpoint
+from src.config import TrainerConfig
+from src.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+# A run that continues under another value of these would not be the same run.
+IDENTITY = ("model_name", "lora_rank", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    path: Path
+    checkpoint: Checkpoint | None  # where the run continues; None: at its beginning
+    delete_first: bool
+
+    def create(self, config: TrainerConfig) -> None:
+        """The folder with its config.json, emptied if that was asked for."""
+        if self.delete_first:
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / CONFIG_FILE).write_text(json.dumps(chz.asdict(config), indent=2) + "\n")
+
+
+def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
+    """ConfigError when the folder holds a run and the options do not say what to do with it."""
+    path = Path(config.log_path or Path(config.logs_dir) / name).expanduser().resolve()
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return RunFolder(path=path, checkpoint=None, delete_first=False)
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"log_path {path} is not empty and holds no run; give another log_path")
+    behavior = config.behavior_if_log_dir_exists
+    if behavior == "ask":
+        behavior = _ask(path)
+    if behavior == "delete":
+        return RunFolder(path=path, checkpoint=None, delete_first=True)
+    if behavior == "resume":
+        _check_same_run(path, config)
+        return RunFolder(path=path, checkpoint=checkpoints.last(path), delete_first=False)
+    raise ConfigError(f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path")
+
+
+def _ask(path: Path) -> str:
+    """Without a terminal there is nobody to ask."""
+    if not sys.stdin.isatty():
+        return "raise"
+    answer = input(f"{path} holds a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
+    return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
+
+
+def _check_same_run(path: Path, config: TrainerConfig) -> None:
+    before = json.loads((path / CONFIG_FILE).read_text())
+    now = json.loads(json.dumps(chz.asdict(config)))
+    for name in IDENTITY:
+        if name in before and before[name] != now[name]:
+            raise ConfigError(
+                f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with its own value, or give another log_path"
+            )

@@ -1,0 +1,89 @@
+"""Command line of the trainer: `python -m src.train key=value ...`. Exit status 0, 1 (failed), 2 (wrong options), 130 (interrupted)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dotenv import load_dotenv
+from rich.console import Console
+
+from src.command_line import help_text, parse
+from src.config import TrainerConfig
+from src.errors import TrainerError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the trainer and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print(help_text())
+        return 0
+    load_environment(argv)
+    try:
+        config = parse(with_server_from_environment(argv))
+        return asyncio.run(_run_until_signalled(config))
+    except TrainerError as error:
+        if os.environ.get("TRAINER_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def load_environment(argv: Sequence[str]) -> None:
+    """`.env`, then `.env.skyrl-tx` for a server of one's own; neither overrides what is set already."""
+    load_dotenv(Path(".env"))
+    if "backend=skyrl-tx" in argv:
+        load_dotenv(Path(".env.skyrl-tx"))
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else Harbor's import asks the network for prices
+
+
+def with_server_from_environment(argv: Sequence[str]) -> list[str]:
+    """SKYRL_TX_URL stands in for a skyrl_tx_url that was not given."""
+    url = os.environ.get("SKYRL_TX_URL")
+    given = any(argument.startswith("skyrl_tx_url=") for argument in argv)
+    return [*argv, f"skyrl_tx_url={url}"] if url and not given and "backend=skyrl-tx" in argv else list(argv)
+
+
+async def _run_until_signalled(config: TrainerConfig) -> int:
+    """The first SIGINT or SIGTERM cancels the run, which saves a checkpoint on its way out; the second ends the process at once."""
+    from src.console import Display
+    from src.run import run  # seconds of imports that --help and a typing mistake do not need
+
+    logging.getLogger().setLevel(logging.INFO)
+    for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "tinker", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    display = Display(Console(highlight=False))
+    task = asyncio.ensure_future(run(config, display))
+    interrupted = False
+
+    def on_signal() -> None:
+        nonlocal interrupted
+        if interrupted:
+            os._exit(INTERRUPTED)
+        interrupted = True
+        display.say("stopping: saving a checkpoint first (once more to stop at once)")
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, on_signal)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""BanditBackend: the Tinker API over a softmax of four logits, which really learns from the datums it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+
+from src.backend import SavedPaths
+from src.policy import Policy
+
+VOCAB = 4  # tokens 0..3 are sampled; anything else only stands in prompts
+
+
+@dataclass(frozen=True)
+class Ready[T]:
+    """A future that is done."""
+
+    value: T
+
+    def __await__(self) -> Generator[None, None, T]:
+        yield from ()
+        return self.value
+
+
+class BanditTrainingClient:
+    """Every context has the same distribution. `events` is the order of calls."""
+
+    def __init__(self) -> None:
+        self.logits = np.zeros(VOCAB)
+        self.gradient = np.zeros(VOCAB)
+        self.events: list[str] = []
+        self.sent: list[list[tinker.Datum]] = []
+        self.adam: list[tinker.AdamParams] = []
+
+    async def forward_backward_async(self, data, loss_fn, loss_fn_config=None):
+        self.events.append("forward_backward")
+        self.sent.append(data)
+        logprobs = log_softmax(self.logits)
+        outputs, loss = [], 0.0
+        for datum in data:
+            targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+            advantages = datum.loss_fn_inputs["advantages"].to_numpy()
+            sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
+            values = np.array([logprobs[token] if token < VOCAB else 0.0 for token in targets], dtype=np.float32)
+            for token, advantage, ratio in zip(targets, advantages, np.exp(values - sampled), strict=True):
+                if advantage:
+                    self.gradient += advantage * ratio * (np.eye(VOCAB)[token] - np.exp(logprobs))
+                    loss -= advantage * ratio
+            outputs.append({"logprobs": tinker.TensorData.from_numpy(values)})
+        return Ready(tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": loss}))
+
+    async def optim_step_async(self, adam):
+        self.events.append("optim_step")
+        self.adam.append(adam)
+        norm = float(np.linalg.norm(self.gradient))
+        self.logits = self.logits + adam.learning_rate * self.gradient
+        self.gradient = np.zeros(VOCAB)
+        return Ready(tinker.types.OptimStepResponse(metrics={"grad_norm": norm}))
+
+
+class BanditSampler:
+    def __init__(self, logits: np.ndarray) -> None:
+        self.logits = logits
+
+    async def sample_async(self, prompt, num_samples, sampling_params):
+        logprobs = log_softmax(self.logits)
+        rng = np.random.default_rng(sampling_params.seed)
+        token = int(rng.choice(VOCAB, p=np.exp(logprobs)))
+        sequence = tinker.SampledSequence(
+            stop_reason="stop", sequence_id="s", _tokens_list=[token], _logprobs_list=[float(logprobs[token])]
+        )
+        return tinker.SampleResponse(sequences=[sequence])
+
+    async def compute_logprobs_async(self, prompt):
+        logprobs = log_softmax(self.logits)
+        return [None, *(float(logprobs[token]) if token < VOCAB else -1.0 for token in prompt.to_ints()[1:])]
+
+
+class BanditBackend:
+    """`saved` maps a checkpoint's name to the logits it holds."""
+
+    def __init__(self) -> None:
+        self.training_client = BanditTrainingClient()
+        self.saved: dict[str, np.ndarray] = {}
+        self.versions: list[int] = []
+
+    async def policy(self, version: int) -> Policy:
+        self.versions.append(version)
+        return Policy(BanditSampler(self.training_client.logits.copy()), version)
+
+    async def reference_policy(self) -> Policy:
+        return Policy(BanditSampler(np.zeros(VOCAB)), 0)
+
+    async def save(self, name: str) -> SavedPaths:
+        self.saved[name] = self.training_client.logits.copy()
+        return SavedPaths(state_path=f"tinker://run/weights/{name}", sampler_path=f"tinker://run/sampler_weights/{name}")
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum())

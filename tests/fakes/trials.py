@@ -1,0 +1,72 @@
+"""FakeTasks: a task source whose trials are a function of the policy, without sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src.policy import Policy
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
+
+Play = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
+
+
+def task(name: str) -> Task:
+    return Task(id=name, path=Path("tasks") / name)
+
+
+def turn(prompt: list[int], completion: list[int], *, logprob: float = -0.5, version: int = 0) -> Turn:
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[logprob] * len(completion),
+        stop_reason=StopReason.STOP,
+        policy_version=version,
+    )
+
+
+def trajectory(
+    task_id: str = "a", reward: float = 0.0, turns: Sequence[Turn] = (), *, stop: StopReason = StopReason.STOP, name: str = "t"
+) -> Trajectory:
+    return Trajectory(task_id=task_id, turns=list(turns), reward=reward, stop_reason=stop, trial_name=name)
+
+
+def failure(task_id: str = "a", kind: FailureKind = FailureKind.SANDBOX, message: str = "no tmux") -> TrialFailure:
+    return TrialFailure(task_id=task_id, kind=kind, message=message, trial_name="f")
+
+
+async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
+    """Two turns of one token each; the reward is 1 when the last token is 3."""
+    prompt = [9, 8]
+    first = await policy.sample(prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed, stop=[])
+    again = [*prompt, *first.completion_ids, 7]
+    second = await policy.sample(again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1, stop=[])
+    return trajectory(trial.task.id, float(second.completion_ids == [3]), [first, second], name=f"{trial.task.id}-{trial.seed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeTrial:
+    task: Task
+    directory: Path
+    seed: int
+    temperature: float
+    play: Play
+
+    async def run(self, policy: Policy) -> Trajectory | TrialFailure:
+        return await self.play(self, policy)
+
+
+@dataclass(kw_only=True)
+class FakeTasks:
+    """`made` keeps every trial that was asked for."""
+
+    train: Sequence[Task]
+    eval: Sequence[Task] = ()
+    play: Play = say_a_token
+    made: list[FakeTrial] = field(default_factory=list)
+
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> FakeTrial:
+        trial = FakeTrial(task=task, directory=directory, seed=seed, temperature=temperature, play=self.play)
+        self.made.append(trial)
+        return trial

@@ -1,0 +1,196 @@
+import asyncio
+import io
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from rich.console import Console
+
+from src.command_line import parse
+from src.console import Display
+from src.errors import ConfigError, TrainerError
+from src.run import Parts, run
+from src.trajectory import FailureKind
+from tests.fakes.backend import BanditBackend
+from tests.fakes.trials import FakeTasks, failure, say_a_token, task
+
+TASKS = [task(f"say-{number:02d}") for number in range(4)]
+HELD_OUT = [task("held-01"), task("held-02")]
+
+
+class Bench:
+    """A run on fakes: `go` runs it, the rest is what it left behind."""
+
+    def __init__(self, path, **play):
+        self.path = path / "run"
+        self.backend = BanditBackend()
+        self.source = FakeTasks(train=TASKS, eval=HELD_OUT, **play)
+        self.text = io.StringIO()
+        self.asked = []
+
+    async def go(self, *options):
+        argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path}"]
+        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options]
+        await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
+
+    @asynccontextmanager
+    async def _open(self, config, settings, display):
+        self.asked.append(settings)
+        yield Parts(source=self.source, backend=self.backend)
+
+    def lines(self, name):
+        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+
+
+async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("eval_group_size=2", "save_every=1")
+    metrics = bench.lines("metrics.jsonl")
+    assert [record["step"] for record in metrics] == [0, 1, 2]
+    assert "test/env/all/reward/total" in metrics[0] and "test/env/all/reward/total" in metrics[2]
+    assert {"progress/done_frac", "optim/grad_norm", "optim/lr", "env/all/by_group/frac_mixed", "reward/avg_pass_at_4"} <= set(metrics[1])
+    assert metrics[2]["progress/done_frac"] == 1.0
+    assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False), (2, True)]
+    assert json.loads((bench.path / "config.json").read_text())["group_size"] == 4
+    records = bench.lines("rollouts/step_000001.jsonl")
+    assert len(records) == 8
+    assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
+    assert (bench.path / "jobs" / "step_000002").is_dir() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert (bench.path / "logs.log").exists()
+    text = bench.text.getvalue()
+    assert "tasks: 4 to train on, 2 held out; 2 steps" in text
+    assert "[1/2] say-" in text and "/4 solved, 2.0 turns" in text
+    assert "step 2/2" in text and "done: 2 steps in" in text and "held-out success:" in text
+    assert str(bench.path) in text.splitlines()[-1]
+
+
+async def test_the_bandit_learns_to_say_three(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("n_epochs=15", "eval_every=0", "eval_group_size=16", "temperature=1")
+    metrics = bench.lines("metrics.jsonl")
+    assert metrics[0]["test/env/all/success"] < 0.5
+    assert metrics[-1]["test/env/all/success"] > 0.9
+
+
+async def test_each_batch_is_played_by_the_weights_the_batch_before_made(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("num_substeps=2")
+    assert bench.backend.versions == [0, 1, 2]
+    played = [(record["sampling_client/step_min"], record["sampling_client/step_max"]) for record in bench.lines("metrics.jsonl")[1:]]
+    assert played == [(0, 0), (1, 1)]
+
+
+async def test_a_resumed_run_takes_the_steps_that_are_left_from_its_checkpoint(tmp_path):
+    unbroken = Bench(tmp_path / "a")
+    await unbroken.go()
+    first = Bench(tmp_path / "b")
+    await first.go("max_steps=1")
+    second = Bench(tmp_path / "b")
+    second.backend.training_client.logits = first.backend.saved["000001"]
+    await second.go("behavior_if_log_dir_exists=resume")
+    assert second.asked[0].load_checkpoint_path == "tinker://run/weights/000001"
+    assert [record["step"] for record in second.lines("metrics.jsonl")] == [0, 1, 2]
+    assert second.backend.training_client.logits.tolist() == unbroken.backend.training_client.logits.tolist()
+
+
+async def test_a_folder_with_a_run_is_left_alone(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+    before = (bench.path / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match="behavior_if_log_dir_exists=resume"):
+        await bench.go()
+    with pytest.raises(ConfigError, match="has group_size=4, not 8"):
+        await bench.go("behavior_if_log_dir_exists=resume", "group_size=8")
+    assert (bench.path / "metrics.jsonl").read_text() == before
+    await bench.go("behavior_if_log_dir_exists=delete")
+    assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
+
+
+async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
+    bench = Bench(tmp_path)
+    bench.path.mkdir()
+    (bench.path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="holds no run"):
+        await bench.go("behavior_if_log_dir_exists=delete")
+    assert (bench.path / "thesis.tex").exists()
+
+
+async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path):
+    started = asyncio.Event()
+
+    async def hang_in_step_two(trial, policy):
+        if policy.version == 1:
+            started.set()
+            await asyncio.Event().wait()
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=hang_in_step_two)
+    running = asyncio.ensure_future(bench.go())
+    await asyncio.wait_for(started.wait(), 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False)]
+    assert "checkpoint after step 1: tinker://run/weights/000001" in bench.text.getvalue()
+    bench.source.play = say_a_token
+    await bench.go("behavior_if_log_dir_exists=resume")
+    assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
+
+
+async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_path):
+    bench = Bench(tmp_path)
+    client = bench.backend.training_client
+    queued = asyncio.Event()
+    resume = asyncio.Event()
+    step = client.optim_step_async
+
+    async def slow_step(adam):
+        queued.set()
+        await resume.wait()
+        return await step(adam)
+
+    client.optim_step_async = slow_step
+    running = asyncio.ensure_future(bench.go())
+    await asyncio.wait_for(queued.wait(), 10)
+    running.cancel()
+    await asyncio.sleep(0)
+    resume.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert client.events == ["forward_backward", "optim_step"]
+    assert bench.lines("checkpoints.jsonl")[0]["batch"] == 1
+
+
+async def test_when_every_trial_fails_the_run_stops_with_the_commonest_cause(tmp_path):
+    async def fail(trial, policy):
+        if policy.version == 0:
+            return await say_a_token(trial, policy)
+        return failure(trial.task.id, FailureKind.SANDBOX, "no tmux\nlong story")
+
+    bench = Bench(tmp_path, play=fail)
+    with pytest.raises(TrainerError) as error:
+        await bench.go()
+    assert str(error.value).startswith("none of the 8 trials of step 2 could be graded; 8 failed by sandbox, e.g. no tmux; see ")
+    assert bench.lines("checkpoints.jsonl")[0]["batch"] == 1
+
+
+async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
+    async def fail_once(trial, policy):
+        if trial.seed % 2:
+            return failure(trial.task.id, FailureKind.AGENT)
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=fail_once)
+    await bench.go("max_steps=1", "eval_split=0")
+    record = bench.lines("metrics.jsonl")[1]
+    assert record["trials/failed/agent"] + record["trials/graded"] == record["trials/total"] == 8
+    assert record["trials/failed/agent"] > 0
+    assert sum("failure" in line for line in bench.lines("rollouts/step_000001.jsonl")) == record["trials/failed/agent"]
+
+
+async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("kl_penalty_coef=0.1")
+    records = bench.lines("metrics.jsonl")
+    assert records[1]["optim/kl_policy_base"] == pytest.approx(0, abs=1e-6)
+    assert records[2]["optim/kl_policy_base"] != 0
