@@ -1,10 +1,10 @@
 """Every error the trainer raises on purpose, and the border that attributes foreign ones.
 
-    TrainerError                    one line for the user, exit status 1
-    |-- ConfigError (ValueError)    a bad option, file or task; exit status 2, before any work
-    |-- BackendError                the Tinker endpoint cannot be reached or answered with a failure
-    |-- SandboxError                a sandbox could not start or died
-    `-- VerifierError               a trial could not be graded
+TrainerError                    one line for the user, exit status 1
+|-- ConfigError (ValueError)    a bad option, file or task; exit status 2, before any work
+|-- BackendError                the Tinker endpoint cannot be reached or answered with a failure
+|-- SandboxError                a sandbox could not start or died
+`-- VerifierError               a trial could not be graded
 """
 
 from collections.abc import Iterator
