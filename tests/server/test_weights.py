@@ -77,7 +77,7 @@ def test_a_hub_model_that_cannot_be_fetched_is_one_clear_line(monkeypatch) -> No
         raise OSError("offline\nsecond line")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(ConfigError, match="not a local directory, and the hub download failed: offline$"):
+    with pytest.raises(ConfigError, match=r"not a local directory, and the hub download failed: offline$"):
         resolve_model("Qwen/Qwen3-4B")
 
 

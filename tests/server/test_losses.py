@@ -1,0 +1,129 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import LossFn
+from skyrl_tx_server.steps.losses import LossInputs, check_loss_inputs, select_loss, token_losses
+from tests.server import reference_losses, tiny_qwen3
+
+CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}
+CASES = [
+    (LossFn.CROSS_ENTROPY, {}),
+    (LossFn.IMPORTANCE_SAMPLING, {}),
+    (LossFn.PPO, {}),
+    (LossFn.PPO, CLIPS),
+    (LossFn.CISPO, {}),
+    (LossFn.CISPO, CLIPS),
+    (LossFn.DRO, {}),
+    (LossFn.DRO, {"beta": 0.3}),
+]
+
+
+def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
+    """Logprobs around the sampler's, so that ratios fall below, between and above the clip bounds."""
+    random = np.random.default_rng(1)
+    sampler = -random.uniform(0.1, 5, count).astype(np.float32)
+    inputs = LossInputs(
+        weights=random.normal(size=count).astype(np.float32),
+        sampler_logprobs=sampler,
+        advantages=(random.normal(size=count) * (random.random(count) > 0.2)).astype(np.float32),
+        valid=np.ones(count, np.float32),
+    )
+    return sampler + random.normal(0, 0.5, count).astype(np.float32), inputs
+
+
+def reference(loss_fn: LossFn, config: dict[str, float], logprobs: np.ndarray, inputs: LossInputs, **frozen: np.ndarray) -> float:
+    names = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
+    settings = {names[name]: value for name, value in config.items()}
+    return reference_losses.total(
+        loss_fn,
+        logprobs,
+        weights=inputs.weights,
+        sampler_logprobs=inputs.sampler_logprobs,
+        advantages=inputs.advantages,
+        **settings,
+        **frozen,
+    )
+
+
+@jax.jit
+def loss_and_slope(selection, logprobs, inputs):
+    return jax.value_and_grad(lambda lp: token_losses(selection, lp, inputs).sum())(logprobs)
+
+
+@pytest.mark.parametrize(("loss_fn", "config"), CASES)
+def test_the_sum_and_its_slope_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
+    logprobs, inputs = tokens()
+    loss, slope = loss_and_slope(select_loss(loss_fn, config), logprobs, inputs)
+    assert float(loss) == pytest.approx(reference(loss_fn, config, logprobs, inputs), rel=1e-5)
+    exact, step = logprobs.astype(np.float64), 1e-6
+    for index in range(0, 200, 7):
+        nudge = np.zeros(200)
+        nudge[index] = step
+        above, below = (reference(loss_fn, config, exact + sign * nudge, inputs, frozen_logprobs=exact) for sign in (1, -1))
+        assert float(slope[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
+
+
+def test_every_loss_runs_in_one_program() -> None:
+    run = jax.jit(lambda selection, logprobs, inputs: token_losses(selection, logprobs, inputs))
+    logprobs, inputs = tokens()
+    for loss_fn, config in CASES:
+        run(select_loss(loss_fn, config), logprobs, inputs)
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("loss_fn", list(LossFn))
+def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
+    _, inputs = tokens(4)
+    inputs = replace(
+        inputs,
+        sampler_logprobs=np.array([-200, -200, 0, 0], np.float32),
+        advantages=np.array([0, -1, 1, 1], np.float32),
+        valid=np.array([1, 1, 1, 0], np.float32),
+    )
+    loss, slope = loss_and_slope(select_loss(loss_fn, {}), jnp.array([-1.0, -1.0, -500.0, -1.0]), inputs)
+    assert np.isfinite(loss)
+    assert np.all(np.isfinite(slope))
+    assert slope[3] == 0
+
+
+def test_default_settings_are_the_documented_ones() -> None:
+    selection = select_loss(LossFn.PPO, {})
+    assert (float(selection.clip_low), float(selection.clip_high)) == pytest.approx((0.8, 1.2))
+    assert float(select_loss(LossFn.DRO, {}).beta) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "message"),
+    [
+        (LossFn.PPO, {"clip": 0.2}, "ppo has no setting 'clip'; it has clip_low_threshold, clip_high_threshold"),
+        (LossFn.CROSS_ENTROPY, {"beta": 0.2}, "cross_entropy has no setting 'beta'; it has none"),
+        (LossFn.DRO, {"beta": float("nan")}, "beta=nan is not a finite number"),
+        (LossFn.CISPO, {"clip_low_threshold": 1.3}, r"clip_low_threshold=1\.3 is above clip_high_threshold=1\.2"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(loss_fn: LossFn, config: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        select_loss(loss_fn, config)
+
+
+def test_data_lacking_what_the_loss_reads_are_refused() -> None:
+    plain, weighted = tiny_qwen3.data((4, 5)), tiny_qwen3.data((4, 5), weights=True)
+    rewarded = tiny_qwen3.data((4, 5), advantages=True)
+    for data in (plain, weighted):
+        check_loss_inputs(data, LossFn.CROSS_ENTROPY)
+    check_loss_inputs(rewarded, LossFn.PPO)
+    with pytest.raises(UserError, match="datum 0: ppo needs logprobs in loss_fn_inputs"):
+        check_loss_inputs(plain, LossFn.PPO)
+    with pytest.raises(UserError, match="datum 1: dro needs advantages"):
+        check_loss_inputs((rewarded[0], replace(rewarded[1], advantages=None)), LossFn.DRO)
+    with pytest.raises(UserError, match="datum 0: cispo reads no weights"):
+        check_loss_inputs(tiny_qwen3.data((4,), weights=True, advantages=True), LossFn.CISPO)
+    with pytest.raises(UserError, match="datum 0: weights has length 3, model_input 4"):
+        check_loss_inputs((replace(weighted[0], weights=np.ones(3, np.float32)),), LossFn.CROSS_ENTROPY)
+    with pytest.raises(UserError, match="datum 0: advantages holds a value that is not finite"):
+        check_loss_inputs((replace(rewarded[0], advantages=np.full(4, np.inf, np.float32)),), LossFn.PPO)

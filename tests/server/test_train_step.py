@@ -1,0 +1,325 @@
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from skyrl_tx_server.batching import pack, train_shapes, unpack
+from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.steps import train
+from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.train import (
+    adam_from_arrays,
+    adam_scalars,
+    adam_step,
+    adam_to_arrays,
+    forward,
+    forward_backward,
+    init_adam,
+    train_batch,
+)
+from tests.server import reference_losses, tiny_qwen3
+from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
+
+SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
+
+
+def gradient(
+    data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, *, adapter: Adapter | None = None, grad_sum: Adapter | None = None
+) -> tuple[Adapter, float, tuple[np.ndarray, ...]]:
+    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
+    adapter = adapter or tiny_qwen3.adapter()
+    grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
+    batches, outputs = pack(data, SHAPES), []
+    for batch in batches:
+        grad_sum, output = forward_backward(
+            adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), select_loss(loss_fn, {}), config=CONFIG
+        )
+        outputs.append(output)
+    return grad_sum, sum(float(output.loss) for output in outputs), unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+
+
+def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
+    batches = pack(data, SHAPES)
+    loss = select_loss(LossFn.CROSS_ENTROPY, {})
+    outputs = [forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches]
+    return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+
+
+def assert_close(one: Adapter, other: Adapter, *, relative: float) -> None:
+    """Every leaf equal up to `relative` of its own norm."""
+    for left, right in zip(jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(other)), strict=True):
+        assert np.linalg.norm(left - right) <= relative * max(np.linalg.norm(right), 1e-12)
+
+
+def test_lora_gradients_equal_torch_autograds() -> None:
+    directory = FIXTURES / "tied"
+    arrays = load_file(directory / "lora_gradients.safetensors")
+    config = load_model_config(directory)
+    spec = LoraSpec(rank=int(arrays["rank"][0]), alpha=float(arrays["alpha"][0]))
+    adapter = adapter_from_arrays(tensors(arrays, "adapter."), config, spec, MAX_RANK)
+    data = tuple(
+        TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights)
+        for tokens, weights in zip(arrays["tokens"], arrays["weights"], strict=True)
+    )
+    (batch,) = pack(data, SHAPES)
+    grads, output = forward_backward(
+        adapter,
+        zero_adapter(config, MAX_RANK),
+        load_params(directory, config, "float32"),
+        train_batch(batch),
+        select_loss(LossFn.CROSS_ENTROPY, {}),
+        config=config,
+    )
+    assert float(output.loss) == pytest.approx(float(arrays["loss"][0]), rel=1e-5)
+    for found, expected in zip(unpack([batch], [np.asarray(output.logprobs)]), arrays["logprobs"], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    ours, torchs = adapter_to_arrays(grads, config, spec), tensors(arrays, "gradient.")
+    assert ours.keys() == torchs.keys()
+    for name, expected in torchs.items():
+        assert np.linalg.norm(ours[name] - expected) <= 1e-4 * np.linalg.norm(expected), name
+
+
+def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("loss_fn", list(LossFn))
+def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: LossFn) -> None:
+    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the reference's, not ours."""
+    adapter = tiny_qwen3.adapter()
+    data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
+    start = logprobs_of(adapter, data)
+    if loss_fn is not LossFn.CROSS_ENTROPY:
+        random = np.random.default_rng(5)
+        data = tuple(
+            replace(
+                datum,
+                logprobs=(logprobs + random.normal(0, 0.4, logprobs.shape)).astype(np.float32),
+                advantages=random.normal(size=logprobs.shape).astype(np.float32),
+            )
+            for datum, logprobs in zip(data, start, strict=True)
+        )
+
+    def reference(adapter: Adapter) -> float:
+        return sum(
+            reference_losses.total(
+                loss_fn,
+                logprobs,
+                weights=datum.weights,
+                sampler_logprobs=datum.logprobs,
+                advantages=datum.advantages,
+                frozen_logprobs=frozen,
+            )
+            for datum, logprobs, frozen in zip(data, logprobs_of(adapter, data), start, strict=True)
+        )
+
+    grads, loss, _ = gradient(data, loss_fn, adapter=adapter)
+    assert loss == pytest.approx(reference(adapter), rel=1e-5)
+    checked = 0
+    for index, slope in enumerate(np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))):
+        norm = float(np.linalg.norm(slope))
+        if norm == 0:  # the scale
+            continue
+        step = 2e-3 * min(1.0, 5 / norm)
+        above, below = (reference(moved(adapter, index, sign * step / norm * slope)) for sign in (1, -1))
+        assert (above - below) / (2 * step) == pytest.approx(norm, rel=1e-3), f"leaf {index}"
+        checked += 1
+    assert checked == 13  # A of five projections, B of eight parts
+
+
+def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
+    """The adapter with one leaf displaced."""
+    leaves, structure = jax.tree.flatten(jax.device_get(adapter))
+    leaves[index] = (leaves[index] + by).astype(np.float32)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def test_splitting_a_batch_leaves_the_gradient_unchanged() -> None:
+    data = tiny_qwen3.data((100, 60, 128, 7, 90, 33, 120, 64), advantages=True)
+    assert len(pack(data, SHAPES)) > 1
+    whole, loss, logprobs = gradient(data, LossFn.IMPORTANCE_SAMPLING)
+    first, first_loss, first_logprobs = gradient(data[:4], LossFn.IMPORTANCE_SAMPLING)
+    halves, second_loss, second_logprobs = gradient(data[4:], LossFn.IMPORTANCE_SAMPLING, grad_sum=first)
+    assert_close(halves, whole, relative=1e-5)
+    assert first_loss + second_loss == pytest.approx(loss, rel=1e-5)
+    for one, other in zip((*first_logprobs, *second_logprobs), logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
+    data = tiny_qwen3.data((50, 60), weights=True)
+    once, loss, _ = gradient(data)
+    twice, again, _ = gradient(data, grad_sum=gradient(data)[0])
+    assert again == pytest.approx(loss)
+    assert_close(jax.tree.map(lambda leaf: leaf / 2, twice), once, relative=1e-5)
+    alone, _, _ = gradient(data[:1])
+    both, _, _ = gradient(data[1:], grad_sum=alone)
+    assert_close(both, once, relative=1e-5)
+
+
+def test_packing_does_not_change_logprobs() -> None:
+    data = tiny_qwen3.data((40, 50, 30, 128, 1, 77))
+    adapter = tiny_qwen3.adapter()
+    packed = logprobs_of(adapter, data)
+    for datum, logprobs in zip(data, packed, strict=True):
+        np.testing.assert_allclose(logprobs_of(adapter, (datum,))[0], logprobs, atol=1e-5)
+
+
+def test_forward_returns_the_logprobs_of_forward_backward_at_every_position() -> None:
+    data = tuple(replace(datum, weights=np.zeros_like(datum.weights)) for datum in tiny_qwen3.data((40, 50), weights=True))
+    grads, loss, logprobs = gradient(data)
+    assert loss == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(grads)))
+    for one, other in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
+        assert np.all(one < 0)
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None:
+    data = tiny_qwen3.data((100, 60, 128), weights=True)
+    (batch,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=384))
+
+    def run():
+        fresh = jax.jit(lambda *args: forward_backward.__wrapped__(*args, config=CONFIG))
+        loss = select_loss(LossFn.CROSS_ENTROPY, {})
+        return fresh(tiny_qwen3.adapter(), zero_adapter(CONFIG, MAX_RANK), tiny_qwen3.params(), train_batch(batch), loss)
+
+    whole, whole_output = run()
+    monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 256 * CONFIG.vocab_size)  # 384 tokens: one full chunk and a half
+    chunked, chunked_output = run()
+    np.testing.assert_allclose(chunked_output.logprobs, whole_output.logprobs, atol=1e-6)
+    assert float(chunked_output.loss) == pytest.approx(float(whole_output.loss), rel=1e-5)
+    assert_close(chunked, whole, relative=1e-5)
+
+
+def test_the_head_never_holds_every_logit_at_once() -> None:
+    config = replace(CONFIG, vocab_size=65536)
+    params = jax.eval_shape(partial(tiny_qwen3.init_params, config), jax.random.key(0))
+    adapter = zero_adapter(config, MAX_RANK)
+    (batch,) = pack(tiny_qwen3.data((128,)), train_shapes(max_context_length=128, tokens_per_batch=8192))
+    lowered = forward_backward.lower(adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO, {}), config=config)
+    all_logits = 8192 * config.vocab_size * 4
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
+
+
+def numpy_adam(value, grads_per_step, settings: AdamSettings):
+    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter, arXiv:1711.05101)."""
+    value = [np.asarray(leaf, np.float64) for leaf in value]
+    first, second = ([np.zeros_like(leaf) for leaf in value] for _ in range(2))
+    norms = []
+    for step, grads in enumerate(grads_per_step, start=1):
+        norm = np.sqrt(sum(np.sum(np.square(grad, dtype=np.float64)) for grad in grads))
+        norms.append(norm)
+        clip = settings.grad_clip_norm
+        shrink = clip / norm if 0 < clip < norm else 1.0
+        for index, grad in enumerate(grads):
+            grad = np.asarray(grad, np.float64) * shrink
+            first[index] = settings.beta1 * first[index] + (1 - settings.beta1) * grad
+            second[index] = settings.beta2 * second[index] + (1 - settings.beta2) * grad**2
+            m, v = first[index] / (1 - settings.beta1**step), second[index] / (1 - settings.beta2**step)
+            value[index] = value[index] - settings.learning_rate * (m / (np.sqrt(v) + settings.eps) + settings.weight_decay * value[index])
+    return value, norms
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AdamSettings(learning_rate=1e-2),
+        AdamSettings(learning_rate=3e-3, beta1=0.8, beta2=0.999, eps=1e-8, weight_decay=0.1),
+        AdamSettings(learning_rate=1e-2, grad_clip_norm=0.5, eps=1e-3),
+        AdamSettings(learning_rate=1e-2, grad_clip_norm=1e12),
+        AdamSettings(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e-4),
+    ],
+)
+def test_adam_follows_a_float64_adam(settings: AdamSettings) -> None:
+    random = np.random.default_rng(0)
+    mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
+    adapter = tiny_qwen3.adapter()
+    rounds = [
+        jax.tree.map(lambda leaf, allowed: (random.normal(0, 0.1, leaf.shape) * allowed).astype(np.float32), adapter, mask)
+        for _ in range(4)
+    ]
+    expected, norms = numpy_adam(jax.tree.leaves(jax.device_get(adapter)), [jax.tree.leaves(grads) for grads in rounds], settings)
+    trained = [np.broadcast_to(allowed, leaf.shape) > 0 for allowed, leaf in zip(jax.tree.leaves(mask), expected, strict=True)]
+
+    state = jax.device_put(init_adam(CONFIG, MAX_RANK))
+    for grads, norm in zip(rounds, norms, strict=True):
+        adapter, cleared, state, found = adam_step(adapter, jax.device_put(grads), state, mask, adam_scalars(settings))
+        assert float(found) == pytest.approx(norm, rel=1e-5)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(cleared)))
+    assert int(state.step) == 4
+    for leaf, wanted, where in zip(jax.tree.leaves(jax.device_get(adapter)), expected, trained, strict=True):
+        np.testing.assert_allclose(leaf[where], wanted[where], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
+def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
+    spec = replace(SPEC, **{off: False})
+    fresh = init_adapter(CONFIG, spec, MAX_RANK)
+    mask = trainable_mask(CONFIG, spec, MAX_RANK)
+    adapter, state = jax.device_put(fresh), jax.device_put(init_adam(CONFIG, MAX_RANK))
+    grad_sum = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
+    for _ in range(3):
+        grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter, grad_sum=grad_sum)
+        settings = adam_scalars(AdamSettings(learning_rate=0.1, weight_decay=0.1, eps=0.0))
+        adapter, grad_sum, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
+    for leaf, start, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, fresh, mask)), strict=True):
+        where = np.broadcast_to(allowed, leaf.shape) > 0
+        assert np.array_equal(leaf[~where], start[~where])
+        assert np.all(leaf[where] != start[where])
+
+
+def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() -> None:
+    data = tiny_qwen3.data((100,), weights=True)
+    (batch,) = pack(data, SHAPES)
+    params = tiny_qwen3.params("bfloat16")
+    adapter = tiny_qwen3.adapter()
+    start = jax.device_get(adapter)
+    grad_sum, output = forward_backward(
+        adapter, zero_adapter(CONFIG, MAX_RANK), params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
+    )
+    assert output.logprobs.dtype == np.float32
+    mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
+    settings = adam_scalars(AdamSettings(learning_rate=1e-6))
+    moved, _, _, _ = adam_step(adapter, grad_sum, init_adam(CONFIG, MAX_RANK), mask, settings)
+    for leaf, before, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (moved, start, mask)), strict=True):
+        assert leaf.dtype == np.float32
+        where = np.broadcast_to(allowed, leaf.shape) > 0
+        assert np.mean(leaf[where] != before[where]) > 0.99 if where.any() else True
+
+
+def test_optimizer_state_survives_a_round_trip() -> None:
+    mask, scalars = trainable_mask(CONFIG, SPEC, MAX_RANK), adam_scalars(AdamSettings(learning_rate=1e-2))
+    grads, _, _ = gradient(tiny_qwen3.data((60,), weights=True))
+    adapter, _, state, _ = adam_step(tiny_qwen3.adapter(), grads, jax.device_put(init_adam(CONFIG, MAX_RANK)), mask, scalars)
+    arrays = adapter_to_arrays(adapter, CONFIG, SPEC) | adam_to_arrays(state, CONFIG, SPEC)
+    restored = adam_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
+    copy = adapter_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
+    unbroken, _, _, _ = adam_step(adapter, gradient(tiny_qwen3.data((40,)), adapter=adapter)[0], state, mask, scalars)
+    resumed, _, _, _ = adam_step(
+        jax.device_put(copy), gradient(tiny_qwen3.data((40,)), adapter=copy)[0], jax.device_put(restored), mask, scalars
+    )
+    for one, other in zip(jax.tree.leaves(jax.device_get(resumed)), jax.tree.leaves(jax.device_get(unbroken)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
+    config = replace(CONFIG, rms_norm_eps=1e-5)  # a config no other test compiles for
+    batches = [pack(tiny_qwen3.data(lengths, advantages=True), SHAPES)[0] for lengths in ((50, 60), (128,), (5, 5, 5))]
+    sizes = [program._cache_size() for program in (forward_backward, forward)]
+    grad_sum = jax.device_put(zero_adapter(config, MAX_RANK))
+    for spec, loss_fn, batch in zip((SPEC, LoraSpec(rank=1), LoraSpec(rank=4)), LossFn, batches, strict=False):
+        adapter = jax.device_put(init_adapter(config, spec, MAX_RANK))
+        state, mask = jax.device_put(init_adam(config, MAX_RANK)), jax.device_put(trainable_mask(config, spec, MAX_RANK))
+        for settings in (AdamSettings(), AdamSettings(weight_decay=0.1, grad_clip_norm=1.0)):
+            loss = select_loss(loss_fn, {})
+            grad_sum, _ = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=config)
+            forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=config)
+            adapter, grad_sum, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
+    assert [program._cache_size() for program in (forward_backward, forward)] == [size + 1 for size in sizes]
