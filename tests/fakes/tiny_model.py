@@ -1,0 +1,61 @@
+"""A two-layer random Qwen3 with a byte-level tokenizer, in a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.weights import save_model
+
+CONFIG = ModelConfig(
+    vocab_size=260,  # 256 bytes and a few that mean nothing
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+    max_position_embeddings=600,
+    eos_token_ids=(257, 258),
+)
+
+
+def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
+    """Weights large enough that distributions are far from flat."""
+    params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
+    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is the i-th character of the byte-level alphabet, in sorted order."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_settings(model_dir: Path, checkpoints_dir: Path, **changes: object) -> EngineSettings:
+    settings: dict[str, object] = {
+        "model_dir": model_dir,
+        "base_model": "local/tiny",
+        "checkpoints_dir": checkpoints_dir,
+        "compilation_cache_dir": None,
+        "dtype": "float32",
+        "max_lora_rank": 8,
+        "max_context_length": None,
+        "decode_slots": 6,
+        "decode_block": 8,
+        "train_tokens_per_batch": 512,
+        "max_snapshots": 2,
+    }
+    return EngineSettings(**(settings | changes))  # type: ignore[arg-type]

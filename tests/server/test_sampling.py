@@ -1,0 +1,296 @@
+"""Sampling through the engine on a tiny random model: what is sampled, with which logprobs, and when it ends."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+    StopReason,
+    TrainDatum,
+)
+from skyrl_tx_server.steps.sample import RowSettings, choose
+from skyrl_tx_server.stop_strings import find_stop
+from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
+
+TIMEOUT_S = 120
+MODELS = ("first", "second")
+CONTEXT = CONFIG.max_position_embeddings
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with two models trained apart from each other, each with a snapshot of its own name."""
+    directory = tmp_path_factory.mktemp("sampling")
+    engine = Engine(DeviceExecutor(make_settings(make_model(directory / "model"), directory / "checkpoints")))
+    engine.start()
+    for seed, name in enumerate(MODELS):
+        run(engine, CreateModel(model_id=name, lora=LoraSpec(rank=4, seed=seed)))
+        for _ in range(2):
+            run(engine, ForwardBackward(model_id=name, data=(datum_of(tokens(40, seed)),), loss_fn=LossFn.CROSS_ENTROPY))
+            run(engine, OptimStep(model_id=name, adam=AdamSettings(learning_rate=3e-2)))
+        run(engine, SaveSampler(model_id=name, name=None, weights=name))
+    yield engine
+    engine.stop()
+
+
+def run(engine: Engine, op):
+    return engine.submit(op).result(TIMEOUT_S)
+
+
+def tokens(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+
+
+def datum_of(sequence: np.ndarray) -> TrainDatum:
+    return TrainDatum(tokens=sequence[:-1].astype(np.int32), target_tokens=sequence[1:].astype(np.int32))
+
+
+def request(
+    prompt: np.ndarray, *, weights: str | None = "first", num_samples: int = 1, prompt_logprobs: bool = False, **settings
+) -> Sample:
+    settings = {"max_tokens": 12, "seed": 0, "stop_at_eos": False} | settings
+    return Sample(
+        weights=weights, prompt=prompt, settings=SamplingSettings(**settings), num_samples=num_samples, prompt_logprobs=prompt_logprobs
+    )
+
+
+def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
+    return run(engine, request(prompt, **options)).sequences[0]
+
+
+def forward_logprobs(engine: Engine, sequences: list[np.ndarray], model_id: str = "first") -> list[np.ndarray]:
+    """log p of every token but the first, by the training side's forward."""
+    data = tuple(datum_of(sequence) for sequence in sequences)
+    return list(run(engine, ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).logprobs)
+
+
+def test_logprobs_equal_forward_on_a_multi_turn_batch_of_32_mixed_lengths(engine: Engine):
+    """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of the blocks."""
+    rng = np.random.default_rng(1)
+    histories = [tokens(int(length), seed=row) for row, length in enumerate(np.r_[rng.integers(1, 300, 28), 250, 255, 256, 257])]
+    sampled: list[list[tuple[int, np.ndarray]]] = [[] for _ in histories]
+    for turn in range(3):
+        futures = [
+            engine.submit(request(history, max_tokens=int(rng.integers(1, 60)), seed=turn, temperature=[1.0, 0.7, 0.0][row % 3]))
+            for row, history in enumerate(histories)
+        ]
+        for row, future in enumerate(futures):
+            sequence = future.result(TIMEOUT_S).sequences[0]
+            sampled[row].append((len(histories[row]), sequence.logprobs))
+            observation = tokens(int(rng.integers(1, 20)), seed=100 * turn + row)
+            histories[row] = np.concatenate([histories[row], sequence.tokens, observation])
+    worst = 0.0
+    for logprobs, turns in zip(forward_logprobs(engine, histories), sampled, strict=True):
+        for start, own in turns:
+            worst = max(worst, float(np.abs(logprobs[start - 1 : start - 1 + len(own)] - own).max()))
+    assert worst <= 1e-4
+
+
+def test_prompt_logprobs_equal_forward(engine: Engine):
+    prompts = [tokens(length, seed=length) for length in (1, 2, 100, 300)]
+    futures = [engine.submit(request(prompt, max_tokens=1, prompt_logprobs=True)) for prompt in prompts]
+    for prompt, future in zip(prompts, futures, strict=True):
+        result = future.result(TIMEOUT_S)
+        assert np.isnan(result.prompt_logprobs[0]) and len(result.sequences[0].tokens) == 1
+        if len(prompt) > 1:
+            np.testing.assert_allclose(result.prompt_logprobs[1:], forward_logprobs(engine, [prompt])[0], atol=1e-4)
+        assert result.prompt_cache_hit_tokens == 0
+
+
+def test_greedy_takes_the_likeliest_token_every_time(engine: Engine):
+    prompt = tokens(20)
+    sequence = sample(engine, prompt, temperature=0.0, max_tokens=20)
+    for at in range(len(sequence.tokens)):
+        so_far = np.concatenate([prompt, sequence.tokens[:at]])
+        every = forward_logprobs(engine, [np.append(so_far, token) for token in range(CONFIG.vocab_size)]) if at in (0, 9, 19) else None
+        if every is not None:
+            assert int(np.argmax([logprobs[-1] for logprobs in every])) == sequence.tokens[at]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(engine: Engine):
+    prompt = tokens(30)
+    alone = sample(engine, prompt, seed=11)
+    crowd = [engine.submit(request(tokens(50, seed), seed=seed, max_tokens=30)) for seed in range(5)]
+    beside = sample(engine, prompt, seed=11)
+    for future in crowd:
+        future.result(TIMEOUT_S)
+    np.testing.assert_array_equal(alone.tokens, beside.tokens)
+    assert list(sample(engine, prompt, seed=12).tokens) != list(alone.tokens)
+    assert list(sample(engine, prompt, seed=11 + (1 << 40)).tokens) != list(alone.tokens)
+
+
+def test_samples_of_one_request_differ_and_are_reproducible_even_when_slots_are_few(engine: Engine):
+    first, second = (run(engine, request(tokens(30), num_samples=9, seed=5)) for _ in range(2))
+    drawn = [tuple(sequence.tokens) for sequence in first.sequences]
+    assert len(set(drawn)) == 9
+    assert drawn == [tuple(sequence.tokens) for sequence in second.sequences]
+
+
+def test_without_a_seed_two_requests_differ(engine: Engine):
+    one, other = (tuple(sample(engine, tokens(30), seed=None, max_tokens=20).tokens) for _ in range(2))
+    assert one != other
+
+
+def test_rows_with_different_adapters_share_a_batch_and_keep_their_own_distribution(engine: Engine):
+    prompt = tokens(25)
+    choices = ["first", "second", None, "second", "first"]
+    alone = {weights: sample(engine, prompt, weights=weights, max_tokens=24) for weights in choices}
+    futures = [engine.submit(request(prompt, weights=weights, max_tokens=24)) for weights in choices]
+    for weights, future in zip(choices, futures, strict=True):
+        sequence = future.result(TIMEOUT_S).sequences[0]
+        np.testing.assert_array_equal(sequence.tokens, alone[weights].tokens)
+        np.testing.assert_allclose(sequence.logprobs, alone[weights].logprobs, atol=1e-4)
+    assert len({tuple(sequence.tokens) for sequence in alone.values()}) == 3
+
+
+def test_the_stop_token_is_part_of_the_answer_with_its_logprob(engine: Engine):
+    prompt = tokens(20)
+    free = sample(engine, prompt, max_tokens=30)
+    stop = int(free.tokens[10])
+    end = list(free.tokens).index(stop) + 1
+    stopped = sample(engine, prompt, max_tokens=30, stop_token_ids=(stop, 3))
+    assert stopped.stop_reason is StopReason.STOP and free.stop_reason is StopReason.LENGTH
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[:end])
+    np.testing.assert_allclose(stopped.logprobs, free.logprobs[:end], atol=1e-5)
+
+
+def test_the_first_token_can_be_the_stop_token(engine: Engine):
+    stop = int(sample(engine, tokens(20)).tokens[0])
+    stopped = sample(engine, tokens(20), stop_token_ids=(stop,))
+    assert list(stopped.tokens) == [stop] and stopped.stop_reason is StopReason.STOP
+
+
+def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
+    """Among 200 samples of a random model some hit one of the two eos tokens."""
+    ends = [
+        {int(token) for token in sequence.tokens[-1:]}
+        for sequence in run(engine, request(tokens(9), num_samples=40, max_tokens=40, stop_at_eos=True, temperature=3.0)).sequences
+        if sequence.stop_reason is StopReason.STOP
+    ]
+    assert ends and set.union(*ends) <= set(CONFIG.eos_token_ids)
+    free = run(engine, request(tokens(9), num_samples=40, max_tokens=40, temperature=3.0)).sequences
+    assert all(sequence.stop_reason is StopReason.LENGTH for sequence in free)
+
+
+def test_a_stop_string_cuts_after_the_token_that_completes_it(engine: Engine):
+    free = sample(engine, tokens(20), max_tokens=30)
+    text = [byte_tokenizer().decode([int(token)]) for token in free.tokens]
+    at = next(at for at in range(9, 28) if all(len(piece) == 1 and piece.isascii() for piece in text[at : at + 2]))
+    stop = "".join(text[at : at + 2])
+    assert stop not in "".join(text[: at + 1])
+    stopped = sample(engine, tokens(20), max_tokens=30, stop_strings=("never this", stop))
+    assert stopped.stop_reason is StopReason.STOP and len(stopped.logprobs) == at + 2
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[: at + 2])
+
+
+def test_max_tokens_none_means_up_to_the_context(engine: Engine):
+    sequence = sample(engine, tokens(CONTEXT - 7), max_tokens=None)
+    assert len(sequence.tokens) == 7 and sequence.stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, message",
+    [
+        (tokens(590), {"max_tokens": 11}, r"Prompt length plus max_tokens exceeds the model's context window: 590 \+ 11 > 600"),
+        (tokens(600), {"max_tokens": None}, r"exceeds the model's context window: 600 \+ 1 > 600"),
+        (tokens(0), {}, "prompt is empty"),
+        (np.array([260], np.int32), {}, "outside 0..259"),
+        (tokens(3), {"max_tokens": 0}, "max_tokens=0"),
+        (tokens(3), {"temperature": -1.0}, "temperature=-1.0"),
+        (tokens(3), {"temperature": float("nan")}, "temperature=nan"),
+        (tokens(3), {"top_p": 0.0}, "top_p=0.0"),
+        (tokens(3), {"top_k": 0}, "top_k=0"),
+        (tokens(3), {"stop_strings": ("",)}, "empty stop string"),
+        (tokens(3), {"stop_token_ids": tuple(range(17))}, "17 stop tokens"),
+        (tokens(3), {"num_samples": 0}, "num_samples=0"),
+    ],
+)
+def test_requests_that_cannot_be_honoured_are_refused(engine: Engine, prompt: np.ndarray, settings: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        run(engine, request(prompt, **settings))
+
+
+def test_new_settings_compile_nothing(engine: Engine):
+    """Whatever a request asks for is an array: two prompt lengths, two cache windows, and one adapter or several are all the programs."""
+    run(engine, request(tokens(10), max_tokens=40))
+    before = engine.stats()["programs"]
+    for number, max_tokens in enumerate((1, 2, 7, 33, 100)):
+        run(
+            engine,
+            request(tokens(11 + number), max_tokens=max_tokens, temperature=0.1 * number, top_p=0.5, top_k=7, stop_token_ids=(number,)),
+        )
+        run(engine, request(tokens(11 + number), num_samples=number + 1, weights=None, prompt_logprobs=True))
+    assert engine.stats()["programs"] == before
+
+
+# --- one step at a time -----------------------------------------------------------------------------------------------
+
+LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
+
+
+def draws(count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    settings = RowSettings(
+        seeds=np.tile(np.array([1, 2], np.uint32), (count, 1)),
+        sample_indices=np.arange(count, dtype=np.int32),
+        temperatures=np.full(count, temperature, np.float32),
+        top_k=np.full(count, top_k, np.int32),
+        top_p=np.full(count, top_p, np.float32),
+    )
+    chosen, logprobs = jax.jit(choose)(np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32))
+    return np.asarray(chosen), np.asarray(logprobs)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, [0.5, 0.3, 0.15, 0.04, 0.01]),
+        ({"temperature": 0.5}, [0.25 / 0.3642, 0.09 / 0.3642, 0.0225 / 0.3642, 0.0016 / 0.3642, 0.0001 / 0.3642]),
+        ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
+        ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0, 0]),
+        ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0]),  # 0.8 is not enough, so the third belongs
+        ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
+        ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
+    ],
+)
+def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dict, expected: list[float]):
+    count = 4000
+    chosen, logprobs = draws(count, **settings)
+    np.testing.assert_allclose(np.bincount(chosen, minlength=5) / count, expected, atol=0.03)
+    assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
+    np.testing.assert_allclose(logprobs, LOGITS[chosen], atol=1e-5)  # of the distribution before temperature and filters
+
+
+def test_find_stop_looks_only_as_far_back_as_a_stop_string_can_reach():
+    tokenizer = byte_tokenizer()
+    text = tokenizer.encode("héllo wörld\n\nbye").ids
+    assert find_stop(tokenizer, text, ("\n\n",), new=len(text)) == len(text) - 3
+    assert find_stop(tokenizer, text[:-3], ("\n\n",), new=1) == len(text) - 3
+    assert find_stop(tokenizer, text, ("\n\n",), new=2) is None
+    assert find_stop(tokenizer, text, ("ö",), new=len(text)) == tokenizer.encode("héllo wö").ids.__len__()
+    assert find_stop(tokenizer, text, ("nope", "d\n"), new=len(text)) == len(text) - 4
+    assert find_stop(tokenizer, [], ("x",), new=0) is None
+
+
+def test_results_are_whole(engine: Engine):
+    result = run(engine, request(tokens(5), num_samples=2))
+    assert isinstance(result, SampleResult) and result.prompt_logprobs is None
+    for sequence in result.sequences:
+        assert sequence.tokens.dtype == np.int32 and sequence.logprobs.dtype == np.float32
+        assert len(sequence.tokens) == len(sequence.logprobs) == 12 and (sequence.logprobs <= 0).all()
