@@ -1,0 +1,407 @@
+"""The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a failure."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx_server import executor as executor_module
+from skyrl_tx_server import slots as slots_module
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    DropSnapshot,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+    SaveWeights,
+    TrainDatum,
+    UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
+)
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+
+TIMEOUT_S = 120
+LORA = LoraSpec(rank=4, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def checkpoints_dir(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def engine(model_dir: Path, checkpoints_dir: Path) -> Iterator[Engine]:
+    with running(model_dir, checkpoints_dir) as engine:
+        yield engine
+
+
+@contextmanager
+def running(model_dir: Path, checkpoints_dir: Path, **changes: object) -> Iterator[Engine]:
+    engine = Engine(DeviceExecutor(make_settings(model_dir, checkpoints_dir, **changes)))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def run(engine: Engine, op):
+    return engine.submit(op).result(TIMEOUT_S)
+
+
+def create(engine: Engine, model_id: str, lora: LoraSpec = LORA) -> None:
+    run(engine, CreateModel(model_id=model_id, lora=lora))
+
+
+def data(count: int = 2, seed: int = 0, length: int = 40) -> tuple[TrainDatum, ...]:
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 256, length).astype(np.int32) for _ in range(count)]
+    return tuple(TrainDatum(tokens=sequence[:-1], target_tokens=sequence[1:]) for sequence in sequences)
+
+
+def accumulate(engine: Engine, model_id: str, batch: tuple[TrainDatum, ...]):
+    return run(engine, ForwardBackward(model_id=model_id, data=batch, loss_fn=LossFn.CROSS_ENTROPY))
+
+
+def step(engine: Engine, model_id: str, learning_rate: float = 1e-2) -> float:
+    return run(engine, OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=learning_rate))).metrics["grad_norm"]
+
+
+def train(engine: Engine, model_id: str, seed: int = 0) -> float:
+    accumulate(engine, model_id, data(seed=seed))
+    return step(engine, model_id)
+
+
+def state(engine: Engine, model_id: str, checkpoints_dir: Path) -> dict[str, np.ndarray]:
+    """Everything a training checkpoint holds, bit for bit."""
+    path = run(engine, SaveWeights(model_id=model_id, name="state", overwrite=True)).path
+    return CheckpointStore(checkpoints_dir, "local/tiny").read(path)[1]
+
+
+def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def ask(weights: str | None, *, max_tokens: int = 10, num_samples: int = 1, seed: int = 0) -> Sample:
+    settings = SamplingSettings(max_tokens=max_tokens, seed=seed, stop_at_eos=False)
+    return Sample(weights=weights, prompt=np.arange(20, dtype=np.int32), settings=settings, num_samples=num_samples)
+
+
+def draw(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
+    sequence = run(engine, ask(weights)).sequences[0]
+    return sequence.tokens.tolist(), sequence.logprobs.tolist()
+
+
+def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
+    return run(engine, SaveSampler(model_id=model_id, name=None, weights=weights))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_add_up_over_calls_until_the_optimizer_step(engine: Engine):
+    for model_id, calls in {"whole": [data(4)], "halves": [data(4)[:2], data(4)[2:]]}.items():
+        create(engine, model_id)
+        losses = [accumulate(engine, model_id, batch).metrics["loss:sum"] for batch in calls]
+        assert sum(losses) == pytest.approx(4 * 39 * np.log(260), rel=0.3)
+    norms = [step(engine, model_id) for model_id in ("whole", "halves")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert step(engine, "whole") == 0.0  # cleared
+
+
+def test_forward_only_leaves_no_gradient(engine: Engine):
+    create(engine, "a")
+    run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+    assert step(engine, "a") == 0.0
+
+
+def test_models_do_not_touch_one_another(engine: Engine, checkpoints_dir: Path):
+    create(engine, "a"), create(engine, "b", replace(LORA, seed=9))
+    before = state(engine, "b", checkpoints_dir)
+    train(engine, "a")
+    assert_identical(state(engine, "b", checkpoints_dir), before)
+
+
+def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
+    create(engine, "a")
+    with pytest.raises(ConflictError, match="model a exists already"):
+        create(engine, "a")
+    run(engine, UnloadModel(model_id="a"))
+    for op in (OptimStep(model_id="a", adam=AdamSettings()), UnloadModel(model_id="a"), SaveWeights(model_id="a", name="x")):
+        with pytest.raises(NotFoundError, match="no model a"):
+            run(engine, op)
+    create(engine, "a")
+
+
+def test_bad_data_and_ranks_are_user_errors(engine: Engine):
+    with pytest.raises(UserError, match="rank 9"):
+        create(engine, "a", LoraSpec(rank=9))
+    create(engine, "a")
+    with pytest.raises(UserError, match="datum 0"):
+        accumulate(engine, "a", data(1, length=700))
+    with pytest.raises(UserError, match="importance_sampling"):
+        run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.IMPORTANCE_SAMPLING))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints_dir: Path):
+    """A run resumed in a new process equals the unbroken one: the next step gives identical arrays."""
+    with running(model_dir, checkpoints_dir) as engine:
+        create(engine, "run:train:0")
+        train(engine, "run:train:0", seed=1)
+        saved = run(engine, SaveWeights(model_id="run:train:0", name="one", user_metadata={"epoch": "3"}))
+        train(engine, "run:train:0", seed=2)
+        unbroken = state(engine, "run:train:0", checkpoints_dir)
+    assert saved.path == "tinker://run:train:0/weights/one" and saved.size_bytes > 0
+    info = CheckpointStore(checkpoints_dir, "local/tiny").info(saved.path)
+    assert (info.lora, info.step, info.user_metadata) == (LORA, 1, {"epoch": "3"})
+
+    with running(model_dir, checkpoints_dir) as engine:
+        loaded = run(engine, LoadWeights(model_id="resumed", path=saved.path, optimizer=True, create=True))
+        assert loaded == WeightsLoaded(model_id="resumed", lora=LORA)
+        train(engine, "resumed", seed=2)
+        assert_identical(state(engine, "resumed", checkpoints_dir), unbroken)
+
+        run(engine, LoadWeights(model_id="fresh moments", path=saved.path, optimizer=False, create=True))
+        assert int(state(engine, "resumed", checkpoints_dir)["optimizer.step"]) == 2
+        run(engine, LoadWeights(model_id="resumed", path=saved.path, optimizer=False))
+        weights_only = state(engine, "resumed", checkpoints_dir)
+        assert int(weights_only["optimizer.step"]) == 0
+        assert all(not array.any() for name, array in weights_only.items() if name.startswith("optimizer."))
+
+
+def test_loading_drops_a_gradient_half_gathered(engine: Engine):
+    create(engine, "a")
+    path = run(engine, SaveWeights(model_id="a", name="one")).path
+    accumulate(engine, "a", data())
+    run(engine, LoadWeights(model_id="a", path=path, optimizer=True))
+    assert step(engine, "a") == 0.0
+
+
+def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_dir: Path):
+    with running(model_dir, checkpoints_dir) as engine:
+        create(engine, "a", LoraSpec(rank=8)), create(engine, "b")
+        path = run(engine, SaveWeights(model_id="a", name="one")).path
+        with pytest.raises(ConflictError, match="exists already"):
+            run(engine, SaveWeights(model_id="a", name="one"))
+        with pytest.raises(UserError, match="another adapter"):
+            run(engine, LoadWeights(model_id="b", path=path, optimizer=True))
+        with pytest.raises(NotFoundError, match="no checkpoint"):
+            run(engine, LoadWeights(model_id="c", path="tinker://a/weights/two", optimizer=True, create=True))
+        sampler = run(engine, SaveSampler(model_id="a", name="s", weights="tinker://a/sampler_weights/s")).path
+        with pytest.raises(UserError, match="sampler weights only"):
+            run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
+        with pytest.raises(UserError, match="is a training checkpoint"):
+            run(engine, ask(path))
+    with running(model_dir, checkpoints_dir, max_lora_rank=4) as engine, pytest.raises(UserError, match=r"rank 8 .*max_lora_rank"):
+        run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
+    with running(model_dir, checkpoints_dir, base_model="local/other") as engine, pytest.raises(UserError, match="base model local/tiny"):
+        run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
+    """The bank holds two snapshots; ephemeral ones return from host memory, named ones from disk."""
+    create(engine, "a")
+    drawn = {}
+    for number, weights in enumerate(["s0", "tinker://a/sampler_weights/s1", "s2", "tinker://a/sampler_weights/s3"]):
+        train(engine, "a", seed=number)
+        run(engine, SaveSampler(model_id="a", name=weights.split("/")[-1] if "/" in weights else None, weights=weights))
+        drawn[weights] = draw(engine, weights)
+    assert len({tuple(tokens) for tokens, _ in drawn.values()}) > 1
+    assert draw(engine, None) not in drawn.values()
+    for _ in range(2):
+        for weights, expected in drawn.items():
+            assert draw(engine, weights) == expected
+    assert engine.stats()["snapshots_on_device"] == 2
+
+
+def test_more_snapshots_at_once_than_the_bank_holds_take_turns(engine: Engine):
+    create(engine, "a")
+    drawn = {}
+    for weights in ("s0", "s1", "s2", "s3"):
+        train(engine, "a")
+        snapshot(engine, "a", weights)
+        drawn[weights] = draw(engine, weights)
+    futures = {weights: engine.submit(ask(weights)) for weights in drawn}
+    for weights, future in futures.items():
+        assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == drawn[weights][0]
+
+
+def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Path):
+    path = "tinker://a/sampler_weights/kept"
+    with running(model_dir, checkpoints_dir) as engine:
+        create(engine, "a")
+        train(engine, "a")
+        assert run(engine, SaveSampler(model_id="a", name="kept", weights=path)).path == path
+        expected = draw(engine, path)
+    with running(model_dir, checkpoints_dir) as engine:
+        assert draw(engine, path) == expected
+
+
+def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
+    create(engine, "a")
+    futures = [
+        engine.submit(SaveSampler(model_id="a", name=None, weights="s")),
+        engine.submit(ask("s", num_samples=9)),
+        engine.submit(DropSnapshot(weights="s")),
+    ]
+    assert len(futures[1].result(TIMEOUT_S).sequences) == 9
+    futures[2].result(TIMEOUT_S)
+    for op in (ask("s"), DropSnapshot(weights="s")):
+        with pytest.raises(NotFoundError, match="s"):
+            run(engine, op)
+    assert engine.stats()["snapshots_in_host_memory"] == 0
+
+
+@pytest.mark.parametrize("weights", ["never saved", "tinker://a/sampler_weights/none"])
+def test_unknown_weights_fail_alone(engine: Engine, weights: str):
+    good, bad = engine.submit(ask(None)), engine.submit(ask(weights))
+    assert isinstance(bad.exception(TIMEOUT_S), NotFoundError)
+    assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 10
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class DeviceError(RuntimeError):
+    pass
+
+
+def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The second of several micro-batches fails after it has destroyed the buffer donated to it."""
+    create(engine, "a"), create(engine, "untouched")
+    for model_id in ("a", "untouched"):
+        accumulate(engine, model_id, data())
+    real, calls = executor_module.forward_backward, []
+
+    def failing(adapter, gradient, *args, **options):
+        calls.append(1)
+        if len(calls) < 2:
+            return real(adapter, gradient, *args, **options)
+        for leaf in jax.tree.leaves(gradient):
+            leaf.delete()
+        raise DeviceError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_module, "forward_backward", failing)
+        with pytest.raises(ServerError, match="DeviceError: out of memory"):
+            accumulate(engine, "a", data(40, seed=5))
+    assert len(calls) == 2
+    assert step(engine, "a") == step(engine, "untouched") > 0
+
+
+def test_a_failed_optimizer_step_leaves_the_model_as_it_was(engine: Engine, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    create(engine, "a"), create(engine, "b")
+    for model_id in ("a", "b"):
+        accumulate(engine, model_id, data())
+    real = executor_module._keep_inputs_adam_step
+
+    def failing(*args):
+        real(*args)
+        raise DeviceError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_module, "_keep_inputs_adam_step", failing)
+        with pytest.raises(ServerError, match="out of memory"):
+            step(engine, "a")
+    assert step(engine, "a") == step(engine, "b")
+    assert_identical(state(engine, "a", checkpoints_dir), state(engine, "b", checkpoints_dir))
+
+
+@pytest.mark.parametrize("program", ["decode_block", "prefill"])
+def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, program: str
+):
+    create(engine, "a")
+    snapshot(engine, "a", "s")
+    expected = draw(engine, "s")
+    real, calls = getattr(slots_module, program), []
+
+    def failing(cache, *args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            for leaf in jax.tree.leaves(cache):
+                leaf.delete()
+            raise DeviceError("out of memory")
+        return real(cache, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots_module, program, failing)
+        futures = [engine.submit(ask("s", max_tokens=60)) for _ in range(2)]
+        assert all("out of memory" in str(future.exception(TIMEOUT_S)) for future in futures)
+    assert draw(engine, "s") == expected
+    assert engine.stats()["slots_used"] == 0
+    run(engine, DropSnapshot(weights="s"))  # nothing is left pinned
+
+
+def test_a_failed_prefill_that_spares_the_cache_costs_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+    real, calls = slots_module.prefill, []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise DeviceError("could not compile")
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots_module, "prefill", failing)
+        futures = [engine.submit(ask(None, max_tokens=60)) for _ in range(3)]
+        assert "could not compile" in str(futures[1].exception(TIMEOUT_S))
+        for future in (futures[0], futures[2]):
+            assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_slots_shrinks_to_what_fits(
+    model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    each = cache_bytes_per_slot(CONFIG, 600, np.dtype(np.float32))
+    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda: 3.5 * each)
+    with caplog.at_level(logging.WARNING):
+        assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
+    assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
+    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda: 0.5 * each)
+    with pytest.raises(ConfigError, match="set a smaller max_context_length"):
+        DeviceExecutor(make_settings(model_dir, checkpoints_dir))
+
+
+def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints_dir: Path):
+    with pytest.raises(ConfigError, match=r"max_context_length=601 is outside 1\.\.600"):
+        DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=601))
+
+
+def test_info_is_what_clients_may_ask_for(model_dir: Path, checkpoints_dir: Path):
+    info = DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=100)).info
+    assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == ("local/tiny", 100, 8, 260)
