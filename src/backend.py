@@ -14,8 +14,8 @@ import httpx
 import tinker
 from tinker.lib.base_url import DEFAULT_BASE_URL
 
-from src.errors import BackendError, ConfigError, boundary
-from src.policy import Policy
+from src.errors import BackendError, ConfigError
+from src.policy import Policy, sdk_boundary
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +72,17 @@ class TinkerBackend:
         self._model_name = model_name
 
     async def policy(self, version: int) -> Policy:
-        with boundary(BackendError, "preparing the weights for sampling"):
-            return Policy(await self.training_client.save_weights_and_get_sampling_client_async(), version)
+        with sdk_boundary("preparing the weights for sampling"):
+            return Policy(await self.training_client.save_weights_and_get_sampling_client(), version)
 
     async def reference_policy(self) -> Policy:
-        with boundary(BackendError, "opening the base model"):
-            return Policy(await self._service.create_sampling_client_async(base_model=self._model_name), 0)
+        with sdk_boundary("opening the base model"):
+            return Policy(await self._service.create_sampling_client(base_model=self._model_name), 0)
 
     async def save(self, name: str) -> SavedPaths:
-        with boundary(BackendError, f"saving checkpoint {name}"):
-            state = await self.training_client.save_state_async(name, overwrite=True)
-            sampler = await self.training_client.save_weights_for_sampler_async(name)
+        with sdk_boundary(f"saving checkpoint {name}"):
+            state = self.training_client.save_state(name, overwrite=True)
+            sampler = self.training_client.save_weights_for_sampler(name)
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
 
 
@@ -110,14 +110,16 @@ async def check_alive(url: str) -> None:
             reply = await client.get(f"{url}/api/v1/healthz")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BackendError(f"no server answers at {url} ({type(error).__name__}); start it, or correct the address") from error
+    if reply.status_code == 503:
+        raise BackendError(f"the server at {url} is not ready yet; try again once it is")
     if reply.status_code != 200:
         raise BackendError(f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address")
 
 
-async def check_model(service: tinker.ServiceClient, settings: BackendSettings) -> None:
+async def check_model(client: tinker.RestClient, settings: BackendSettings) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
-    with boundary(BackendError, "asking the server for its models"):
-        capabilities = await service.get_server_capabilities_async()
+    with sdk_boundary("asking the server for its models"):
+        capabilities = await client.get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     model = served.get(settings.model_name)
     if model is None:
@@ -139,11 +141,11 @@ class Endpoint:
         """A training client: a fresh adapter, or the one of the checkpoint to load, optimizer included."""
         settings = self._settings
         if settings.load_checkpoint_path is not None:
-            with boundary(BackendError, f"loading {settings.load_checkpoint_path}"):
-                client = await self._service.create_training_client_from_state_with_optimizer_async(settings.load_checkpoint_path)
+            with sdk_boundary(f"loading {settings.load_checkpoint_path}"):
+                client = await self._service.create_training_client_from_state_with_optimizer(settings.load_checkpoint_path)
         else:
-            with boundary(BackendError, f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
-                client = await self._service.create_lora_training_client_async(
+            with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
+                client = await self._service.create_lora_training_client(
                     settings.model_name, rank=settings.lora_rank, seed=settings.seed
                 )
         return TinkerBackend(self._service, client, model_name=settings.model_name)
@@ -155,11 +157,11 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     key = require_key(settings)
     url = address(settings)
     await check_alive(url)
-    with boundary(BackendError, f"connecting to {url}"):
+    with sdk_boundary(f"connecting to {url}"):
         service = tinker.ServiceClient(base_url=url, api_key=key)
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
-        await check_model(service, settings)
+        await check_model(tinker.RestClient(base_url=url, api_key=key), settings)
         yield Endpoint(service, settings)
         status = "success"
     except Exception:

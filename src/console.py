@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,15 +18,14 @@ from src.rollouts import FinishedGroup
 SHOWN = (
     ("reward", "env/all/reward/total", "{:.3f}"),
     ("solved", "env/all/success", "{:.0%}"),
-    ("mixed groups", "env/all/by_group/frac_mixed", "{:.0%}"),
-    ("ungraded", "trials/ungraded", "{:.0f}"),
+    ("mixed", "env/all/by_group/frac_mixed", "{:.0%}"),  # groups with something to learn from
+    ("lost", "trials/ungraded", "{:.0f}"),
     ("turns", "env/all/turns", "{:.1f}"),
     ("tokens", "tokens/sampled", "{:.0f}"),
-    ("loss", "optim/loss", "{:.4g}"),
-    ("grad norm", "optim/grad_norm", "{:.3g}"),
-    ("KL sampler/trainer", "optim/kl_sample_train_v2", "{:.2g}"),
-    ("rollouts s", "time/rollouts", "{:.1f}"),
-    ("update s", "time/update", "{:.1f}"),
+    ("grad", "optim/grad_norm", "{:.2g}"),
+    ("KL", "optim/kl_sample_train_v2", "{:.1e}"),  # between sampler and trainer
+    ("play s", "time/rollouts", "{:.1f}"),
+    ("learn s", "time/update", "{:.1f}"),
 )
 
 
@@ -56,17 +56,18 @@ class Display:
         self.say(f"  {place} {group.task.id}: {solved}/{len(turns)} solved, {mean_turns}{finished.duration_s:.1f} s{failed}")
 
     def step(self, title: str, metrics: Mapping[str, float]) -> None:
-        table = Table(title=title, title_justify="left", show_header=True, box=None, padding=(0, 2, 0, 0))
+        table = _table()
         shown = [(name, pattern.format(metrics[key])) for name, key, pattern in SHOWN if key in metrics]
         for name, _ in shown:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_row(*(value for _, value in shown))
-        self._table(table)
+        self.say(title)
+        self._console.print(table, highlight=False)
 
     def evaluation(self, evaluation: Evaluation, previous: Evaluation | None) -> None:
         """The held-out tasks one by one, the first evaluation beside the latest."""
-        table = Table(title=f"Held-out tasks after step {evaluation.step}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("task")
+        table = _table()
+        table.add_column("held-out task", no_wrap=True)
         if previous is not None:
             table.add_column(f"step {previous.step}", justify="right")
         table.add_column(f"step {evaluation.step}", justify="right")
@@ -74,12 +75,13 @@ class Display:
         for group in evaluation.groups:
             row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
             table.add_row(*row, _solved(group.rewards))
-        self._table(table)
+        self._console.print(table, highlight=False)
         self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded})")
 
-    def _table(self, table: Table) -> None:
-        width = None if self._console.is_terminal else 200  # a pipe has no width to fit
-        self._console.print(table, width=width, highlight=False)
+
+def terminal() -> Console:
+    """Standard output. A pipe has no width to fit, so that nothing in it is cut."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def outcome(before: float | None, after: float | None, *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
@@ -88,6 +90,10 @@ def outcome(before: float | None, after: float | None, *, steps: int, wall_s: fl
     if before is not None and after is not None:
         lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
     return [*lines, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 2), pad_edge=True)
 
 
 def _solved(rewards: Sequence[float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,6 +63,11 @@ def to_datum(sequence: TokenSequence) -> tinker.Datum:
             "advantages": tinker.TensorData.from_numpy(sequence.advantages[1:].astype(np.float32)),
         },
     )
+
+
+def to_datums(sequences: Iterable[TokenSequence]) -> list[tinker.Datum]:
+    """Sequences whose advantages are all zero have no gradient and are not sent."""
+    return [to_datum(sequence) for sequence in sequences if sequence.advantages.any()]
 
 
 def _extends(turn: Turn, previous: Turn) -> bool:

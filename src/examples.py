@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import tinker
-
 from src.advantages import group_advantages, token_weights
-from src.datums import TokenSequence, scaled, sequences_of, to_datum
+from src.datums import TokenSequence, scaled, sequences_of
 from src.filters import FilterSettings, trains
 from src.trajectory import Trajectory, TrajectoryGroup
 
@@ -73,8 +71,3 @@ def weighted(share: Sequence[Example], settings: AdvantageSettings) -> list[Exam
         replace(example, sequences=[scaled(sequence, weight) for sequence in example.sequences])
         for example, weight in zip(share, weights, strict=True)
     ]
-
-
-def datums_of(share: Sequence[Example]) -> list[tinker.Datum]:
-    """Sequences whose advantages are all zero have no gradient and are not sent."""
-    return [to_datum(sequence) for example in share for sequence in example.sequences if sequence.advantages.any()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
-from src.errors import BackendError, boundary
+from src.policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's, as absolute bounds of the ratio
 
@@ -53,10 +53,10 @@ class Learner:
         )
         shares = [list(share) for share in datums_per_substep if share]
         queued = []
-        with boundary(BackendError, "training"):
+        with sdk_boundary("training"):
             for share in shares:
-                gradient = await self._client.forward_backward_async(share, settings.loss_fn, dict(settings.loss_fn_config) or None)
-                queued.append((share, gradient, await self._client.optim_step_async(adam)))
+                gradient = self._client.forward_backward(share, settings.loss_fn, dict(settings.loss_fn_config) or None)
+                queued.append((share, gradient, self._client.optim_step(adam)))
             outcomes = [(share, await gradient, await step) for share, gradient, step in queued]
         metrics = {"optim/lr": settings.learning_rate, "optim/num_substeps": float(len(shares))}
         if not outcomes:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import tinker
 
 from src.errors import BackendError, boundary
 from src.trajectory import StopReason, Turn
+
+
+@contextmanager
+def sdk_boundary(what: str) -> Iterator[None]:
+    """Attributes what the SDK raises to the endpoint, in the server's own words where it gave any."""
+    try:
+        with boundary(BackendError, what):
+            yield
+    except BackendError as error:
+        cause = error.__cause__
+        if isinstance(cause, tinker.APIStatusError) and isinstance(cause.body, dict) and "detail" in cause.body:
+            raise BackendError(f"{what}: {cause.body['detail']}") from cause
+        raise
 
 
 class Policy:
@@ -18,8 +34,8 @@ class Policy:
     async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         """One completion, its stop token included. Raises BackendError, also when the sampler returns no logprobs."""
         params = tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
-        with boundary(BackendError, "sampling"):
-            response = await self._client.sample_async(tinker.ModelInput.from_ints(prompt_ids), num_samples=1, sampling_params=params)
+        with sdk_boundary("sampling"):
+            response = await self._client.sample(tinker.ModelInput.from_ints(prompt_ids), num_samples=1, sampling_params=params)
         sequence = response.sequences[0]
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
@@ -34,8 +50,8 @@ class Policy:
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token but the first, given those before it: `len(token_ids) - 1` numbers."""
-        with boundary(BackendError, "computing logprobs"):
-            values = await self._client.compute_logprobs_async(tinker.ModelInput.from_ints(token_ids))
+        with sdk_boundary("computing logprobs"):
+            values = await self._client.compute_logprobs(tinker.ModelInput.from_ints(token_ids))
         known = [value for value in values[1:] if value is not None]
         if len(known) != len(token_ids) - 1:
             raise BackendError(f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs")

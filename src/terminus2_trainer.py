@@ -16,9 +16,10 @@ from src import checkpoints
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
+from src.datums import to_datums
 from src.envs.base import TaskSource
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.examples import AdvantageSettings, Example, datums_of, examples_of, substeps, weighted
+from src.examples import AdvantageSettings, Example, examples_of, substeps, weighted
 from src.filters import DropReason, FilterSettings, keep_groups
 from src.kl_penalty import penalised
 from src.learner import Learner
@@ -142,7 +143,8 @@ class Terminus2RLTrainer:
             penalties = [await penalised(share, reference, coefficient=settings.kl_penalty_coef) for share in shares]
             shares = [penalty.examples for penalty in penalties]
             metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
-        datums = [datums_of(weighted(share, settings.advantages)) for share in shares]
+        weighted_shares = [weighted(share, settings.advantages) for share in shares]
+        datums = [to_datums(sequence for example in share for sequence in example.sequences) for share in weighted_shares]
         metrics |= await self._learner.update(datums)
         self.steps_done += 1
         return metrics

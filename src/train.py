@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dotenv import load_dotenv
-from rich.console import Console
 
 from src.command_line import help_text, parse
 from src.config import TrainerConfig
@@ -43,6 +42,7 @@ def load_environment(argv: Sequence[str]) -> None:
         load_dotenv(Path(".env.skyrl-tx"))
         os.environ.setdefault("TINKER_TELEMETRY", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # there is no torch, on purpose
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else Harbor's import asks the network for prices
 
 
@@ -55,13 +55,13 @@ def with_server_from_environment(argv: Sequence[str]) -> list[str]:
 
 async def _run_until_signalled(config: TrainerConfig) -> int:
     """The first SIGINT or SIGTERM cancels the run, which saves a checkpoint on its way out; the second ends the process at once."""
-    from src.console import Display
+    from src.console import Display, terminal
     from src.run import run  # seconds of imports that --help and a typing mistake do not need
 
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "tinker", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    display = Display(Console(highlight=False))
+    display = Display(terminal())
     task = asyncio.ensure_future(run(config, display))
     interrupted = False
 

@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
     {"trajectory", "errors"},
-    {"config", "chat"},
-    {"advantages", "filters", "datums", "metrics"},
-    {"policy", "backend", "tracking", "recorder", "checkpoints"},
+    {"config", "command_line", "chat"},
+    {"advantages", "filters", "datums", "examples", "metrics"},
+    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "learner", "evaluation", "pipeline"},
+    {"rollouts", "learner", "kl_penalty", "evaluation", "pipeline", "console"},
     {"terminus2_trainer"},
-    {"train"},
+    {"run", "train"},
 ]
 SERVER_FLOOR = {"errors", "config", "command_line", "ops", "checkpoints"}
 SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]

@@ -35,7 +35,7 @@ class BanditTrainingClient:
         self.sent: list[list[tinker.Datum]] = []
         self.adam: list[tinker.AdamParams] = []
 
-    async def forward_backward_async(self, data, loss_fn, loss_fn_config=None):
+    def forward_backward(self, data, loss_fn, loss_fn_config=None):
         self.events.append("forward_backward")
         self.sent.append(data)
         logprobs = log_softmax(self.logits)
@@ -52,7 +52,7 @@ class BanditTrainingClient:
             outputs.append({"logprobs": tinker.TensorData.from_numpy(values)})
         return Ready(tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": loss}))
 
-    async def optim_step_async(self, adam):
+    def optim_step(self, adam):
         self.events.append("optim_step")
         self.adam.append(adam)
         norm = float(np.linalg.norm(self.gradient))
@@ -65,18 +65,18 @@ class BanditSampler:
     def __init__(self, logits: np.ndarray) -> None:
         self.logits = logits
 
-    async def sample_async(self, prompt, num_samples, sampling_params):
+    def sample(self, prompt, num_samples, sampling_params):
         logprobs = log_softmax(self.logits)
         rng = np.random.default_rng(sampling_params.seed)
         token = int(rng.choice(VOCAB, p=np.exp(logprobs)))
         sequence = tinker.SampledSequence(
             stop_reason="stop", sequence_id="s", _tokens_list=[token], _logprobs_list=[float(logprobs[token])]
         )
-        return tinker.SampleResponse(sequences=[sequence])
+        return Ready(tinker.SampleResponse(sequences=[sequence]))
 
-    async def compute_logprobs_async(self, prompt):
+    def compute_logprobs(self, prompt):
         logprobs = log_softmax(self.logits)
-        return [None, *(float(logprobs[token]) if token < VOCAB else -1.0 for token in prompt.to_ints()[1:])]
+        return Ready([None, *(float(logprobs[token]) if token < VOCAB else -1.0 for token in prompt.to_ints()[1:])])
 
 
 class BanditBackend:

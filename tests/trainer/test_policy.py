@@ -4,6 +4,7 @@ import tinker
 from src.errors import BackendError
 from src.policy import Policy
 from src.trajectory import StopReason
+from tests.fakes.backend import Ready
 
 
 class OneAnswer:
@@ -13,16 +14,16 @@ class OneAnswer:
         self.answer = tinker.SampledSequence(stop_reason=stop_reason, sequence_id="s", _tokens_list=tokens, _logprobs_list=logprobs)
         self.prompt_logprobs = list(prompt_logprobs)
 
-    async def sample_async(self, prompt, num_samples, sampling_params):
+    def sample(self, prompt, num_samples, sampling_params):
         self.asked = (prompt.to_ints(), num_samples, sampling_params)
-        return tinker.SampleResponse(sequences=[self.answer])
+        return Ready(tinker.SampleResponse(sequences=[self.answer]))
 
-    async def compute_logprobs_async(self, prompt):
-        return self.prompt_logprobs
+    def compute_logprobs(self, prompt):
+        return Ready(self.prompt_logprobs)
 
 
 class Broken:
-    async def sample_async(self, *_args, **_kwargs):
+    def sample(self, *_args, **_kwargs):
         raise OSError("connection lost")
 
 

@@ -142,14 +142,14 @@ async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_pat
     client = bench.backend.training_client
     queued = asyncio.Event()
     resume = asyncio.Event()
-    step = client.optim_step_async
+    step = client.optim_step
 
     async def slow_step(adam):
         queued.set()
         await resume.wait()
         return await step(adam)
 
-    client.optim_step_async = slow_step
+    client.optim_step = slow_step
     running = asyncio.ensure_future(bench.go())
     await asyncio.wait_for(queued.wait(), 10)
     running.cancel()
