@@ -59,6 +59,8 @@ class _Entry:
     kind: str
     extra: dict[str, str]
     session_id: str | None
+    running: concurrent.futures.Future[OpResult]
+    abandoned: bool = False  # nobody will come for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
     size: int = 0
@@ -94,7 +96,7 @@ class FutureStore:
             return known
         future = start()
         request_id = f"{kind}-{uuid.uuid4().hex}"
-        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id)
+        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id, running=future)
         if key is not None:
             scope = self._keys.setdefault(key.scope, OrderedDict())
             scope[key.seq_id] = (kind, request_id)
@@ -137,11 +139,8 @@ class FutureStore:
                     await entry.woken.wait()
             except TimeoutError:
                 return None
-        if entry.outcome is not None and entry.delivered_at is None:
-            entry.delivered_at = self._clock()
-            if request_id in self._waiting:
-                del self._waiting[request_id]
-                self._delivered[request_id] = None
+        if entry.outcome is not None:
+            self._count_as_delivered(request_id, entry)
         return entry.outcome
 
     def prune(self) -> None:
@@ -154,10 +153,16 @@ class FutureStore:
                 return
             self._drop(request_id)
 
-    def forget_scopes(self, session_id: str) -> None:
-        """A session is over; requests of its models and samplers are refused before their key is looked at."""
+    def abandon(self, session_id: str) -> None:
+        """A session is over: withdraw what has not begun, and keep no result longer than the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
+        for request_id, entry in list(self._entries.items()):
+            if entry.session_id == session_id:
+                entry.abandoned = True
+                entry.running.cancel()
+                if entry.outcome is not None:
+                    self._count_as_delivered(request_id, entry)
 
     def close(self) -> None:
         """Let go of every waiting poll: the server is stopping."""
@@ -178,7 +183,7 @@ class FutureStore:
         entry = self._entries[request_id]
         result, error = None, None
         if done.cancelled():
-            error = ServerError(f"{entry.kind} was cancelled on the server")
+            error = ServerError(f"{entry.kind} was withdrawn before it began: its session ended")
         elif (raised := done.exception()) is None:
             result = done.result()
         elif isinstance(raised, ServerError):
@@ -195,7 +200,15 @@ class FutureStore:
         if when_done is not None:
             when_done(entry.outcome)
         entry.woken.set()
+        if entry.abandoned:
+            self._count_as_delivered(request_id, entry)
         self._make_room()
+
+    def _count_as_delivered(self, request_id: str, entry: _Entry) -> None:
+        if entry.delivered_at is None and request_id in self._waiting:
+            entry.delivered_at = self._clock()
+            del self._waiting[request_id]
+            self._delivered[request_id] = None
 
     def _make_room(self) -> None:
         """Over the bounds, delivered results go first; a result nobody fetched goes last and is counted."""

@@ -39,9 +39,9 @@ async def finish(context: Context, request: Request) -> Reply:
 def end_session(context: Context, session_id: str, why: str) -> None:
     """Forget a session and free what it held on the device."""
     ops = context.registry.end_session(session_id, why)
+    context.futures.abandon(session_id)
     for op in ops:
         context.engine.submit(op)
-    context.futures.forget_scopes(session_id)
     if ops:
         logger.info("session %s ended (%s): freed %d models and snapshots", session_id, why, len(ops))
 

@@ -147,6 +147,27 @@ async def test_the_bound_on_count_counts_the_results_nobody_fetched() -> None:
         await store.wait(ids[0])
 
 
+async def test_the_end_of_a_session_withdraws_what_waits_and_ages_what_is_done() -> None:
+    now = [0.0]
+    store, work = FutureStore(Retention(grace_s=10, hold_s=30), clock=lambda: now[0]), Work()
+    ids = [store.submit(work, kind="sample", key=None, session_id="s") for _ in range(3)]
+    other = store.submit(work, kind="sample", key=None, session_id="t")
+    work.futures[0].set_result(Done())
+    assert work.futures[1].set_running_or_notify_cancel()
+    assert await store.wait(ids[0]) is not None
+    store.abandon("s")
+    assert [future.cancelled() for future in work.futures] == [False, False, True, False]
+    withdrawn = await store.wait(ids[2])
+    assert withdrawn is not None and "its session ended" in str(withdrawn.error)
+    work.futures[1].set_result(Done())
+    assert await store.wait(ids[1]) is not None
+    now[0] = 11
+    store.prune()
+    assert store.stats() == {"pending": 1, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
+    work.futures[3].set_result(Done())
+    assert await store.wait(other) is not None
+
+
 async def test_closing_lets_go_of_every_waiting_poll() -> None:
     store = FutureStore(Retention(hold_s=30))
     poll = asyncio.create_task(store.wait(submit(store, Work())))

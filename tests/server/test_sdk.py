@@ -297,8 +297,11 @@ class DropOneReply:
         server = await asyncio.start_server(self._connection, sock=self._listener)
         await self._stop.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the aborted transports close in the loop's next turn
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -327,7 +330,11 @@ class DropOneReply:
             writer.close()
             up_writer.close()
 
-        await asyncio.gather(forward(), back(), return_exceptions=True)
+        try:
+            await asyncio.gather(forward(), back(), return_exceptions=True)
+        finally:
+            writer.transport.abort()
+            up_writer.transport.abort()
 
 
 @pytest.mark.parametrize("route", [b"/api/v1/optim_step", b"/api/v1/forward_backward", b"/api/v1/save_weights", b"/api/v1/create_model"])

@@ -1,0 +1,80 @@
+"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made against it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.weights import save_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one-layer Qwen3 with a byte-level tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    config = ModelConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        rope_scaling=None,
+        eos_token_ids=(0,),
+    )
+    save_model(init_params(config, jax.random.key(0), jnp.float32), config, directory)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<|im_end|>"], initial_alphabet=alphabet, show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL, once it says that it is ready."""
+    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 4}
+    options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints", "compilation_cache_dir": "none"}
+    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("skyrl-tx server ready: http://127.0.0.1:") and "  model local/tiny  context 256  " in ready
+        yield process, ready.split()[3]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = server
+    calls = subprocess.run(
+        [sys.executable, "scripts/sdk_calls.py", url], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+    )
+    assert calls.returncode == 0, calls.stdout + calls.stderr
+    assert "0 not as they should be" in calls.stdout
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
