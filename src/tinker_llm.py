@@ -1,8 +1,8 @@
 """TinkerLLM: Harbor's BaseLLM over one version of our policy, token in and token out.
 
-A conversation's ids are fixed at the sampling call. When Harbor hands back a history that this object produced, the next prompt is those ids
-plus the new message; nothing sampled is ever encoded again. A history that was rewritten (summarised, say) is rendered afresh, counted as a
-prefix break, and starts a new datum later on.
+A conversation's ids are fixed at the sampling call. When Harbor hands back a history that this object produced, the next prompt is those
+ids plus the new message; nothing sampled is ever encoded again. A history that was rewritten (summarised, say) is rendered afresh, counted
+as a prefix break, and starts a new datum later on.
 
     turn 1   prompt P1                             -> completion C1      recorded
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
@@ -93,9 +93,7 @@ class TinkerLLM(BaseLLM):
         return LLMResponse(
             content=content,
             model_name=self._model_name,
-            usage=UsageInfo(
-                prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids), cache_tokens=0, cost_usd=0.0
-            ),
+            usage=UsageInfo(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids), cache_tokens=0, cost_usd=0.0),
         )
 
     @override

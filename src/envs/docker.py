@@ -20,7 +20,10 @@ def why_no_engine() -> str | None:
     """Why trials cannot run on Docker here; None when they can."""
     if shutil.which("docker") is None:
         return "there is no docker command"
-    for arguments, lack in ((["info", "--format", "{{.ServerVersion}}"], "no engine answers"), (["compose", "version"], "no `docker compose`")):
+    for arguments, lack in (
+        (["info", "--format", "{{.ServerVersion}}"], "no engine answers"),
+        (["compose", "version"], "no `docker compose`"),
+    ):
         try:
             answer = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:

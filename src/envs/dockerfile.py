@@ -189,7 +189,10 @@ def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: 
     for source in sources:
         if re.match(r"(https?|git|ssh)://|git@", source):
             raise refuse(f"fetch {source}")
-        if source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")) and path.read_text().splitlines()[line - 1].strip()[:3].upper() == "ADD":
+        if (
+            source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2"))
+            and path.read_text().splitlines()[line - 1].strip()[:3].upper() == "ADD"
+        ):
             raise refuse(f"unpack {source} with ADD")
         relative = source.lstrip("/") or "."
         matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]

@@ -70,7 +70,8 @@ class HarborTasks:
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
-        check = task_folders.check_for(self.environment_type)
+        self._environment = trial_environment(self.environment_type, settings)
+        check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
@@ -87,7 +88,6 @@ class HarborTasks:
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         clean()
-        self._environment = trial_environment(self.environment_type, settings)
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
         """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
@@ -211,5 +211,3 @@ def _refuse_double_ids(tasks: Sequence[Task]) -> None:
         if task.id in seen:
             raise ConfigError(f"two tasks are called {task.id}: {seen[task.id]} and {task.path}; rename one")
         seen[task.id] = task.path
-
-

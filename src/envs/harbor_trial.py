@@ -130,7 +130,7 @@ class HarborTrial:
         return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=result.trial_name if result else "")
 
 
-async def finish_within[T](work: "asyncio.Future[T] | object", deadline_s: float) -> T:
+async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float) -> T:
     """The result of `work`, which is cancelled past the deadline or with its caller, and then given a moment to free what it holds.
 
     Raises TimeoutError. Harbor itself bounds neither stopping an environment nor collecting logs.

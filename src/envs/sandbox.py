@@ -11,16 +11,18 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import shutil
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, override
+from typing import IO, Any, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_programs
+from src.envs.bubblewrap import Bubblewrap, Limits, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
@@ -144,39 +146,28 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        source = Path(source_dir)
-        target = PurePosixPath(str(target_dir))
-        files = [(path, str(target / path.relative_to(source).as_posix())) for path in sorted(source.rglob("*"))]
-        await self._make_directories([str(target)], mode=None)
-        await self._unpack(files, str(target))
+        target = str(target_dir)
+        await self._make_directories([target], mode=None)
+        await self._unpack(files_below(Path(source_dir), target), target)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        target = Path(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         source = shlex.quote(str(source_path))
         with tempfile.TemporaryFile() as received:
             completed = await self._running.run(f"test -f {source} && head -c {MAX_DOWNLOAD_BYTES} -- {source}", stdout=received)
             if completed.status != 0:
                 raise SandboxError(f"cannot download {source_path}: {_last_line(completed.stderr) or 'no such file'}")
-            received.seek(0)
-            if target.is_symlink():
-                target.unlink()
-            with target.open("wb") as file:
-                while chunk := received.read(2**20):
-                    file.write(chunk)
+            lay_down(received, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        target = Path(target_dir)
-        target.mkdir(parents=True, exist_ok=True)
         source = shlex.quote(str(source_dir))
         with tempfile.TemporaryFile() as received:
-            completed = await self._running.run(f"tar -C {source} --hard-dereference -cf - . | head -c {MAX_DOWNLOAD_BYTES}", stdout=received)
+            archive = f"tar -C {source} --hard-dereference -cf - . | head -c {MAX_DOWNLOAD_BYTES}"
+            completed = await self._running.run(archive, stdout=received)
             if completed.status != 0 or received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: {_last_line(completed.stderr) or 'no such directory'}")
-            received.seek(0)
-            extract_plain_files(received, target)
+            extract_plain_files(received, Path(target_dir))
 
     @property
     def _running(self) -> Bubblewrap:
@@ -209,7 +200,9 @@ class SandboxEnvironment(BaseEnvironment):
             reason = _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
             raise SandboxError(f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}")
 
-    async def _unpack(self, files: list[tuple[Path, str]], what: str, *, mode: int | None = None, directory_wins: str | None = None) -> None:
+    async def _unpack(
+        self, files: list[tuple[Path, str]], what: str, *, mode: int | None = None, directory_wins: str | None = None
+    ) -> None:
         """Lay host files down at absolute places inside; with `directory_wins`, a single file goes into `what` if that is a directory."""
         if not files:
             return
@@ -224,7 +217,7 @@ class SandboxEnvironment(BaseEnvironment):
                 name = shlex.quote(directory_wins)
                 script = (
                     f"if [ -d {quoted} ]; then tar -xOf {inside_path} > {quoted}/{name}; "
-                    f"else mkdir -p \"$(dirname {quoted})\" && {script}; fi"
+                    f'else mkdir -p "$(dirname {quoted})" && {script}; fi'
                 )
             completed = await self._running.run(script)
         finally:
@@ -253,7 +246,7 @@ def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
     return Recipe(environment={})
 
 
-def command_script(command: str, *, cwd: str, environment: dict[str, str] | Any) -> str:
+def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:
     """A bash script that runs `command` there, with that environment. A directory the agent removed must not disable the verifier."""
     quoted = shlex.quote(cwd)
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
@@ -261,8 +254,24 @@ def command_script(command: str, *, cwd: str, environment: dict[str, str] | Any)
     return "\n".join([*lines, command]) + "\n"
 
 
-def extract_plain_files(archive: Any, target: Path) -> None:
+def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
+    """Everything in a host directory, each with its place below `target` inside."""
+    return [(path, str(PurePosixPath(target, path.relative_to(source).as_posix()))) for path in sorted(source.rglob("*"))]
+
+
+def lay_down(received: IO[bytes], target: Path) -> None:
+    """Write downloaded bytes to a file of their own, never through a link that is already there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    received.seek(0)
+    with target.open("xb") as file:
+        shutil.copyfileobj(received, file)
+
+
+def extract_plain_files(archive: IO[bytes], target: Path) -> None:
     """Unpack an archive made by an agent: regular files and directories only, never a link, nothing outside `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    archive.seek(0)
 
     def keep(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         if not (member.isreg() or member.isdir()):

@@ -1,25 +1,28 @@
 """Harbor task folders: find them, check them before any work, and hold some of them out.
 
-    <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
+<task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
 """
 
 from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
+from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.config import NetworkMode, TaskConfig, TaskOS
 from harbor.models.task.task import Task as HarborTask
+from harbor.models.trial.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
 from pydantic import ValidationError
 
 from src.envs.dockerfile import USE_DOCKER
 from src.envs.sandbox import ROOT_USERS, read_recipe
 from src.errors import ConfigError
 from src.trajectory import Task
-
 
 Check = Callable[[Path, TaskConfig], None]  # raises ConfigError for a task that the environment cannot run
 
@@ -72,8 +75,9 @@ def load_task(folder: Path, *, check: Check) -> Task:
     return Task(id=folder.name, path=folder, instruction=task.instruction)
 
 
-def check_for(environment_type: str) -> Check:
-    return check_for_sandbox if environment_type == "sandbox" else check_for_containers
+def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
+    """What a task must meet to run in environments of that type, made with those options."""
+    return check_for_sandbox if environment_type == "sandbox" else partial(check_for_containers, options=options)
 
 
 def check_for_sandbox(folder: Path, config: TaskConfig) -> None:
@@ -95,11 +99,25 @@ def check_for_sandbox(folder: Path, config: TaskConfig) -> None:
     read_recipe(folder / "environment", environment)
 
 
-def check_for_containers(folder: Path, config: TaskConfig) -> None:
-    """ConfigError when there is nothing to build a container from."""
+def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> None:
+    """ConfigError when Harbor's own environment refuses this task: nothing to build from, a network or a device it cannot provide."""
     environment = folder / "environment"
-    if config.environment.docker_image is None and not any((environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")):
+    if config.environment.docker_image is None and not any(
+        (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")
+    ):
         raise ConfigError(f"{environment}: no Dockerfile and no [environment].docker_image; add one of them")
+    try:
+        EnvironmentFactory.create_environment_from_config(
+            config=EnvironmentConfig.model_validate(dict(options)),
+            environment_dir=environment,
+            environment_name=folder.name,
+            session_id="check",
+            trial_paths=TrialPaths(trial_dir=folder / "never-made"),
+            task_env_config=config.environment.model_copy(deep=True),
+            network_policy=config.environment.resolve_baseline(),
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
 
 
 def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[list[Task], list[Task]]:

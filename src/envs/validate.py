@@ -86,6 +86,8 @@ async def _play(task: Task, agent: str, *, environment: Mapping[str, object], di
         return f"not done within {TRIAL_TIMEOUT_S:g} s"
     except VerifierError as error:
         return what_happened(result) or str(error)
+    except Exception as error:  # a trial is a border: one task that cannot be tried must not hide the others
+        return f"{type(error).__name__}: {error}"
 
 
 def run(config: ValidateConfig) -> int:
@@ -99,8 +101,8 @@ def run(config: ValidateConfig) -> int:
         n_parallel_envs=config.n_parallel_envs,
     )
     kind = resolve_environment_type(settings.environment_type)
-    tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind))
     environment = trial_environment(kind, settings)
+    tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind, environment))
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(config.logs_dir or scratch).expanduser()
         verdicts = asyncio.run(validate(tasks, environment=environment, n_parallel=config.n_parallel_envs, directory=directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 
@@ -32,12 +33,14 @@ class ScriptedPolicy(Policy):
     def __init__(self, chat: Chat, scripts: Mapping[str, Sequence[str | BaseException]], *, version: int = 0) -> None:
         self.version = version
         self.prompts: list[list[int]] = []
+        self.was_asked = asyncio.Event()
         self.seeds: list[int | None] = []
         self._chat = chat
         self._scripts = scripts
 
     async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         self.prompts.append(list(prompt_ids))
+        self.was_asked.set()
         self.seeds.append(seed)
         text = self._chat.tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         script = next(script for key, script in self._scripts.items() if key in text)

@@ -49,7 +49,9 @@ async def sandbox(*, share_network: bool = False, limits: Limits | None = None) 
 
 
 @asynccontextmanager
-async def environment(tmp_path: Path, dockerfile: str = "FROM debian\nWORKDIR /app\n", **config: object) -> AsyncIterator[SandboxEnvironment]:
+async def environment(
+    tmp_path: Path, dockerfile: str = "FROM debian\nWORKDIR /app\n", **config: object
+) -> AsyncIterator[SandboxEnvironment]:
     directory = tmp_path / "environment"
     directory.mkdir(exist_ok=True)
     (directory / "Dockerfile").write_text(dockerfile)
@@ -97,7 +99,7 @@ async def test_exec_keeps_harbors_contract(tmp_path: Path) -> None:
         assert (await made.exec("exit 3")).return_code == 3
         with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
             await made.exec("sleep 60", timeout_sec=1)
-        with pytest.raises(SandboxError, match="no user 'alice'.*docker"):
+        with pytest.raises(SandboxError, match=r"no user 'alice'.*docker"):
             await made.exec("true", user="alice")
         assert (await made.exec("id -u", user="root")).stdout == "0\n"
 

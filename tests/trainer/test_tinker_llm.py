@@ -111,7 +111,11 @@ async def test_a_rewritten_history_breaks_the_prefix_once_and_then_grows_exactly
     await conversation.chat("a")
     await conversation.chat("b")
     # As after a summary: an odd number of messages, the first one kept.
-    conversation._messages = [conversation.messages[0], {"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>x</think>s"}]
+    conversation._messages = [
+        conversation.messages[0],
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>x</think>s"},
+    ]
     await conversation.chat("c")
     await conversation.chat("d")
     assert llm.prefix_breaks == 1
