@@ -150,28 +150,46 @@ def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: T
 
 # --- sampling -----------------------------------------------------------------------------------------------------
 
-MIN_SAMPLE_LENGTH = 256
+MIN_PREFILL_LENGTH = 128
+MIN_SEGMENT = 256
 
 
-def sample_lengths(max_context_length: int) -> tuple[int, ...]:
-    """Every prompt length a prefill is compiled for, and every length of cache a decode block reads: doubling, up to the context.
+def prefill_lengths(max_context_length: int) -> tuple[int, ...]:
+    """Every length a prefill is compiled for: doubling, up to the context.
 
-    >>> sample_lengths(2000)
-    (256, 512, 1024, 2000)
-    >>> sample_lengths(1100)  # a last step shorter than the first length joins the one before
-    (256, 512, 1100)
+    >>> prefill_lengths(2000)
+    (128, 256, 512, 1024, 2000)
     """
-    lengths = [MIN_SAMPLE_LENGTH]
-    while max_context_length - 2 * lengths[-1] >= MIN_SAMPLE_LENGTH:
-        lengths.append(2 * lengths[-1])
-    if max_context_length - lengths[-1] >= MIN_SAMPLE_LENGTH:
-        lengths.append(max_context_length)
-    lengths[-1] = max_context_length
+    lengths = [min(MIN_PREFILL_LENGTH, max_context_length)]
+    while lengths[-1] < max_context_length:
+        lengths.append(min(2 * lengths[-1], max_context_length))
     return tuple(lengths)
 
 
-def pad_prompt(prompt: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """[P] int32, the prompt right-padded with zeros to the smallest length that holds it."""
-    padded = np.zeros(next(length for length in lengths if length >= len(prompt)), np.int32)
-    padded[: len(prompt)] = prompt
+def segment_ends(max_context_length: int) -> tuple[int, ...]:
+    """Where the segments of the key-value cache end, which are the lengths of cache a decode block reads: doubling, up to the context.
+
+    >>> segment_ends(2000)
+    (256, 512, 1024, 2000)
+    >>> segment_ends(1100)  # a last segment shorter than the first joins the one before
+    (256, 512, 1100)
+    """
+    ends = [MIN_SEGMENT]
+    while max_context_length - 2 * ends[-1] >= MIN_SEGMENT:
+        ends.append(2 * ends[-1])
+    if max_context_length - ends[-1] >= MIN_SEGMENT:
+        ends.append(max_context_length)
+    ends[-1] = max_context_length
+    return tuple(ends)
+
+
+def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """[T] int32, the tokens right-padded with zeros to the smallest length that holds them."""
+    padded = np.zeros(bucket(len(tokens), lengths), np.int32)
+    padded[: len(tokens)] = tokens
     return padded
+
+
+def bucket(length: int, lengths: Sequence[int]) -> int:
+    """The smallest of `lengths` that is at least `length`."""
+    return next(candidate for candidate in lengths if candidate >= length)

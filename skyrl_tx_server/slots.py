@@ -2,6 +2,9 @@
 
 The only device state is the key-value cache. Everything else about a row lives here and travels with each dispatch, so that a failed
 program costs the rows their cache and nothing more.
+
+A slot keeps its keys and values after its row has left, until another row needs the place. A prompt that begins like the tokens of any
+slot under the same weights is prefilled from there on only: the next turn of a conversation, the other members of a group, a system prompt.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import pad_prompt, sample_lengths
+from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, segment_ends
 from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.qwen3 import Params
 from skyrl_tx_server.ops import Sample, SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.snapshots import SnapshotBank
+from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, Rows, RowSettings, decode_block, prefill
 from skyrl_tx_server.stop_strings import find_stop, load_tokenizer
 
@@ -38,10 +41,26 @@ class _Row:
     settings: SamplingSettings
     seed: int
     stop_tokens: tuple[int, ...]
-    prompt_length: int
+    prompt: np.ndarray  # [P] int32
     max_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Contents:
+    """What a slot's keys and values were computed from."""
+
+    snapshot: SnapshotKey
+    tokens: np.ndarray  # [n] int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prefix:
+    """The first `length` tokens of a prompt, found in `slot`."""
+
+    slot: int
+    length: int
 
 
 class DecodeSlots:
@@ -65,9 +84,11 @@ class DecodeSlots:
         self._max_context_length = max_context_length
         self._dtype = np.dtype(dtype)
         self._model_dir = model_dir
-        self._lengths = sample_lengths(max_context_length)
-        self._block = min(block, self._lengths[0])
+        self._prefill_lengths = prefill_lengths(max_context_length)
+        self._segment_ends = segment_ends(max_context_length)
+        self._block = min(block, self._segment_ends[0])
         self._rows: list[_Row | None] = [None] * num_slots
+        self._parked: dict[int, _Contents] = {}  # what rows that left have left in their slots, longest ago first
         self._tokenizer: Tokenizer | None = None
         self._cache: KVCache = self._empty_cache()
 
@@ -86,8 +107,9 @@ class DecodeSlots:
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
         seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
-        slots = [slot for slot, row in enumerate(self._rows) if row is None][:count]
         adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
+        # prompt logprobs need every position's hidden state, so nothing can be taken from the cache
+        prefix = None if op.prompt_logprobs else self._longest_prefix(self._bank.key(op.weights), op.prompt)
         rows = [
             _Row(
                 ticket=ticket,
@@ -97,18 +119,20 @@ class DecodeSlots:
                 settings=op.settings,
                 seed=seed,
                 stop_tokens=stop_tokens,
-                prompt_length=len(op.prompt),
+                prompt=op.prompt,
                 max_tokens=max_tokens,
             )
             for index, adapter_slot in zip(range(first, first + count), adapter_slots, strict=True)
         ]
+        slots = self._places(count, prefix)
         for slot, row in zip(slots, rows, strict=True):
+            self._parked.pop(slot, None)
             self._rows[slot] = row
         try:
-            logprobs, tokens, token_logprobs = self._prefill(op, slots, rows)
+            logprobs, tokens, token_logprobs = self._prefill(op, slots, rows, prefix)
         except Exception as error:
             for slot in slots:
-                self._free(slot)
+                self._clear(slot)
             self._recover(error)
             raise
         finished = [
@@ -117,7 +141,7 @@ class DecodeSlots:
         ]
         return Admission(
             prompt_logprobs=logprobs if op.prompt_logprobs else None,
-            prompt_cache_hit_tokens=0,
+            prompt_cache_hit_tokens=prefix.length if prefix else 0,
             finished=[row for row in finished if row is not None],
         )
 
@@ -130,10 +154,7 @@ class DecodeSlots:
                 self._extend(slot, tokens[slot][tokens[slot] >= 0].tolist(), logprobs[slot][tokens[slot] >= 0].tolist()) for slot, _ in live
             ]
         except Exception:
-            for slot, row in enumerate(self._rows):
-                if row is not None:
-                    self._free(slot)
-            self._cache = self._empty_cache()
+            self._clear_all()
             raise
         return [row for row in finished if row is not None]
 
@@ -141,40 +162,75 @@ class DecodeSlots:
         """Free the slots of a request."""
         for slot, row in enumerate(self._rows):
             if row is not None and row.ticket == ticket:
-                self._free(slot)
+                self._clear(slot)
 
-    def _prefill(self, op: Sample, slots: Sequence[int], rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _longest_prefix(self, snapshot: SnapshotKey, prompt: np.ndarray) -> _Prefix | None:
+        """Where most of `prompt` lies in the cache already; None where using it would not shorten the prefill."""
+        contents = dict(self._parked)
+        for slot, row in enumerate(self._rows):
+            if row is not None:  # its last token is not in the cache yet
+                contents[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=np.array([*row.prompt, *row.tokens[:-1]], np.int32))
+        found = [
+            _Prefix(slot=slot, length=min(_common_length(content.tokens, prompt), len(prompt) - 1))  # the last token is always computed
+            for slot, content in contents.items()
+            if content.snapshot == snapshot
+        ]
+        longest = max(found, key=lambda prefix: prefix.length, default=None)
+        if longest is None or self._padded(len(prompt) - longest.length) == self._padded(len(prompt)):
+            return None
+        return longest
+
+    def _places(self, count: int, prefix: _Prefix | None) -> list[int]:
+        """Free slots, those first whose contents will be missed least: the parked one that the prompt continues, empty ones, the oldest."""
+        parked = list(self._parked)
+        continued = (
+            [prefix.slot] if prefix and prefix.slot in self._parked and prefix.length == len(self._parked[prefix.slot].tokens) else []
+        )
+        empty = [slot for slot, row in enumerate(self._rows) if row is None and slot not in self._parked]
+        return list(dict.fromkeys([*continued, *empty, *parked]))[:count]
+
+    def _padded(self, length: int) -> int:
+        return bucket(length, self._prefill_lengths)
+
+    def _prefill(
+        self, op: Sample, slots: Sequence[int], rows: Sequence[_Row], prefix: _Prefix | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         padding = self.num_slots - len(rows)
+        cached = prefix.length if prefix else 0
         prompt = Prompt(
-            tokens=pad_prompt(op.prompt, self._lengths),
-            length=np.array(len(op.prompt), np.int32),
+            tokens=pad_tokens(op.prompt[cached:], self._prefill_lengths),
+            length=np.array(len(op.prompt) - cached, np.int32),
+            cached=np.array(cached, np.int32),
+            source=np.array(prefix.slot if prefix else 0, np.int32),
             adapter_index=np.array(rows[0].adapter_slot, np.int32),
             slots=np.array([*slots, *[0] * padding], np.int32),
             num_slots=np.array(len(rows), np.int32),
             want_logprobs=np.array(op.prompt_logprobs),
         )
         settings = self._row_settings([*rows, *[None] * padding])
-        self._cache, outputs = prefill(self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config)
+        self._cache, outputs = prefill(
+            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=self._segments(cached)
+        )
         host = jax.device_get(outputs)
         logprobs = np.full(len(op.prompt), np.nan, np.float32)
-        logprobs[1:] = host.logprobs[: len(op.prompt) - 1]
+        if not cached:
+            logprobs[1:] = host.logprobs[: len(op.prompt) - 1]
         return logprobs, host.first_tokens, host.first_logprobs
 
     def _decode(self, live: Sequence[tuple[int, _Row]]) -> tuple[np.ndarray, np.ndarray]:
         rows = Rows(
             tokens=np.zeros(self.num_slots, np.int32),
-            positions=np.zeros(self.num_slots, np.int32),
+            positions=np.full(self.num_slots, self._max_context_length, np.int32),  # a free slot writes beyond the cache: nowhere
             remaining=np.zeros(self.num_slots, np.int32),
             adapter_indices=np.full(self.num_slots, live[0][1].adapter_slot, np.int32),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
         for slot, row in live:
             rows.tokens[slot] = row.tokens[-1]
-            rows.positions[slot] = row.prompt_length + len(row.tokens) - 1
+            rows.positions[slot] = len(row.prompt) + len(row.tokens) - 1
             rows.remaining[slot] = row.max_tokens - len(row.tokens)
             rows.adapter_indices[slot] = row.adapter_slot
             rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        longest = rows.positions.max()
         self._cache, outputs = decode_block(
             self._cache,
             self._params,
@@ -183,11 +239,15 @@ class DecodeSlots:
             self._row_settings(self._rows),
             config=self._config,
             steps=self._block,
-            segments=1 + next(index for index, length in enumerate(self._lengths) if length >= longest),
+            segments=self._segments(max(int(rows.positions[slot]) for slot, _ in live)),
             one_adapter=bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
         )
         host = jax.device_get(outputs)
         return host.tokens, host.logprobs
+
+    def _segments(self, length: int) -> int:
+        """How many segments of the cache hold its first `length` positions."""
+        return 0 if length == 0 else 1 + self._segment_ends.index(bucket(length, self._segment_ends))
 
     def _row_settings(self, rows: Sequence[_Row | None]) -> RowSettings:
         """Free slots are greedy and unfiltered, which costs nothing."""
@@ -231,23 +291,36 @@ class DecodeSlots:
         return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
 
     def _free(self, slot: int) -> None:
+        """The row of `slot` is complete; what it computed stays for others to begin from."""
+        row = self._rows[slot]
+        assert row is not None
+        tokens = np.array([*row.prompt, *row.tokens[:-1]], np.int32)
+        self._parked[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=tokens)
+        self._rows[slot] = None
+        self._bank.unpin(row.weights)
+
+    def _clear(self, slot: int) -> None:
+        """The row of `slot` has failed, and nobody knows what it left behind."""
         row = self._rows[slot]
         assert row is not None
         self._rows[slot] = None
         self._bank.unpin(row.weights)
 
-    def _recover(self, error: Exception) -> None:
-        """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it."""
-        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
-            return
+    def _clear_all(self) -> None:
         for slot, row in enumerate(self._rows):
             if row is not None:
-                self._free(slot)
+                self._clear(slot)
+        self._parked.clear()
         self._cache = self._empty_cache()
-        raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+            self._clear_all()
+            raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
 
     def _empty_cache(self) -> KVCache:
-        return empty_cache(config=self._config, slots=self.num_slots, ends=self._lengths, dtype=self._dtype)
+        return empty_cache(config=self._config, slots=self.num_slots, ends=self._segment_ends, dtype=self._dtype)
 
     def _checked_max_tokens(self, op: Sample) -> int:
         """How many tokens the request may sample. UserError for what cannot be honoured."""
@@ -279,3 +352,10 @@ class DecodeSlots:
         if any(not stop for stop in settings.stop_strings):
             raise UserError("an empty stop string would stop everything; leave it out")
         return tuple(sorted(tokens))
+
+
+def _common_length(left: np.ndarray, right: np.ndarray) -> int:
+    """How many leading tokens the two share."""
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter

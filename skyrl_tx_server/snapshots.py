@@ -21,6 +21,9 @@ from skyrl_tx_server.model.weights import adapter_from_arrays
 
 BASE_SLOT = 0
 
+type SnapshotKey = tuple[str | None, int]
+"""A name and how often it has been saved: equal keys mean equal weights."""
+
 
 class SnapshotBank:
     """Which snapshot lies in which slot, and the arrays themselves (`arrays`: every leaf [slots + 1, ...])."""
@@ -33,6 +36,7 @@ class SnapshotBank:
         self._slots: dict[str, int] = {}  # least recently used first
         self._free = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()
+        self._saves: Counter[str] = Counter()
         self._dropped: set[str] = set()  # to be forgotten once unpinned
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = jax.device_put(
@@ -48,9 +52,13 @@ class SnapshotBank:
         if not on_disk:
             self._in_memory[weights] = jax.device_get(adapter)
         self._dropped.discard(weights)
+        self._saves[weights] += 1
         slot = self._make_room()
         if slot is not None:  # else every slot is in use: it is loaded when a row needs it
             self._load(weights, adapter, slot)
+
+    def key(self, weights: str | None) -> SnapshotKey:
+        return weights, 0 if weights is None else self._saves[weights]
 
     def pin(self, weights: str | None) -> int:
         """The bank slot of `weights`, kept there until `unpin`. CapacityError: every slot is in use. NotFoundError: it was never saved."""

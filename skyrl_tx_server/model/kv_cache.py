@@ -61,8 +61,29 @@ def segment_starts(segments: Sequence[Segment]) -> list[int]:
     return [sum(lengths[:index]) for index in range(len(lengths))]
 
 
+def read_slot(cache: KVCache, slot: Leaf, segments: int) -> Segment:
+    """One slot's first `segments` segments laid end to end and stacked over layers: leaves [L, 1, K, ...]."""
+
+    def read(layer: tuple[Segment, ...]) -> Segment:
+        rows = [jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), segment) for segment in layer[:segments]]
+        return Segment(
+            keys=jnp.concatenate([row.keys for row in rows], axis=3), values=jnp.concatenate([row.values for row in rows], axis=2)
+        )
+
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *[read(layer) for layer in cache])
+
+
+def join(past: Segment, new: Segment, length: Leaf) -> Segment:
+    """`new` right after the first `length` positions of `past`, in a segment with room for all of both."""
+    more = new.keys.shape[-1]
+    return Segment(
+        keys=jax.lax.dynamic_update_slice_in_dim(jnp.pad(past.keys, ((0, 0), (0, 0), (0, 0), (0, more))), new.keys, length, axis=3),
+        values=jax.lax.dynamic_update_slice_in_dim(jnp.pad(past.values, ((0, 0), (0, 0), (0, more), (0, 0))), new.values, length, axis=2),
+    )
+
+
 def write_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
-    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`."""
+    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`, as far as it fits."""
     slots_R = jnp.asarray(slots_R)
     starts = segment_starts(cache[0])
     length = prompt[0].keys.shape[-1]

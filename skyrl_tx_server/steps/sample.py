@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, segment_of, segment_starts, write_block, write_prompt
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, join, read_slot, segment_of, segment_starts, write_block, write_prompt
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, rows_of
 from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
@@ -23,6 +23,8 @@ from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
 """Prompt logits held at once, 64 MiB in float32."""
+QUERY_BLOCK = 256
+"""Prompt tokens whose attention scores over a cached prefix are in memory at once."""
 MASKED = -1e30
 
 
@@ -41,10 +43,12 @@ class RowSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt and the rows that continue it."""
+    """One prompt and the rows that continue it. Its first `cached` tokens lie in the cache already, in slot `source`."""
 
-    tokens: Leaf  # [P] int32, right-padded
-    length: Leaf  # [] int32
+    tokens: Leaf  # [T] int32, what follows the cached tokens, right-padded
+    length: Leaf  # [] int32, tokens that count in `tokens`
+    cached: Leaf  # [] int32
+    source: Leaf  # [] int32
     adapter_index: Leaf  # [] int32, slot of the bank
     slots: Leaf  # [B] int32; the first `num_slots` count
     num_slots: Leaf  # [] int32
@@ -56,7 +60,7 @@ class Prompt:
 class PromptOutputs:
     """What a prefill returns to the host."""
 
-    logprobs: jax.Array  # [P] float32; entry t is log p(tokens[t + 1] | tokens[: t + 1]); zeros when not wanted
+    logprobs: jax.Array  # [T] float32; entry t is log p(tokens[t + 1] | tokens[: t + 1]); zeros when not wanted
     first_tokens: jax.Array  # [B] int32, the first completion token of each of the prompt's rows
     first_logprobs: jax.Array  # [B] float32
 
@@ -67,7 +71,7 @@ class Rows:
     """The decode slots at the start of a block."""
 
     tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet
-    positions: Leaf  # [B] int32, that token's position = tokens in the cache
+    positions: Leaf  # [B] int32, that token's position = tokens in the cache; the cache's length for a free slot, which is left as it is
     remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
     adapter_indices: Leaf  # [B] int32
     stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
@@ -93,24 +97,30 @@ class _BlockState:
     outputs: BlockOutputs
 
 
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "segments"), donate_argnames=("cache",))
 def prefill(
-    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig
+    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, segments: int
 ) -> tuple[KVCache, PromptOutputs]:
-    """Run a prompt once, copy its keys and values to its rows' slots, and sample each row's first token."""
+    """Run a prompt once, copy its keys and values to its rows' slots, and sample each row's first token.
+
+    The cached tokens must lie within the first `segments` segments; 0 when there are none.
+    """
     adapter = jax.tree.map(lambda leaf: leaf[prompt.adapter_index], bank)
-    tokens = prompt.tokens[None]
+    tokens = jnp.asarray(prompt.tokens)[None]
+    length = tokens.shape[1]
     x = params.embed[tokens]
-    rope = rope_tables(config, jnp.arange(tokens.shape[1])[None], x.dtype)
-    segments = jnp.ones_like(tokens)  # padding comes last, where causality hides it
+    rope = rope_tables(config, prompt.cached + jnp.arange(length)[None], x.dtype)
+    past = read_slot(cache, prompt.source, segments) if segments else None
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
-        return packed_attention(q, k, v, segments), segment_of(k, v)
+    def attend(past: Segment | None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
+        if past is None:  # padding comes last, where causality hides it
+            return packed_attention(q, k, v, jnp.ones_like(tokens)), segment_of(k, v)
+        return _attend_to_past(q, k, v, past, prompt.cached), join(past, segment_of(k, v), prompt.cached)
 
-    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter]) -> tuple[jax.Array, Segment]:
-        return layer(config, x, *weights, rope, attend)
+    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter, Segment | None]) -> tuple[jax.Array, Segment]:
+        return layer(config, x, *weights[:2], rope, partial(attend, weights[2]))
 
-    x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers))
+    x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers, past))
     written = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers)]
     cache = write_prompt(cache, written, prompt.slots, prompt.num_slots)
 
@@ -118,13 +128,13 @@ def prefill(
     logprobs = jax.lax.cond(
         prompt.want_logprobs,
         lambda: _prompt_logprobs(config, params, adapter, hidden, tokens),
-        lambda: jnp.zeros(tokens.shape[1], jnp.float32),
+        lambda: jnp.zeros(length, jnp.float32),
     )
     last = jax.lax.dynamic_slice_in_dim(hidden, prompt.length - 1, 1, axis=1)
     logits = head_logits(config, params, adapter, last)[:, 0]
     rows = prompt.slots.shape[0]
     first_tokens, first_logprobs = choose(
-        jnp.broadcast_to(logits, (rows, logits.shape[1])), settings, jnp.broadcast_to(prompt.length, (rows,))
+        jnp.broadcast_to(logits, (rows, logits.shape[1])), settings, jnp.broadcast_to(prompt.cached + prompt.length, (rows,))
     )
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
@@ -242,6 +252,20 @@ def _attend_and_append(
         values=jax.lax.dynamic_update_slice_in_dim(recent.values, new.values, index, axis=2),
     )
     return _attend(q, [*past, recent], masks), recent
+
+
+def _attend_to_past(q: jax.Array, k: jax.Array, v: jax.Array, past: Segment, cached: Leaf) -> jax.Array:
+    """Causal attention of new tokens, q [1, T, H, hd], over the first `cached` positions of `past` and over themselves."""
+    old = past.keys.shape[-1]
+    keys = jnp.concatenate([past.keys.transpose(0, 3, 1, 2), k], axis=1)
+    values = jnp.concatenate([past.values.transpose(0, 2, 1, 3), v], axis=1)
+    columns = jnp.arange(keys.shape[1])
+    visible = jnp.where(columns < old, columns < cached, columns - old <= jnp.arange(q.shape[1])[:, None])
+    blocks = [
+        jax.nn.dot_product_attention(q[:, at : at + QUERY_BLOCK], keys, values, mask=visible[None, None, at : at + QUERY_BLOCK])
+        for at in range(0, q.shape[1], QUERY_BLOCK)
+    ]
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:

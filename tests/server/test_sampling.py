@@ -113,6 +113,38 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
         assert result.prompt_cache_hit_tokens == 0
 
 
+def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
+    """Only the new tokens of a turn are computed, others may have used the device in between, and the logprobs are still forward's."""
+    history = tokens(300, seed=50)
+    sampled, hits = [], []
+    for turn in range(3):
+        result = run(engine, request(history, max_tokens=20, seed=turn))
+        sequence = result.sequences[0]
+        hits.append(result.prompt_cache_hit_tokens)
+        sampled.append((len(history), sequence.logprobs))
+        history = np.concatenate([history, sequence.tokens, tokens(30, seed=60 + turn)])
+        for other in range(3):  # rows elsewhere decode beside the parked slot and must leave it alone
+            run(engine, request(tokens(40, seed=70 + other), weights="second", max_tokens=30))
+    assert hits == [0, 300 + 19, 300 + 20 + 30 + 19]
+    (logprobs,) = forward_logprobs(engine, [history])
+    for start, own in sampled:
+        np.testing.assert_allclose(own, logprobs[start - 1 : start - 1 + len(own)], atol=1e-4)
+
+
+def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
+    """A group's prompt, and a system prompt in front of different ones; another snapshot begins anew."""
+    system = tokens(400, seed=80)
+    prompts = [system, system, np.concatenate([system, tokens(50, seed=81)]), np.concatenate([system[:350], tokens(9, seed=82)])]
+    futures = [engine.submit(request(prompt)) for prompt in prompts]
+    results = [future.result(TIMEOUT_S) for future in futures]
+    assert [result.prompt_cache_hit_tokens for result in results] == [0, 399, 400, 350]
+    for prompt, result in zip(prompts, results, strict=True):
+        whole = np.concatenate([prompt, result.sequences[0].tokens])
+        np.testing.assert_allclose(forward_logprobs(engine, [whole])[0][len(prompt) - 1 :], result.sequences[0].logprobs, atol=1e-4)
+    assert run(engine, request(system, weights="second")).prompt_cache_hit_tokens == 0
+    assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
+
+
 def test_greedy_takes_the_likeliest_token_every_time(engine: Engine):
     prompt = tokens(20)
     sequence = sample(engine, prompt, temperature=0.0, max_tokens=20)
@@ -227,7 +259,7 @@ def test_requests_that_cannot_be_honoured_are_refused(engine: Engine, prompt: np
 
 
 def test_new_settings_compile_nothing(engine: Engine):
-    """Whatever a request asks for is an array: two prompt lengths, two cache windows, and one adapter or several are all the programs."""
+    """Whatever a request asks for is an array; only lengths and the number of different adapters choose a program."""
     run(engine, request(tokens(10), max_tokens=40))
     before = engine.stats()["programs"]
     for number, max_tokens in enumerate((1, 2, 7, 33, 100)):
