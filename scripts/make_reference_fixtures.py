@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
 from safetensors.numpy import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
