@@ -64,6 +64,11 @@ class HarborTasks:
         seed: int = 0,
     ) -> None:
         """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
+        if settings.enable_summarize and settings.proactive_summarization_threshold >= settings.context_limit:
+            raise ConfigError(
+                f"proactive_summarization_threshold={settings.proactive_summarization_threshold} is not below "
+                f"context_limit={settings.context_limit}, so every turn would be summarised; lower it, or use enable_summarize=False"
+            )
         load_harbor()
         from src.envs import task_folders
 

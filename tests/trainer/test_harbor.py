@@ -316,6 +316,23 @@ def test_tasks_are_held_out_by_name_glob_folder_or_share(tmp_path: Path) -> None
         HarborTasks(settings, chat, folder, eval_tasks=["*"])
 
 
+def test_summarising_every_turn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every turn would be summarised; lower it, or use enable_summarize=False"):
+        source(enable_summarize=True, context_limit=8000)
+
+
+async def test_a_debian_image_needs_no_dockerfile_and_gets_the_files_beside_it(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\n')
+    (folder / "environment" / "Dockerfile").unlink()
+    (folder / "environment" / "word.txt").write_text("hello\n")
+    outcome, _ = await play(tmp_path, solving("cp /srv/word.txt /app/hello.txt"), source(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 1.0
+    (folder / "task.toml").write_text('[environment]\ndocker_image = "postgres:16"\n')
+    with pytest.raises(ConfigError, match="the sandbox cannot stand in for the image postgres:16; use environment_type=docker"):
+        source(folder)
+
+
 def test_environment_kwargs_become_harbors_own_fields() -> None:
     pairs = {"override_cpus": "2", "memory_mb": "512", "network": "true", "force_build": "false", "image": "x:1", "ratio": "0.5"}
     assert environment_options(pairs) == {
