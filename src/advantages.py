@@ -43,6 +43,6 @@ def token_weights(num_tokens_S: Sequence[int], *, reduction: str, max_sequence_l
         case "sequence_mean":
             return [1 / (len(num_tokens_S) * max(1, num_tokens)) for num_tokens in num_tokens_S]
         case "seq_mean_token_sum_norm":
-            return [1 / (len(num_tokens_S) * max_sequence_length)] * len(num_tokens_S)
+            return [1 / (max(1, len(num_tokens_S)) * max_sequence_length)] * len(num_tokens_S)
         case _:
             raise AssertionError(f"unknown loss reduction {reduction}")

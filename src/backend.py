@@ -130,6 +130,14 @@ async def check_model(client: tinker.RestClient, settings: BackendSettings) -> N
         raise ConfigError(f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it")
 
 
+async def _blame_a_dead_server(url: str, error: Exception) -> None:
+    """Whatever a run died of, a server that is gone is the likelier cause."""
+    try:
+        await check_alive(url)
+    except BackendError as gone:
+        raise BackendError(f"the server at {url} no longer answers; start it again and resume (seen first: {error})") from gone
+
+
 class Endpoint:
     """A checked connection, before anything was made on the server."""
 
@@ -164,8 +172,9 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
         await check_model(tinker.RestClient(base_url=url, api_key=key), settings)
         yield Endpoint(service, settings)
         status = "success"
-    except Exception:
+    except Exception as error:
         status = "errored"
+        await _blame_a_dead_server(url, error)
         raise
     finally:
         # The SDK's own context manager would wait on a dead server for minutes, on the event loop.

@@ -127,6 +127,12 @@ class TrainerConfig:
             self.max_tokens < self.context_limit,
             f"max_tokens={self.max_tokens} leaves no room for a prompt in context_limit={self.context_limit}; lower max_tokens",
         )
+        threshold = self.proactive_summarization_threshold
+        _check(
+            not self.enable_summarize or threshold < self.context_limit - self.max_tokens,
+            f"proactive_summarization_threshold={threshold} would summarise every turn of context_limit={self.context_limit}; "
+            "lower it, or set enable_summarize=false",
+        )
 
     @chz.validate
     def _groups_can_be_compared(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from rich.table import Table
 from src.evaluation import Evaluation
 from src.metrics import SOLVED
 from src.rollouts import FinishedGroup
+
+logger = logging.getLogger(__name__)
 
 # What a step's table shows of its metrics, in this order; the rest is in metrics.jsonl.
 SHOWN = (
@@ -38,6 +41,7 @@ class Display:
         self._expected = 0
 
     def say(self, text: str) -> None:
+        logger.info("%s", text)
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def begin(self, what: str, *, num_groups: int, group_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,7 @@ def forget_from(path: Path, step: int) -> None:
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
     """A new run, or the one this folder already belongs to."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # read at import; the run's own output names the folder
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE

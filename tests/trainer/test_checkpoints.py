@@ -1,0 +1,28 @@
+import pytest
+
+from src.checkpoints import JOURNAL, Checkpoint, append, last
+from src.errors import ConfigError
+
+
+def checkpoint(batch):
+    return Checkpoint(name=f"{batch:06d}", batch=batch, epoch=0, final=False, state_path=f"tinker://s/{batch}", sampler_path="tinker://w")
+
+
+def test_the_last_entry_is_where_a_run_goes_on(tmp_path):
+    assert last(tmp_path) is None
+    append(tmp_path, checkpoint(2))
+    append(tmp_path, checkpoint(4))
+    assert last(tmp_path) == checkpoint(4)
+
+
+def test_a_line_cut_by_a_crash_and_keys_of_others_do_no_harm(tmp_path):
+    append(tmp_path, checkpoint(2))
+    journal = tmp_path / JOURNAL
+    journal.write_text(journal.read_text().replace('{"name"', '{"note": "mine", "name"') + '{"name": "0000')
+    assert last(tmp_path) == checkpoint(2)
+
+
+def test_a_line_that_is_no_checkpoint_is_named(tmp_path):
+    (tmp_path / JOURNAL).write_text('{"hello": 1}\n')
+    with pytest.raises(ConfigError, match="holds a line that is no checkpoint"):
+        last(tmp_path)

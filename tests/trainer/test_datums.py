@@ -1,0 +1,70 @@
+import numpy as np
+
+from src.datums import merge_turns, scaled, sequences_of, to_datum, to_datums
+from tests.fakes.trials import turn
+
+
+def test_turns_that_extend_one_another_become_one_sequence():
+    first = turn([1, 2], [10, 11], logprob=-0.25)
+    second = turn([1, 2, 10, 11, 3], [12], logprob=-0.5)
+    [sequence] = sequences_of([first, second], advantage=2.0)
+    assert sequence.tokens.tolist() == [1, 2, 10, 11, 3, 12]
+    assert sequence.sampled.tolist() == [False, False, True, True, False, True]
+    assert sequence.logprobs.tolist() == [0, 0, -0.25, -0.25, 0, -0.5]
+    assert sequence.advantages.tolist() == [0, 0, 2, 2, 0, 2]
+    assert sequence.num_sampled == 3
+
+
+def test_a_datum_is_shifted_by_one_token():
+    [sequence] = sequences_of([turn([1, 2], [10, 11], logprob=-0.25)], advantage=-1.0)
+    datum = to_datum(sequence)
+    assert datum.model_input.to_ints() == [1, 2, 10]
+    inputs = {name: value.to_numpy() for name, value in datum.loss_fn_inputs.items()}
+    assert {name: value.tolist() for name, value in inputs.items()} == {
+        "target_tokens": [2, 10, 11],
+        "logprobs": [0, -0.25, -0.25],
+        "advantages": [0, -1, -1],
+    }
+    assert inputs["target_tokens"].dtype == np.int64 and inputs["advantages"].dtype == np.float32
+
+
+def test_a_rewritten_history_starts_a_new_sequence():
+    first = turn([1, 2], [10])
+    rewritten = turn([1, 9], [11])
+    assert merge_turns([first, rewritten]) == [[first], [rewritten]]
+
+
+def test_a_side_conversation_does_not_break_the_main_one():
+    first, side, second = turn([1], [10]), turn([5], [50]), turn([1, 10, 2], [11])
+    assert merge_turns([first, side, second]) == [[first, second], [side]]
+
+
+def test_a_second_answer_to_the_same_prompt_is_a_sequence_of_its_own():
+    assert len(merge_turns([turn([1], [10]), turn([1], [11])])) == 2
+
+
+def test_every_sampled_token_is_trained_exactly_once():
+    turns = [turn([1], [10, 11]), turn([1, 10, 11, 2], [12]), turn([7], [13, 14]), turn([1, 10, 11, 2, 12, 3], [15])]
+    sequences = sequences_of(turns, advantage=1.0)
+    trained = sorted(token for sequence in sequences for token in sequence.tokens[sequence.sampled].tolist())
+    assert trained == [10, 11, 12, 13, 14, 15]
+
+
+def test_an_empty_completion_adds_no_token():
+    assert sequences_of([turn([1], [])], advantage=1.0) == []
+    [sequence] = sequences_of([turn([1], []), turn([1, 2], [10])], advantage=1.0)
+    assert sequence.tokens.tolist() == [1, 2, 10]
+
+
+def test_sequences_without_advantage_are_not_sent():
+    still = sequences_of([turn([1], [10])], advantage=0.0)
+    moving = sequences_of([turn([1], [11])], advantage=1.0)
+    [datum] = to_datums([*still, *moving])
+    assert datum.loss_fn_inputs["target_tokens"].to_numpy().tolist() == [11]
+
+
+def test_scaling_touches_only_advantages():
+    [sequence] = sequences_of([turn([1], [10, 11])], advantage=2.0)
+    half = scaled(sequence, 0.5)
+    assert half.advantages.tolist() == [0, 1, 1]
+    assert half.logprobs is sequence.logprobs

@@ -1,0 +1,102 @@
+import asyncio
+import math
+
+import pytest
+
+from src.datums import sequences_of, to_datums
+from src.errors import BackendError
+from src.learner import Learner, LearnerSettings
+from tests.fakes.backend import BanditTrainingClient
+from tests.fakes.trials import turn
+
+QUARTER = math.log(0.25)
+
+
+def settings(**changes):
+    options = {
+        "loss_fn": "ppo",
+        "loss_fn_config": {},
+        "learning_rate": 0.5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "weight_decay": 0.1,
+        "grad_clip_norm": 1.0,
+    }
+    return LearnerSettings(**(options | changes))
+
+
+def datums(token, *, logprob=QUARTER, advantage=1.0):
+    return to_datums(sequences_of([turn([9], [token], logprob=logprob)], advantage=advantage))
+
+
+async def test_one_substep_is_one_gradient_and_one_step_with_the_options_given():
+    client = BanditTrainingClient()
+    metrics = await Learner(client, settings()).update([datums(3)])
+    assert client.events == ["forward_backward", "optim_step"]
+    adam = client.adam[0]
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (0.5, 0.9, 0.95, 1e-8)
+    assert (adam.weight_decay, adam.grad_clip_norm) == (0.1, 1.0)
+    # the gradient of log p(3) at uniform logits is (-1/4, -1/4, -1/4, 3/4)
+    assert client.logits.tolist() == pytest.approx([-0.125, -0.125, -0.125, 0.375])
+    assert metrics["optim/grad_norm"] == pytest.approx(math.sqrt(0.75))
+    assert (metrics["optim/lr"], metrics["optim/num_substeps"], metrics["optim/loss"]) == (0.5, 1, pytest.approx(-1))
+
+
+async def test_the_next_substep_is_queued_before_the_last_is_awaited():
+    client = BanditTrainingClient()
+    awaited = []
+    original = client.optim_step
+
+    def slow(adam):
+        step = original(adam)
+
+        async def wait():
+            await asyncio.sleep(0)
+            awaited.append(list(client.events))
+            return await step
+
+        return wait()
+
+    client.optim_step = slow
+    await Learner(client, settings()).update([datums(3), datums(2)])
+    assert awaited[0] == ["forward_backward", "optim_step"] * 2
+
+
+async def test_nothing_to_learn_takes_no_step():
+    client = BanditTrainingClient()
+    metrics = await Learner(client, settings()).update([[], datums(3, advantage=0.0)])
+    assert client.events == []
+    assert metrics["optim/num_substeps"] == 0
+
+
+async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
+    client = BanditTrainingClient()  # says log 1/4 of every token
+    metrics = await Learner(client, settings()).update([[*datums(3, logprob=QUARTER + 0.2), *datums(2, logprob=QUARTER - 0.4)]])
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-0.1, abs=1e-6)
+    assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * (0.04 + 0.16) / 2, abs=1e-6)
+    assert metrics["optim/entropy"] == pytest.approx(-QUARTER + 0.1, abs=1e-6)
+    assert metrics["policy/rollout_train_logprobs_abs_diff_max"] == pytest.approx(0.4, abs=1e-6)
+    assert metrics["optim/clip_frac"] == 0.5  # exp(-0.2) = 0.819 is inside 0.8..1.2, exp(0.4) = 1.49 is not
+
+
+@pytest.mark.parametrize(("loss_fn", "config", "clipped"), [("cispo", {"clip_high_threshold": 1.6}, 0.0), ("ppo", {}, 1.0)])
+async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
+    learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
+    assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
+
+
+async def test_losses_that_do_not_clip_report_no_clipping():
+    metrics = await Learner(BanditTrainingClient(), settings(loss_fn="importance_sampling")).update([datums(2)])
+    assert "optim/clip_frac" not in metrics
+
+
+async def test_a_failing_server_is_a_backend_error():
+    client = BanditTrainingClient()
+
+    async def fail():
+        raise OSError("gone")
+
+    client.optim_step = lambda adam: fail()
+    with pytest.raises(BackendError, match="training: OSError: gone"):
+        await Learner(client, settings()).update([datums(3)])

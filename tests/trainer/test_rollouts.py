@@ -1,0 +1,149 @@
+import asyncio
+
+import pytest
+
+from src.errors import TrainerError
+from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, trial_seed
+from src.trajectory import FailureKind
+from tests.fakes.trials import FakeTasks, failure, task, trajectory
+
+A, B = task("a"), task("b")
+
+
+def plan(tmp_path, **changes):
+    options = {"step": 3, "purpose": "step", "group_size": 2, "temperature": 0.7, "directory": tmp_path}
+    return RolloutPlan(**(options | changes))
+
+
+async def play(tmp_path, play, *, tasks=(A, B), parallel=8, timeout=None, **changes):
+    source = FakeTasks(train=tasks, play=play)
+    heard = []
+    rollouts = Rollouts(source, RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=timeout, seed=0))
+    groups = await rollouts.play(tasks, None, plan(tmp_path, **changes), heard.append)
+    return groups, source.made, heard
+
+
+async def win(trial, policy):
+    return trajectory(trial.task.id, 1.0)
+
+
+async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path):
+    async def slow_a(trial, policy):
+        await asyncio.sleep(0.02 if trial.task is A else 0)
+        return await win(trial, policy)
+
+    groups, made, heard = await play(tmp_path, slow_a)
+    assert [(group.task.id, group.rewards) for group in groups] == [("a", [1, 1]), ("b", [1, 1])]
+    assert [finished.group.task.id for finished in heard] == ["b", "a"]
+    assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
+
+
+async def test_never_more_trials_at_once_than_asked_for(tmp_path):
+    running = most = 0
+
+    async def count(trial, policy):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return await win(trial, policy)
+
+    await play(tmp_path, count, parallel=3, group_size=5)
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "tries"),
+    [(FailureKind.SANDBOX, 2), (FailureKind.BACKEND, 2), (FailureKind.VERIFIER, 2), (FailureKind.AGENT, 1), (FailureKind.HARBOR, 1)],
+)
+async def test_infrastructure_failures_get_one_more_trial_with_the_same_seed(tmp_path, kind, tries):
+    async def fail_a(trial, policy):
+        return failure("a", kind) if trial.task is A else await win(trial, policy)
+
+    groups, made, _ = await play(tmp_path, fail_a, group_size=1)
+    of_a = [trial.seed for trial in made if trial.task is A]
+    assert len(of_a) == tries and len(set(of_a)) == 1
+    assert [failed.kind for failed in groups[0].failures] == [kind]
+
+
+async def test_a_second_trial_can_still_win(tmp_path):
+    lost = []
+
+    async def fail_first(trial, policy):
+        if not lost:
+            lost.append(trial)
+            return failure("a")
+        return await win(trial, policy)
+
+    [group], _, _ = await play(tmp_path, fail_first, tasks=(A,))
+    assert group.rewards == [1, 1] and not group.failures
+
+
+async def test_a_trial_that_overruns_the_deadline_is_cancelled_and_counted(tmp_path):
+    freed = []
+
+    async def hang(trial, policy):
+        if trial.task is B:
+            return await win(trial, policy)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            freed.append(trial)
+
+    groups, _, _ = await play(tmp_path, hang, timeout=0.01, group_size=1)
+    assert groups[0].failures[0].kind is FailureKind.TIMEOUT
+    assert groups[0].failures[0].message == "not finished after 0.01 s"
+    assert len(freed) == 1
+
+
+async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
+    async def break_a(trial, policy):
+        if trial.task is A:
+            raise KeyError("oops")
+        return await win(trial, policy)
+
+    groups, _, _ = await play(tmp_path, break_a, group_size=1)
+    assert (groups[0].failures[0].kind, groups[0].failures[0].message) == (FailureKind.HARBOR, "KeyError: 'oops'")
+    assert groups[1].rewards == [1]
+
+
+async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
+    async def fail(trial, policy):
+        return failure("a", FailureKind.AGENT, "odd") if trial.task is A else failure("b", FailureKind.SANDBOX, "no tmux")
+
+    with pytest.raises(TrainerError, match="none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"):
+        await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
+
+
+async def test_cancelling_cancels_every_trial(tmp_path):
+    freed = []
+    started = asyncio.Event()
+
+    async def hang(trial, policy):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            freed.append(trial)
+
+    running = asyncio.ensure_future(play(tmp_path, hang))
+    await asyncio.wait_for(started.wait(), 5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(freed) == 4
+
+
+def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
+    here = trial_seed(0, plan(tmp_path), "a", 0)
+    assert here == trial_seed(0, plan(tmp_path), "a", 0) and 0 <= here < 2**31
+    others = [
+        trial_seed(1, plan(tmp_path), "a", 0),
+        trial_seed(0, plan(tmp_path, step=4), "a", 0),
+        trial_seed(0, plan(tmp_path), "b", 0),
+        trial_seed(0, plan(tmp_path), "a", 1),
+        trial_seed(0, plan(tmp_path, purpose="eval"), "a", 0),
+    ]
+    assert len({here, *others}) == 6
+    assert trial_seed(0, plan(tmp_path, purpose="eval", step=9), "a", 0) == others[-1]

@@ -1,0 +1,63 @@
+import json
+import math
+import subprocess
+import sys
+
+from src.tracking import forget_from, open_run_log, recorded
+
+
+def log(path, steps, *, repeat_from=0):
+    with open_run_log(path, project=None, name="n", config={}, repeat_from=repeat_from) as run_log:
+        for step in steps:
+            run_log.log(step, {"reward": step / 10})
+
+
+def test_each_step_is_one_object(tmp_path):
+    log(tmp_path, [0, 1])
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 0, "reward": 0.0},
+        {"step": 1, "reward": 0.1},
+    ]
+    assert recorded(tmp_path / "metrics.jsonl", "reward") == {0: 0.0, 1: 0.1}
+    assert recorded(tmp_path / "metrics.jsonl", "other") == {}
+
+
+def test_what_is_not_a_number_stays_valid_json(tmp_path):
+    with open_run_log(tmp_path, project=None, name="n", config={}, repeat_from=0) as run_log:
+        run_log.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
+
+
+def test_steps_that_are_repeated_are_logged_once(tmp_path):
+    log(tmp_path, [0, 1, 2, 3])
+    log(tmp_path, [2, 3], repeat_from=2)
+    assert list(recorded(tmp_path / "metrics.jsonl", "reward")) == [0, 1, 2, 3]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "reward": 1.0}\n{"step": 1, "rew')
+    forget_from(path, 5)
+    assert path.read_text() == '{"step": 0, "reward": 1.0}\n'
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from src.tracking import open_run_log
+for start in (0, 2):
+    with open_run_log(Path(sys.argv[1]), project="p", name="my-run", config={"seed": 1}, repeat_from=start) as log:
+        log.log(start, {"reward": 0.5})
+        log.log(start + 1, {"reward": 0.75})
+"""
+
+
+def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(tmp_path):
+    environment = {"WANDB_MODE": "offline", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", OFFLINE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    run_id = (tmp_path / "wandb_id.txt").read_text().strip()
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert files and all(b"reward" in path.read_bytes() for path in files)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
