@@ -6,7 +6,8 @@
 
 The requests directory is bound read-only (writing into a FIFO needs no writable mount), so the sandbox has no host file to fill, plant
 links in or delete. Pid 1 cannot be killed from inside. It ends when its stdin closes, bubblewrap is told to die with the trainer, and the
-kernel kills every process of a pid namespace with its pid 1: nothing survives the trainer, `kill -9` included.
+kernel kills every process of a pid namespace with its pid 1: nothing survives the trainer, `kill -9` included. ("With the trainer" is, to
+the kernel, with the thread that started the sandbox: start sandboxes from the event loop's thread, never from a passing one.)
 
 The root is a tmpfs of limited size; the host's /usr is there read-only, nothing else of the host is. Limits are per process (address space
 in use, size of one file, and for an ordinary user the number of processes); CPU time and the sum over processes are not limited. This keeps
@@ -20,6 +21,8 @@ import contextlib
 import itertools
 import os
 import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -248,6 +251,25 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, share_n
     if limits.memory_mb is not None:
         ulimits.append(f"ulimit -d {limits.memory_mb * 1024}")
     return [*command, "--chdir", "/", "--", "/usr/bin/bash", "--norc", "-c", EXEC_SERVER.format(limits="\n".join(ulimits))]
+
+
+def why_no_sandbox() -> str | None:
+    """Why no sandbox can run here; None when one just did."""
+    if missing := missing_programs():
+        return f"it needs the packages {' '.join(missing)}"
+    with tempfile.TemporaryDirectory() as place:
+        requests, skeleton = Path(place, "requests"), Path(place, "skeleton")
+        requests.mkdir()
+        skeleton.mkdir()
+        command = bubblewrap_command(requests=requests, skeleton=skeleton, hostname="probe", share_network=False, limits=Limits())
+        try:
+            probe = subprocess.run(command, input=b"", capture_output=True, timeout=START_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return f"bubblewrap does not start within {START_TIMEOUT_S} s"
+    if probe.stdout == b"ready\n":
+        return None
+    reason = probe.stderr.decode(errors="replace").strip().splitlines()
+    return f"bubblewrap cannot start ({reason[-1] if reason else 'no message'}); it needs user namespaces"
 
 
 def missing_programs() -> list[str]:

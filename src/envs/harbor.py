@@ -15,7 +15,7 @@ from pathlib import Path
 
 from src.chat import Chat
 from src.envs.base import Trial
-from src.envs.bubblewrap import missing_programs
+from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
 from src.envs.run_directory import run_directory
@@ -132,8 +132,8 @@ def resolve_environment_type(name: str) -> str:
     if name == "auto":
         name = "sandbox" if why_no_engine() else "docker"
     if name == "sandbox":
-        if missing := missing_programs():
-            raise ConfigError(f"the sandbox needs the packages {' '.join(missing)}: install them, or use environment_type=docker")
+        if reason := why_no_sandbox():
+            raise ConfigError(f"environment_type=sandbox: {reason}; mend that, or use environment_type=docker")
     elif name == "docker":
         if reason := why_no_engine():
             raise ConfigError(f"environment_type=docker: {reason}; start Docker, or use environment_type=sandbox")

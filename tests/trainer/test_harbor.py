@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import missing_programs
+from src.envs.bubblewrap import why_no_sandbox
 from src.envs.harbor import HarborSettings, HarborTasks, environment_options, resolve_environment_type
 from src.envs.run_directory import run_directory
 from src.envs.validate import main as validate
@@ -22,7 +22,8 @@ from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailu
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
-pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"missing on this machine: {missing_programs()}")
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 TASKS = Path(__file__).resolve().parents[1] / "tasks"
 HELLO = TASKS / "hello-file"
@@ -355,6 +356,9 @@ def test_an_environment_this_machine_lacks_is_refused_early(monkeypatch: pytest.
     assert resolve_environment_type("auto") == "sandbox"
     with pytest.raises(ConfigError, match="environment_type=docker: no engine answers; start Docker, or use environment_type=sandbox"):
         resolve_environment_type("docker")
+    monkeypatch.setattr("src.envs.harbor.why_no_sandbox", lambda: "bubblewrap cannot start")
+    with pytest.raises(ConfigError, match="environment_type=sandbox: bubblewrap cannot start; mend that, or use environment_type=docker"):
+        resolve_environment_type("auto")
     monkeypatch.setattr("src.envs.harbor.why_no_engine", lambda: None)
     assert resolve_environment_type("auto") == "docker"
 

@@ -19,14 +19,15 @@ import pytest
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, bubblewrap_command, missing_programs
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, bubblewrap_command, why_no_sandbox
 from src.envs.dockerfile import parse_dockerfile
 from src.envs.run_directory import root_directory, run_directory, sweep
 from src.envs.sandbox import SandboxEnvironment, wants_network
 from src.envs.skeleton import build_skeleton
 from src.errors import ConfigError, SandboxError
 
-pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"missing on this machine: {missing_programs()}")
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 LABEL = f"test-{os.getpid()}"
 ROOT = Path(__file__).resolve().parents[2]
