@@ -391,7 +391,7 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
 
 def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
     """An instance that applies the filters `names` in order and writes, or appends (`to_end`), the result to another file."""
-    lines = words.lines(9)
+    lines = words.lines(words.random.randint(20, 26))
     filters = [a_filter(name, words, lines) for name in names]
     source, target = text_file(words), text_file(words)
     files = {source: "\n".join(lines) + "\n"}

@@ -27,8 +27,8 @@ class Pool(StrEnum):
     HELD_OUT = "held-out"
 
 
-COUNTS = {Pool.TRAIN: (2, 3, 5, 6), Pool.HELD_OUT: (4, 7)}
-MODES = {Pool.TRAIN: ("600", "700", "755", "444", "500"), Pool.HELD_OUT: ("640", "750", "604")}
+HELD_OUT_COUNTS = frozenset({4, 7, 12, 15})
+LARGEST_COUNT = 18
 TEXT_ENDINGS = (".txt", ".csv", ".log", ".md", ".dat")
 
 
@@ -52,10 +52,12 @@ class Words:
         return self._fresh(lambda: str(self.random.randint(100, 9999)))
 
     def count(self) -> int:
-        return self.random.choice(COUNTS[self.pool])
+        held_out = self.pool is Pool.HELD_OUT
+        return self.random.choice([count for count in range(2, LARGEST_COUNT + 1) if (count in HELD_OUT_COUNTS) == held_out])
 
     def mode(self) -> str:
-        return self.random.choice(MODES[self.pool])
+        """Permissions that let the owner read, other than a new file's."""
+        return self._fresh(lambda: self.random.choice("4567") + self.random.choice("01234567") + self.random.choice("01234567"))
 
     def lines(self, number: int) -> list[str]:
         """File content: lines of one or two words."""
@@ -64,6 +66,6 @@ class Words:
     def _fresh(self, draw: Callable[[], str]) -> str:
         while True:
             word = draw()
-            if word not in self.used | NOT_NAMES and pool_of(word) is self.pool:
+            if word not in self.used | NOT_NAMES | {"644"} and pool_of(word) is self.pool:
                 self.used.add(word)
                 return word

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-tail -n 4 kere.csv >> zema.md
+tail -n 15 midogi.md >> sosa_tami.log

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-tail -n 4 nolu_kukise.txt >> beme.log
+tail -n 4 tazufa.log >> lereno.md

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-wc -l < pugira.log > latu_pepu.dat
+wc -l < bavova.txt > paneka.csv

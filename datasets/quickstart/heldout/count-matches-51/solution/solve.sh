@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep kide pobe.dat | wc -l > dimofi.csv
+grep nogose zoboto.md | wc -l > deni.log

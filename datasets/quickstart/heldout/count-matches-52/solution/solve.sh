@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep buze buvo.txt | wc -l > zetima.md
+grep fufe zide.dat | wc -l > filidu.md

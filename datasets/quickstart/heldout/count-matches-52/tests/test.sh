@@ -1,16 +1,33 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f zetima.md ] && [ "$(cat zetima.md)" = '4' ] &&
-  [ -f buvo.txt ] && [ "$(cat buvo.txt)" = 'rati
+if [ -f filidu.md ] && [ "$(cat filidu.md)" = '4' ] &&
+  [ -f zide.dat ] && [ "$(cat zide.dat)" = 'rati
 vodova
 dati nane
 kepa
-zabe buze
-lopa buze
+lilezo pipare
+lusa
 pano lofefi
-retive buze
-buze gazuzo' ]; then
+fufe dini
+vuge
+buze
+fufe bamoza
+bozi
+kekena piso
+zoze
+namo puzuvo
+pilele viza
+tabova
+saboso gosi
+telo sesile
+fufe givo
+dida boda
+zone
+nuri sami
+batalu goleso
+tabu megisi
+fufe tini' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

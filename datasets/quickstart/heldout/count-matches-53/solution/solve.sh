@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep mala kibi.log | wc -l > kage.csv
+grep nibo sivo.csv | wc -l > soma.log

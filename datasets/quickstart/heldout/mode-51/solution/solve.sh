@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-chmod 604 petuba/geri.dat
+chmod 464 petuba/geri.dat

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort pumu.log | grep beta > vigi.txt
+sort revi.dat | grep sumota > tisaku.csv

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-mv sari.csv kuni.csv && chmod 604 gemeso.csv
+mv sari.csv kuni.csv && chmod 460 gemeso.csv

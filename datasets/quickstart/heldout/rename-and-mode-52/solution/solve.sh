@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-mv lesi.md zomu.md && chmod 750 tepure.dat
+mv lesi.md zomu.md && chmod 634 tepure.dat

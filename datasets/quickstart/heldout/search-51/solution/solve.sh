@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep botezu gini.dat > doda.txt
+grep dale femize.txt > tebi.txt

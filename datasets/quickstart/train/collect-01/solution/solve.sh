@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-head -n 6 tomu.csv >> vore.dat
+head -n 16 pefi.md >> poni.dat

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep lerudo sovu_pomo.log >> budobu.dat
+grep dika zozolu.csv >> losa.csv

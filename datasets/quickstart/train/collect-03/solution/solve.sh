@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep zozupo kimo.txt >> dari.csv
+grep dazuvu zipu.txt >> guzi.log

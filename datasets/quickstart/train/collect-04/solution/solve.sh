@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep nipala gapetu_vemavo.csv >> pedo.dat
+grep laligu luguku_lopo.log >> lisibo.dat

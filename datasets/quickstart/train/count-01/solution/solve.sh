@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-wc -l < dano.dat > togu.txt
+wc -l < gimone.csv > tiga.dat

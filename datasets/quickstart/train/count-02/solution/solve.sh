@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-wc -l < lere.txt > mesoru.txt
+wc -l < kidimo.csv > nasu.csv

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-head -n 6 fema_navi.dat > fuko.txt
+head -n 5 pube.txt > ridiso.txt

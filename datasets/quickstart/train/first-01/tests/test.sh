@@ -1,13 +1,12 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f fuko.txt ] && [ "$(cat fuko.txt)" = 'todisu
+if [ -f ridiso.txt ] && [ "$(cat ridiso.txt)" = 'todisu
 gafi bazu
 gadesu
 redu
-tasi logi
-toge kuza' ] &&
-  [ -f fema_navi.dat ] && [ "$(cat fema_navi.dat)" = 'todisu
+tasi logi' ] &&
+  [ -f pube.txt ] && [ "$(cat pube.txt)" = 'todisu
 gafi bazu
 gadesu
 redu
@@ -15,7 +14,22 @@ tasi logi
 toge kuza
 guvuko
 zuvove tokilu
-mono sovi' ]; then
+mono sovi
+fema petu
+vana vibufu
+mesufi
+zani
+kofu
+lepi nidubu
+navi mirure
+moke siga
+papove furi
+kulu rutoke
+natu
+foba
+vokoba pafoda
+zeto pevi
+bofale' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-head -n 6 sepo.md > tivu.log
+head -n 11 vodaki.dat > nebi_rube.md

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-tail -n 3 kabi_nofosu.dat > sara.log
+tail -n 5 saliko.csv > vetu.dat

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-tail -n 5 desu.log > vuve.dat
+tail -n 3 radi.txt > vupi_zoti.log

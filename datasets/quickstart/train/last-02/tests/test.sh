@@ -1,12 +1,10 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f vuve.dat ] && [ "$(cat vuve.dat)" = 'buta
-gavima bevu
-litema lozi
-poru bemo
-puge' ] &&
-  [ -f desu.log ] && [ "$(cat desu.log)" = 'nuze tabena
+if [ -f vupi_zoti.log ] && [ "$(cat vupi_zoti.log)" = 'gizi
+guti gakoma
+pove tukiri' ] &&
+  [ -f radi.txt ] && [ "$(cat radi.txt)" = 'bena
 lito fabi
 pina labe
 sinabi tiki
@@ -14,7 +12,20 @@ buta
 gavima bevu
 litema lozi
 poru bemo
-puge' ]; then
+puge
+desu nefe
+suza limu
+lozaga
+fimutu rega
+tafa pazo
+kafi
+dene
+guli kuge
+rebiti goro
+nalipo
+gizi
+guti gakoma
+pove tukiri' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

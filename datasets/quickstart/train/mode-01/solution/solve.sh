@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-chmod 755 paba/medo_ninu.dat
+chmod 510 paba/medo_ninu.dat

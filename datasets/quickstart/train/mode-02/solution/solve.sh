@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-chmod 444 duvo/sano.txt
+chmod 730 duvo/sano.txt

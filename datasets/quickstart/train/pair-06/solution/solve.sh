@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-chmod 444 sama.log && cp leku.csv luve.csv
+chmod 776 sama.log && cp toko.md ralota.dat

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-tail -n 2 tafuti_biro.md | wc -l > gavazu.md
+tail -n 13 moka.dat | wc -l > lota.csv

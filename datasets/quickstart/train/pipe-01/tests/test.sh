@@ -1,8 +1,8 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f gavazu.md ] && [ "$(cat gavazu.md)" = '2' ] &&
-  [ -f tafuti_biro.md ] && [ "$(cat tafuti_biro.md)" = 'kofu
+if [ -f lota.csv ] && [ "$(cat lota.csv)" = '13' ] &&
+  [ -f moka.dat ] && [ "$(cat moka.dat)" = 'kofu
 pide sake
 vibula bote
 kuku
@@ -10,7 +10,23 @@ labe posegi
 nofu
 kazofo diteze
 mifi reboro
-nafamo' ]; then
+nafamo
+motafu
+tobi vozi
+zusa
+leri siva
+buviba dakiva
+leke vomuri
+naza
+pikipo diko
+noza tupo
+pazali
+kiba dulo
+vivu sado
+butedu
+rame fezo
+lisi bolago
+pufusa' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

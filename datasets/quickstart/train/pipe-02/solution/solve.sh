@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-head -n 2 fege.dat | sort > kego.dat
+head -n 18 limi.dat | sort > mititu.log

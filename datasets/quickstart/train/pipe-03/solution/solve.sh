@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort betubo.txt | tail -n 2 > zurovu.log
+sort getama.md | tail -n 5 > nuvi.dat

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort gerude.log | head -n 5 > tegu.md
+sort dupo_potu.md | head -n 2 > vubi.log

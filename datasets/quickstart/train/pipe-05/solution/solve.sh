@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort lobe.dat | wc -l > bafe.csv
+sort zida.csv | wc -l > mova.log

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-head -n 6 tuboni_bizore.txt | grep gibi > koma.log
+head -n 6 vegi.md | grep ralide > mati.md

@@ -1,18 +1,28 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f koma.log ] && [ "$(cat koma.log)" = 'razupi gibi
-pima gibi
-gibi dizo' ] &&
-  [ -f tuboni_bizore.txt ] && [ "$(cat tuboni_bizore.txt)" = 'razupi gibi
-dapafe mase
-vapi
-pima gibi
-pupobi tifi
-gibi dizo
+if [ -f mati.md ] && [ "$(cat mati.md)" = 'ralide lada' ] &&
+  [ -f vegi.md ] && [ "$(cat vegi.md)" = 'nimo
+feti
+pifo
+ralide lada
+gosuti dora
 pela
-gibi buge
-zufuti mumu' ]; then
+gasi bepi
+zufuti mumu
+kibiru ralide
+timera zupimu
+pima libu
+tuboni
+bizore
+vomo ralide
+gona
+sunupi tiru
+poke zuko
+lupo
+pava
+kenu ralide
+vimu' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

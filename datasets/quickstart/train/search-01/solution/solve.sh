@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep lodu radara.txt > loro.dat
+grep mopi lake.csv > kosa.txt

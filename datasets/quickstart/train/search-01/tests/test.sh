@@ -1,19 +1,36 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f loro.dat ] && [ "$(cat loro.dat)" = 'lodu time
-bifi lodu
-lodu bira
-zoteva lodu' ] &&
-  [ -f radara.txt ] && [ "$(cat radara.txt)" = 'lodu time
-bifi lodu
+if [ -f kosa.txt ] && [ "$(cat kosa.txt)" = 'lisu mopi
+mopi vedi
+didama mopi
+mopi lagezo' ] &&
+  [ -f lake.csv ] && [ "$(cat lake.csv)" = 'lisu mopi
+veba bivole
 pafe mumo
-bene
+mopi vedi
 zutanu nobu
-lodu bira
-zoteva lodu
+besapa rafamu
+supale fepoko
 sivuno
-kamo' ]; then
+kamo
+lodu dino
+dobifo
+bira
+gabifi zozo
+rada ragada
+pero zosade
+didama mopi
+refa zobe
+mopi lagezo
+bifepa
+toreve
+boloko
+mine povote
+lugo
+fivovi
+pefafu luzu
+fipa' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-grep vemota reni_sapovi.md > romo.csv
+grep basoku goga.txt > zitazo.csv

@@ -1,19 +1,33 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f romo.csv ] && [ "$(cat romo.csv)" = 'mosa vemota
-vemota ruri
-vemota nigu
-vemota gepava' ] &&
-  [ -f reni_sapovi.md ] && [ "$(cat reni_sapovi.md)" = 'mosa vemota
-golugu
-taru seka
-zobelu
-vemota ruri
-vemota nigu
+if [ -f zitazo.csv ] && [ "$(cat zitazo.csv)" = 'veno basoku
+basoku vazose
+malo basoku
+gaveno basoku' ] &&
+  [ -f goga.txt ] && [ "$(cat goga.txt)" = 'tido
+koboke bivugo
+gurazu
+zasita zeni
+kadela seru
+buve
 kefozo luvu
+timo fopuva
+rasu
 vemota gepava
-rasu' ]; then
+ruri safufi
+vebini nidide
+lega sapo
+zaza sedeve
+voto
+gumi
+mikedu
+minapa
+veno basoku
+basoku vazose
+malo basoku
+kafi golo
+gaveno basoku' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort zozura.dat > niru.dat
+sort saga.md > solu.log

@@ -1,24 +1,50 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f niru.dat ] && [ "$(cat niru.dat)" = 'dosu nude
+if [ -f solu.log ] && [ "$(cat solu.log)" = 'befe diki
+dosu nude
+figi
 fiva sana
-guno ribi
-koma zupi
-nuto
-redo
-sukuvi
+gode puko
+gupitu dekaro
+kape gupa
+kevu
+mare
+nodifi
+pagu seni
+pubo ribi
+redofu
+rupe
+samanu natu
+sode nedo
+toza
 tozefo
-vasi fevo' ] &&
-  [ -f zozura.dat ] && [ "$(cat zozura.dat)" = 'koma zupi
-guno ribi
-vasi fevo
-sukuvi
-redo
-nuto
+vute niruse
+zogaru
+zosu kuvibu
+zozura' ] &&
+  [ -f saga.md ] && [ "$(cat saga.md)" = 'mare
+pagu seni
+befe diki
+zosu kuvibu
+redofu
+toza
 tozefo
 fiva sana
-dosu nude' ]; then
+dosu nude
+zozura
+vute niruse
+gupitu dekaro
+nodifi
+rupe
+figi
+kevu
+zogaru
+gode puko
+sode nedo
+pubo ribi
+samanu natu
+kape gupa' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

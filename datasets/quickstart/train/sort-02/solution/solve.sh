@@ -1,3 +1,3 @@
 #!/bin/bash
 cd /app
-sort mudo_nase.txt > toleba_muba.csv
+sort tugapi.log > masa.csv

@@ -1,24 +1,50 @@
 #!/bin/bash
 # Grades what is on disk, not how it got there.
 cd /app || exit 1
-if [ -f toleba_muba.csv ] && [ "$(cat toleba_muba.csv)" = 'bimevo mifeli
+if [ -f masa.csv ] && [ "$(cat masa.csv)" = 'bafe
+bame
 dizosu nefe
-feso suro
+futo
 giko
-mimo kini
+kaza
+kiku fefi
+kinini sofumi
+leto gesi
+limi linu
+mevo
+mudo
+nimo
+pelena
 rakuba zuvu
-siroze netepa
-sofumi kasufu
-vobile duge' ] &&
-  [ -f mudo_nase.txt ] && [ "$(cat mudo_nase.txt)" = 'vobile duge
-mimo kini
-sofumi kasufu
-siroze netepa
-bimevo mifeli
-feso suro
+rebu
+rozene paso
+rubiti futi
+suro
+temi gadase
+vutu
+zezo gonone' ] &&
+  [ -f tugapi.log ] && [ "$(cat tugapi.log)" = 'leto gesi
+kinini sofumi
+futo
+kaza
+rozene paso
+mevo
+limi linu
+vutu
+nimo
+suro
 giko
 rakuba zuvu
-dizosu nefe' ]; then
+dizosu nefe
+mudo
+bafe
+bame
+pelena
+temi gadase
+kiku fefi
+rubiti futi
+rebu
+zezo gonone' ]; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

@@ -1,0 +1,119 @@
+"""How often the model solves each family: python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
+
+Real Terminus-2 trials in real sandboxes; the model is sampled by the server's engine in this process. No training, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from scripts.quickstart.make_tasks import ROOT
+from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
+from src.chat import load_chat
+from src.envs.harbor import HarborSettings, HarborTasks
+from src.trajectory import StopReason, Task, Trajectory, Turn
+
+PARALLEL_TRIALS = 16
+
+
+class EnginePolicy:
+    """What a trial needs of `src.policy.Policy`, straight from an engine."""
+
+    version = 0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        settings = SamplingSettings(
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), stop_at_eos=False
+        )
+        operation = Sample(weights=None, prompt=np.asarray(prompt_ids, np.int32), settings=settings)
+        result = await asyncio.wrap_future(self._engine.submit(operation))
+        assert isinstance(result, SampleResult)
+        [sequence] = result.sequences
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=sequence.tokens.tolist(),
+            logprobs=sequence.logprobs.tolist(),
+            stop_reason=StopReason(sequence.stop_reason),
+            policy_version=0,
+        )
+
+
+async def evaluate(source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float) -> list[Trajectory]:
+    """`samples` graded trials of every task; trials without a grade are reported and left out."""
+    free = asyncio.Semaphore(PARALLEL_TRIALS)
+
+    async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
+        async with free:
+            result = await source.trial(task, directory=directory, seed=seed, temperature=temperature).run(policy)  # type: ignore[arg-type]
+        if isinstance(result, Trajectory):
+            return result
+        print(f"no grade: {result.task_id} {result.kind}: {result.message}")
+        return None
+
+    with tempfile.TemporaryDirectory() as directory:
+        trials = [one(task, 1000 * number + seed, Path(directory)) for number, task in enumerate(tasks) for seed in range(samples)]
+        return [result for result in await asyncio.gather(*trials) if result is not None]
+
+
+def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> None:
+    family = {task.id: tomllib.loads((task.path / "task.toml").read_text())["metadata"]["family"] for task in tasks}
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        rewards[family[trajectory.task_id]].append(trajectory.reward)
+    tokens = [len(t.turns[-1].prompt_ids) + len(t.turns[-1].completion_ids) for t in trajectories]
+    turns = np.mean([len(trajectory.turns) for trajectory in trajectories])
+    success = np.mean([trajectory.reward for trajectory in trajectories])
+    print(f"{title}: {success:.3f} over {len(trajectories)} trials, {np.mean(tokens):.0f} tokens and {turns:.2f} turns each")
+    for name in sorted(rewards):
+        print(f"    {name:16} {np.mean(rewards[name]):.2f}")
+
+
+def main() -> None:
+    options = dict(argument.partition("=")[::2] for argument in sys.argv[1:] if "=" in argument)
+    model_dir = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
+    settings = HarborSettings(
+        model_name="quickstart/tiny", max_turns=4, max_tokens=128, context_limit=1024, enable_summarize=False, environment_type="sandbox"
+    )
+    chat = load_chat(str(model_dir))
+    source = HarborTasks(settings, chat, ROOT / "train", eval_tasks=[str(ROOT / "heldout")])
+    with tempfile.TemporaryDirectory() as checkpoints:
+        engine = Engine(
+            DeviceExecutor(
+                EngineSettings(
+                    model_dir=model_dir,
+                    base_model="quickstart/tiny",
+                    checkpoints_dir=Path(checkpoints),
+                    compilation_cache_dir=None,
+                    dtype="float32",
+                    max_lora_rank=8,
+                    max_context_length=1024,
+                    decode_slots=32,
+                    decode_block=16,
+                    train_tokens_per_batch=1024,
+                    max_snapshots=1,
+                )
+            )
+        )
+        engine.start()
+        policy = EnginePolicy(engine)
+        samples, temperature = int(options.get("samples", 16)), float(options.get("temperature", 1.0))
+        for title, tasks in (("held out", list(source.eval)), ("train", list(source.train))):
+            report(title, tasks, asyncio.run(evaluate(source, tasks, policy, samples=samples, temperature=temperature)))
+        engine.stop()
+
+
+if __name__ == "__main__":
+    main()
