@@ -312,7 +312,7 @@ def parse_stop(stop: object) -> SamplingSettings:
     return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
 
 
-def parse_sampling_params(body: object) -> SamplingSettings:
+def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     fields = Fields(body, "sampling_params")
     stop = parse_stop(fields.anything("stop"))
     settings = SamplingSettings(
@@ -334,6 +334,9 @@ def parse_sampling_params(body: object) -> SamplingSettings:
         raise UserError(f"sampling_params: top_k={settings.top_k} must be -1 (off) or at least 1")
     if not 0 < settings.top_p <= 1:
         raise UserError(f"sampling_params: top_p={settings.top_p} must lie in (0, 1]")
+    for token_id in settings.stop_token_ids:
+        if token_id >= limits.vocab_size:
+            raise UserError(f"sampling_params: stop token {token_id} is outside this model's vocabulary of {limits.vocab_size}")
     if settings.seed is not None and not 0 <= settings.seed <= MAX_SEED:
         raise UserError(f"sampling_params: seed={settings.seed} must lie between 0 and 2**63 - 1")
     return settings
@@ -356,7 +359,7 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         model_path=fields.optional_text("model_path"),
         prompt=parse_model_input(fields.mapping("prompt"), "prompt", limits),
         num_samples=1 if num_samples is None else num_samples,
-        settings=parse_sampling_params(fields.mapping("sampling_params")),
+        settings=parse_sampling_params(fields.mapping("sampling_params"), limits),
         prompt_logprobs=fields.flag("prompt_logprobs", False),
     )
     fields.finish()
@@ -499,9 +502,22 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
 # --- results ----------------------------------------------------------------------------------------------------
 
 
-def _nullable(values: np.ndarray) -> list[float | None]:
-    """JSON has no NaN; the SDK writes an undefined log-probability as null."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _json_float(value: float) -> float | str:
+    """JSON has no infinity and no NaN, and the SDK's parser is strict; but its types read a float from "inf" and "nan" too."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _nullable(values: np.ndarray) -> list[float | str | None]:
+    """The SDK writes an undefined prompt log-probability as null."""
+    return [None if math.isnan(value) else _json_float(value) for value in values.tolist()]
+
+
+def _json_floats(values: np.ndarray) -> list[float | str]:
+    return [_json_float(value) for value in values.tolist()]
+
+
+def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _json_float(value) for name, value in metrics.items()}
 
 
 def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
@@ -511,7 +527,11 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
             return {
                 "type": "sample",
                 "sequences": [
-                    {"stop_reason": sequence.stop_reason.value, "tokens": sequence.tokens.tolist(), "logprobs": sequence.logprobs.tolist()}
+                    {
+                        "stop_reason": sequence.stop_reason.value,
+                        "tokens": sequence.tokens.tolist(),
+                        "logprobs": _json_floats(sequence.logprobs),
+                    }
                     for sequence in result.sequences
                 ],
                 "prompt_logprobs": None if result.prompt_logprobs is None else _nullable(result.prompt_logprobs),
@@ -521,13 +541,13 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
             return {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
-                    {"logprobs": {"data": logprobs.tolist(), "dtype": "float32", "shape": [int(logprobs.size)]}}
+                    {"logprobs": {"data": _json_floats(logprobs), "dtype": "float32", "shape": [int(logprobs.size)]}}
                     for logprobs in result.logprobs
                 ],
-                "metrics": dict(result.metrics),
+                "metrics": _json_metrics(result.metrics),
             }
         case OptimStepResult():
-            return {"metrics": dict(result.metrics)}
+            return {"metrics": _json_metrics(result.metrics)}
         case WeightsSaved():
             return {"type": kind, "path": result.path, **extra}
         case WeightsLoaded():

@@ -66,7 +66,7 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
     if lobby.context is None:
         return problem(503, "the server is still loading its model; try again in a moment", "server")
     try:
-        reply = await endpoint.handler(lobby.context, request)
+        return _respond(await endpoint.handler(lobby.context, request))
     except ConflictError as error:
         return problem(400, str(error), error.category)
     except ServerError as error:
@@ -74,9 +74,14 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
         return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
+
+
+def _respond(reply: Reply) -> Response:
     if reply is None:
         return Response(status_code=204)
-    return reply if isinstance(reply, Response) else JSONResponse(reply)
+    if isinstance(reply, Response):
+        return reply
+    return JSONResponse(reply)
 
 
 def problem(status: int, detail: str, category: str) -> JSONResponse:

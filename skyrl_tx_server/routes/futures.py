@@ -18,10 +18,9 @@ from skyrl_tx_server.wire_proto import MEDIA_TYPE, has_proto_form, result_to_pro
 async def retrieve_future(context: Context, request: Request) -> Reply:
     fields = Fields(await read_json(context, request), "retrieve_future")
     request_id = fields.text("request_id")
-    session_id = context.futures.session_of(request_id)
-    context.registry.touch(session_id)
+    # Asking is a sign of life, being answered is none: a client that dies while it waits is not seen to go.
+    context.registry.touch(context.futures.session_of(request_id))
     outcome = await context.futures.wait(request_id)
-    context.registry.touch(session_id)
     if outcome is None:
         # The SDK asks again at once, which is why `wait` has held the request as long as the SDK lets it.
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408)

@@ -59,6 +59,7 @@ class FakeEngine:
         self.executed: list[Op] = []
         self.models: dict[str, FakeModel] = {}
         self.snapshots: dict[str, int] = {}
+        self.grad_norm = 1.5
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
@@ -99,7 +100,7 @@ class FakeEngine:
 
     def _optim(self, op: OptimStep) -> OpResult:
         self.models[op.model_id].steps += 1
-        return OptimStepResult(metrics={"grad_norm": 1.5})
+        return OptimStepResult(metrics={"grad_norm": self.grad_norm})
 
     def _write(self, kind: str, model_id: str, name: str, user_metadata: dict[str, str], overwrite: bool) -> OpResult:
         model = self.models[model_id]

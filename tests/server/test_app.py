@@ -385,3 +385,30 @@ async def test_sampling_by_name_or_path_without_a_session(http: httpx.AsyncClien
     assert len(json.loads(json.dumps(await result(http, by_path)))["sequences"]) == 2
     assert (await result(http, by_name))["type"] == "sample"
     assert [op.weights for op in engine.of_type(Sample)] == [saved["path"], None]
+
+
+async def test_a_reply_that_cannot_be_written_is_no_retried_status_either(
+    http: httpx.AsyncClient, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 5xx of retrieve_future would be asked again at once, for ever."""
+    monkeypatch.setattr(context.engine, "stats", lambda: {"cannot be written": object()})
+    response = await http.get("stats")
+    assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
+
+
+async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncClient, context: Context, engine: FakeEngine) -> None:
+    now = [0.0]
+    context.registry._clock = lambda: now[0]
+    session_id = await open_session(http)
+    model_id = await make_model(http, session_id)
+    engine.gate.clear()
+    reply = await post(http, "optim_step", model_id=model_id, seq_id=1, adam_params={})
+    now[0] = 100.0
+    poll = asyncio.create_task(http.post("retrieve_future", json={"request_id": reply["request_id"]}))
+    await asyncio.sleep(0)
+    now[0] = 350.0
+    engine.gate.set()
+    await poll
+    assert context.registry.expired() == []
+    now[0] = 401.0
+    assert context.registry.expired() == [session_id]

@@ -107,6 +107,14 @@ def test_a_training_step_through_the_sdk(client: tinker.ServiceClient, engine: F
     assert (stepped.adam.learning_rate, stepped.adam.grad_clip_norm, stepped.adam.beta2) == (1e-3, 1.0, 0.95)
 
 
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_gradient_norm_that_is_not_finite_reaches_the_client(client: tinker.ServiceClient, engine: FakeEngine, norm: float) -> None:
+    engine.grad_norm = norm
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    metrics = training.optim_step(types.AdamParams()).result(10).metrics
+    assert metrics is not None and str(metrics["grad_norm"]) == str(norm)
+
+
 def test_forward_does_not_train(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     training.forward([datum([1, 2])], "cross_entropy").result()

@@ -236,6 +236,7 @@ def test_seq_ids_of_pickled_clients_are_large() -> None:
         ({"sampling_params": {"seed": -1}}, "seed=-1"),
         ({"sampling_params": {"stop": [""]}}, "empty stop string"),
         ({"sampling_params": {"stop": ["a", 1]}}, "stop must be"),
+        ({"sampling_params": {"stop": [64]}}, "stop token 64 is outside"),
         ({"sampling_params": {"min_p": 0.1}}, "unknown field min_p"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not supported"),
@@ -304,5 +305,5 @@ def test_an_optimizer_this_server_lacks_is_refused(body: dict[str, object], mess
 
 
 def test_sampling_params_default_to_plain_sampling() -> None:
-    settings = parse_sampling_params({})
+    settings = parse_sampling_params({}, LIMITS)
     assert (settings.temperature, settings.top_k, settings.top_p, settings.seed) == (1.0, -1, 1.0, None)
