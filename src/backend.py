@@ -116,10 +116,10 @@ async def check_alive(url: str) -> None:
         raise BackendError(f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address")
 
 
-async def check_model(client: tinker.RestClient, settings: BackendSettings) -> None:
+async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
     with sdk_boundary("asking the server for its models"):
-        capabilities = await client.get_server_capabilities()
+        capabilities = await tinker.RestClient(base_url=address(settings), api_key=key).get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     model = served.get(settings.model_name)
     if model is None:
@@ -153,9 +153,7 @@ class Endpoint:
                 client = await self._service.create_training_client_from_state_with_optimizer(settings.load_checkpoint_path)
         else:
             with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
-                client = await self._service.create_lora_training_client(
-                    settings.model_name, rank=settings.lora_rank, seed=settings.seed
-                )
+                client = await self._service.create_lora_training_client(settings.model_name, rank=settings.lora_rank, seed=settings.seed)
         return TinkerBackend(self._service, client, model_name=settings.model_name)
 
 
@@ -169,7 +167,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
         service = tinker.ServiceClient(base_url=url, api_key=key)
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
-        await check_model(tinker.RestClient(base_url=url, api_key=key), settings)
+        await check_model(settings, key=key)
         yield Endpoint(service, settings)
         status = "success"
     except Exception as error:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from dotenv import load_dotenv
@@ -17,6 +17,7 @@ from src.config import TrainerConfig
 from src.errors import TrainerError
 
 INTERRUPTED = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     load_environment(argv)
     try:
         config = parse(with_server_from_environment(argv))
-        return asyncio.run(_run_until_signalled(config))
+        return asyncio.run(_train(config))
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):
             raise
@@ -53,8 +54,7 @@ def with_server_from_environment(argv: Sequence[str]) -> list[str]:
     return [*argv, f"skyrl_tx_url={url}"] if url and not given and "backend=skyrl-tx" in argv else list(argv)
 
 
-async def _run_until_signalled(config: TrainerConfig) -> int:
-    """The first SIGINT or SIGTERM cancels the run, which saves a checkpoint on its way out; the second ends the process at once."""
+async def _train(config: TrainerConfig) -> int:
     from src.console import Display, terminal
     from src.run import run  # seconds of imports that --help and a typing mistake do not need
 
@@ -62,7 +62,13 @@ async def _run_until_signalled(config: TrainerConfig) -> int:
     for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "tinker", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     display = Display(terminal())
-    task = asyncio.ensure_future(run(config, display))
+    return await until_signalled(run(config, display), display.say)
+
+
+async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:
+    """The exit status of `work`. The first SIGINT or SIGTERM cancels it, and it saves a checkpoint on its way out; the second ends
+    the process at once."""
+    task = asyncio.ensure_future(work)
     interrupted = False
 
     def on_signal() -> None:
@@ -70,11 +76,11 @@ async def _run_until_signalled(config: TrainerConfig) -> int:
         if interrupted:
             os._exit(INTERRUPTED)
         interrupted = True
-        display.say("stopping: saving a checkpoint first (once more to stop at once)")
+        say("stopping: saving a checkpoint first (once more to stop at once)")
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
+    for name in SIGNALS:
         loop.add_signal_handler(name, on_signal)
     try:
         await task
@@ -82,6 +88,9 @@ async def _run_until_signalled(config: TrainerConfig) -> int:
         if not interrupted:
             raise
         return INTERRUPTED
+    finally:
+        for name in SIGNALS:
+            loop.remove_signal_handler(name)
     return 0
 
 

@@ -15,10 +15,10 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(tmp_path, play, *, tasks=(A, B), parallel=8, timeout=None, **changes):
+async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, **changes):
     source = FakeTasks(train=tasks, play=play)
     heard = []
-    rollouts = Rollouts(source, RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=timeout, seed=0))
+    rollouts = Rollouts(source, RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=deadline, seed=0))
     groups = await rollouts.play(tasks, None, plan(tmp_path, **changes), heard.append)
     return groups, source.made, heard
 
@@ -91,7 +91,7 @@ async def test_a_trial_that_overruns_the_deadline_is_cancelled_and_counted(tmp_p
         finally:
             freed.append(trial)
 
-    groups, _, _ = await play(tmp_path, hang, timeout=0.01, group_size=1)
+    groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
     assert groups[0].failures[0].kind is FailureKind.TIMEOUT
     assert groups[0].failures[0].message == "not finished after 0.01 s"
     assert len(freed) == 1
@@ -112,7 +112,7 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
     async def fail(trial, policy):
         return failure("a", FailureKind.AGENT, "odd") if trial.task is A else failure("b", FailureKind.SANDBOX, "no tmux")
 
-    with pytest.raises(TrainerError, match="none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"):
+    with pytest.raises(TrainerError, match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"):
         await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
 
 

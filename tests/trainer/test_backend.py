@@ -1,0 +1,141 @@
+"""The back end through the real SDK, against our server's HTTP side on a fake engine."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx_server.routes.border import Lobby
+from src.backend import BackendSettings, address, connect, require_key
+from src.datums import sequences_of, to_datums
+from src.errors import BackendError, ConfigError
+from src.learner import Learner
+from tests.fakes.server import fake_context, serving
+from tests.fakes.trials import turn
+from tests.trainer.test_learner import settings as learner_settings
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def sockets_left_open_by_the_sdk() -> Iterator[None]:
+    """Collected here, where the mark above forgives them, rather than in some later test."""
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.unfreeze()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with serving(Lobby(context=fake_context(tmp_path / "checkpoints"))) as url:
+        yield url
+
+
+def settings(url: str, **changes) -> BackendSettings:
+    options = {
+        "backend": "skyrl-tx",
+        "skyrl_tx_url": url,
+        "tinker_base_url": None,
+        "model_name": "local/fake",
+        "lora_rank": 8,
+        "seed": 1,
+        "context_limit": 64,
+        "load_checkpoint_path": None,
+    }
+    return BackendSettings(**(options | changes))
+
+
+async def test_sample_train_sample_again_save_and_load(url):
+    async with connect(settings(url)) as endpoint:
+        backend = await endpoint.open_training()
+        policy = await backend.policy(0)
+        first = await policy.sample([1, 2, 3], max_tokens=4, temperature=1.0, seed=5, stop=[])
+        assert first.policy_version == 0 and len(first.logprobs) == len(first.completion_ids) > 0
+        datums = to_datums(sequences_of([turn([1, 2], [3, 4])], advantage=1.0))
+        metrics = await Learner(backend.training_client, learner_settings()).update([datums, datums])
+        assert metrics["optim/num_substeps"] == 2
+        assert (await backend.policy(1)).version == 1
+        reference = await backend.reference_policy()
+        assert len(await reference.logprobs([1, 2, 3])) == 2
+        paths = await backend.save("000001")
+        assert paths.state_path.endswith("/weights/000001") and paths.sampler_path.endswith("/sampler_weights/000001")
+    async with connect(settings(url, load_checkpoint_path=paths.state_path)) as endpoint:
+        resumed = await endpoint.open_training()
+        assert (await resumed.policy(1)).version == 1
+
+
+async def test_a_model_that_is_not_served_is_refused_by_name(url):
+    with pytest.raises(ConfigError, match="model_name=org/other is not served at http.*; it serves: local/fake"):
+        async with connect(settings(url, model_name="org/other")):
+            pass
+
+
+async def test_a_context_beyond_the_servers_is_refused(url):
+    with pytest.raises(ConfigError, match=r"context_limit=999999 is above the server's \d+"):
+        async with connect(settings(url, context_limit=999_999)):
+            pass
+
+
+async def test_a_rank_the_server_refuses_is_one_line_in_its_own_words(url):
+    with pytest.raises(BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above") as error:
+        async with connect(settings(url, lora_rank=4096)) as endpoint:
+            await endpoint.open_training()
+    assert "\n" not in str(error.value) and "{" not in str(error.value)
+
+
+async def test_a_checkpoint_that_is_not_there_is_named(url):
+    with pytest.raises(BackendError, match="loading tinker://nobody/weights/x"):
+        async with connect(settings(url, load_checkpoint_path="tinker://nobody/weights/x")) as endpoint:
+            await endpoint.open_training()
+
+
+async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("src.backend.CLOSE_TIMEOUT_S", 0.5)
+    with serving(Lobby(context=fake_context(tmp_path))) as url:
+        connection = connect(settings(url))
+        endpoint = await connection.__aenter__()
+        await endpoint.open_training()
+    error = BackendError("sampling: gone")
+    with caplog.at_level(logging.CRITICAL), pytest.raises(BackendError, match="no longer answers; start it again and resume"):
+        await connection.__aexit__(BackendError, error, None)
+
+
+async def test_nothing_there_is_said_within_seconds():
+    with pytest.raises(BackendError, match="no server answers at http://127.0.0.1:9 "):
+        async with connect(settings("http://127.0.0.1:9")):
+            pass
+
+
+async def test_a_server_that_is_still_loading_is_not_taken_for_a_stranger():
+    with serving(Lobby()) as url, pytest.raises(BackendError, match="is not ready yet"):
+        async with connect(settings(url)):
+            pass
+
+
+def test_a_server_of_ones_own_needs_no_key(monkeypatch):
+    own = settings("http://h:1/")
+    assert require_key(own) == "tml-dummy"
+    monkeypatch.setenv("TINKER_API_KEY", "whatever")
+    assert require_key(own) == "tml-dummy"
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
+    assert require_key(own) == "tml-mine"
+    assert address(own) == "http://h:1"
+
+
+def test_the_cloud_needs_a_key(monkeypatch):
+    cloud = settings("http://h:1", backend="tinker", skyrl_tx_url=None)
+    with pytest.raises(ConfigError, match="set TINKER_API_KEY"):
+        require_key(cloud)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
+    assert require_key(cloud) == "tml-mine"
+    assert address(cloud).startswith("https://tinker.")

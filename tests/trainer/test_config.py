@@ -1,0 +1,109 @@
+import chz
+import pytest
+
+from src.command_line import SECTIONS, help_text, parse
+from src.config import TrainerConfig, loss_settings, pairs, run_name
+from src.errors import ConfigError
+
+BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
+OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
+
+
+def test_the_seeds_options_keep_their_names_and_defaults():
+    config = parse(BASE)
+    expected = {
+        "logs_dir": "/tmp/terminus2-training",
+        "backend": "tinker",
+        "lora_rank": 32,
+        "learning_rate": 5e-4,
+        "batch_size": 1,
+        "group_size": 8,
+        "n_epochs": 1,
+        "eval_split": 0.2,
+        "loss_fn": "ppo",
+        "num_substeps": 1,
+        "remove_constant_reward_groups": False,
+        "normalize_advantages_by_std": True,
+        "kl_penalty_coef": 0,
+        "temperature": 0.7,
+        "max_tokens": 1024,
+        "context_limit": 32000,
+        "enable_summarize": True,
+        "proactive_summarization_threshold": 8000,
+        "environment_type": "auto",
+        "n_parallel_envs": 8,
+        "save_every": 20,
+    }
+    absent = ("skyrl_tx_url", "tinker_base_url", "eval_tasks", "eval_group_size", "max_turns", "environment_kwargs", "trial_timeout_sec")
+    expected |= dict.fromkeys([*absent, "wandb_project", "wandb_name"])
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_the_seeds_own_recipe_is_accepted():
+    recipe = "learning_rate=2e-4 batch_size=2 group_size=16 n_parallel_envs=16 max_tokens=2048 temperature=0.7 context_limit=128000"
+    recipe += " proactive_summarization_threshold=8000 enable_summarize=true n_epochs=2 num_substeps=4"
+    recipe += " remove_constant_reward_groups=true normalize_advantages_by_std=true loss_fn=ppo environment_type=docker"
+    config = parse([*OWN, *recipe.split()])
+    assert (config.num_substeps, config.remove_constant_reward_groups, config.context_limit) == (4, True, 128000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["group_size=abc"], "group_size=abc: not a value of int"),
+        (["loss_fn=dpo"], r"loss_fn=dpo: not a value of Literal\['importance_sampling', 'ppo', 'cispo', 'dro'\]"),
+        (["context_limit=64000"], "exceeds backend=tinker's 32000"),
+        (["skyrl_tx_url=http://h:1"], "skyrl_tx_url needs backend=skyrl-tx"),
+        (["backend=skyrl-tx", "skyrl_tx_url=localhost:8000"], "needs skyrl_tx_url=http://host:port"),
+        (["max_tokens=32000"], "max_tokens=32000 leaves no room for a prompt"),
+        (["context_limit=4000"], "proactive_summarization_threshold=8000 would summarise every turn"),
+        (["group_size=1"], "group_size=1 leaves nothing to compare"),
+        (["min_group_size=9"], "min_group_size=9 is above group_size=8"),
+        (["num_substeps=9"], "num_substeps=9 is more than the 8 trajectories of a step"),
+        (["eval_split=1"], "eval_split must be at least 0 and below 1"),
+        (["learning_rate=0"], "learning_rate must be above 0"),
+        (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),
+        (["environment_kwargs=cpus"], "environment_kwargs takes key=value pairs, not 'cpus'"),
+        (["loss_fn_config=beta=0.1"], "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold"),
+        (["loss_fn=dro", "loss_fn_config=beta=x"], "loss_fn_config beta needs a number, not 'x'"),
+        (["failed_trial_reward=1"], "failed_trial_reward=1: not a value of"),
+        (["a...=3"], "unknown option"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_a_fix(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        parse([*BASE, *options])
+    assert "\n" not in str(error.value)
+
+
+def test_none_may_be_written_in_any_case():
+    assert parse([*BASE, "max_turns=none"]).max_turns is None
+    assert parse([*BASE, "max_turns=None"]).max_turns is None
+
+
+def test_lists_are_comma_separated():
+    config = parse([*BASE, "eval_tasks=a-*,b-01", "environment_kwargs=cpus=2,network=true"])
+    assert config.eval_tasks == ["a-*", "b-01"]
+    assert pairs(config.environment_kwargs, option="environment_kwargs") == {"cpus": "2", "network": "true"}
+
+
+def test_a_raw_singleton_may_be_a_group():
+    assert parse([*BASE, "group_size=1", "singleton_advantage=raw"]).group_size == 1
+
+
+def test_loss_settings_are_those_of_the_loss():
+    assert loss_settings(["clip_low_threshold=0.7"], loss_fn="cispo") == {"clip_low_threshold": 0.7}
+    assert loss_settings(["beta=0.05"], loss_fn="dro") == {"beta": 0.05}
+
+
+def test_a_run_is_named_by_what_differs_between_runs():
+    assert run_name(parse(BASE), date="D") == "tasks-Qwen-Qwen3-4B-rank32-lr0.0005-g8-b1-D"
+    assert run_name(parse([*BASE, "wandb_name=mine"]), date="D") == "mine"
+
+
+def test_every_option_is_documented_and_sections_are_options():
+    fields = chz.chz_fields(TrainerConfig)
+    text = help_text()
+    assert all(field._doc for field in fields.values())
+    assert all(f"  {name} " in text for name in fields)
+    assert set(SECTIONS) <= set(fields)

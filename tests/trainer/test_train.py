@@ -1,0 +1,110 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from src.train import INTERRUPTED, load_environment, main, until_signalled, with_server_from_environment
+
+GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    """No key, no stored credentials, no .env, and nothing that a test's main() sets outlives it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = dict(os.environ)
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL", "SKYRL_TX_URL", "TRAINER_DEBUG"):
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "line"),
+    [
+        (["modle_name=x"], 2, "error: unknown option 'modle_name'; did you mean model_name?"),
+        ([*GOOD, "bach_size=3"], 2, "error: unknown option 'bach_size'; did you mean batch_size?"),
+        (["model_name"], 2, "error: 'model_name' is not key=value; write model_name=VALUE, or --help"),
+        (["model_name=m"], 2, "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
+        (GOOD[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
+        (GOOD[:2], 2, "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx"),
+        (GOOD, 1, "error: no server answers at http://127.0.0.1:9 (ConnectError); start it, or correct the address"),
+    ],
+)
+def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
+    assert main(argv) == status
+    assert capsys.readouterr().err == line + "\n"
+    assert os.listdir() == []  # nothing was done
+
+
+def test_a_key_of_the_wrong_form_is_refused_before_it_is_sent(capsys):
+    os.environ["TINKER_API_KEY"] = "sk-123"
+    assert main(GOOD[:2]) == 2
+    assert capsys.readouterr().err.startswith("error: TINKER_API_KEY does not begin with tml-")
+
+
+def test_help_names_every_option_with_its_default(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "model_name (required)" in text
+    assert "proactive_summarization_threshold = 8000" in text
+    assert "Held-out tasks" in text
+
+
+def test_env_files_fill_in_and_never_override(tmp_path):
+    (tmp_path / ".env").write_text("TINKER_API_KEY=tml-from-env\n")
+    (tmp_path / ".env.skyrl-tx").write_text("TINKER_API_KEY=tml-from-skyrl\nSKYRL_TX_URL=http://own:1\n")
+    load_environment(["backend=tinker"])
+    assert "SKYRL_TX_URL" not in os.environ
+    load_environment(["backend=skyrl-tx"])
+    assert os.environ["TINKER_API_KEY"] == "tml-from-env"
+    assert with_server_from_environment(["backend=skyrl-tx"]) == ["backend=skyrl-tx", "skyrl_tx_url=http://own:1"]
+    assert with_server_from_environment(GOOD) == GOOD
+    assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
+
+
+def test_debugging_shows_the_traceback():
+    os.environ["TRAINER_DEBUG"] = "1"
+    with pytest.raises(ValueError, match="unknown option"):
+        main(["modle_name=x"])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+async def test_the_first_signal_lets_the_run_clean_up(sent):
+    said, cleaned = [], []
+
+    async def work():
+        try:
+            os.kill(os.getpid(), sent)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    assert await asyncio.wait_for(until_signalled(work(), said.append), 10) == INTERRUPTED
+    assert cleaned == [True]
+    assert said == ["stopping: saving a checkpoint first (once more to stop at once)"]
+
+
+def test_the_second_signal_ends_the_process_at_once():
+    script = """
+        import asyncio, os, signal
+        from src.train import until_signalled
+        async def stubborn():
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.Event().wait()
+        asyncio.run(until_signalled(stubborn(), print))
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=os.environ | {"PYTHONPATH": root}, timeout=60)
+    assert done.returncode == INTERRUPTED
