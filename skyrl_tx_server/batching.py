@@ -152,6 +152,7 @@ def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: T
 
 MIN_PREFILL_LENGTH = 128
 MIN_SEGMENT = 256
+MIN_PREFIX = 2048
 
 
 def prefill_lengths(max_context_length: int) -> tuple[int, ...]:
@@ -181,6 +182,16 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
         ends.append(max_context_length)
     ends[-1] = max_context_length
     return tuple(ends)
+
+
+def prefix_ends(max_context_length: int) -> tuple[int, ...]:
+    """The lengths of cached prefix a prefill is compiled for: few, since each comes on top of every prefill length.
+
+    >>> prefix_ends(2000), prefix_ends(16384)
+    ((2000,), (4096, 16384))
+    """
+    ends = segment_ends(max_context_length)
+    return tuple(end for end in reversed(ends[::-2]) if end >= MIN_PREFIX or end == ends[-1])
 
 
 def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

@@ -26,6 +26,7 @@ from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, Us
 from skyrl_tx_server.model.config import ModelConfig, load_model_config
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.qwen3 import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
     CreateModel,
@@ -67,6 +68,7 @@ DEFAULT_MAX_CONTEXT_LENGTH = 32768
 """Models that claim more get this unless `max_context_length` asks for it: a decode slot holds keys and values for a whole context."""
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
 CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
+ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 _keep_inputs_adam_step = jax.jit(inspect.unwrap(adam_step))  # `adam_step` without donation
 _add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
@@ -96,6 +98,7 @@ class DeviceExecutor:
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
+        self._remat = _remat(settings, self._config, dtype)
         self._models: dict[str, LiveModel] = {}
         self._snapshots = SnapshotBank(
             self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, store=self._store
@@ -188,7 +191,9 @@ class DeviceExecutor:
             if gradient is None:
                 outputs = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
             else:
-                gradient, outputs = forward_backward(model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config)
+                gradient, outputs = forward_backward(
+                    model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
+                )
             logprobs.append(np.asarray(outputs.logprobs))
             total += float(outputs.loss)
         if gradient is not None:
@@ -295,6 +300,13 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
     return settings.max_context_length
 
 
+def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
+    """Recompute in the backward pass only what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
+    kept_per_layer = 6 * config.hidden_size + 3 * sum(config.qkv_widths) + 4 * config.intermediate_size
+    whole = settings.train_tokens_per_batch * config.num_layers * kept_per_layer * dtype.itemsize
+    return Remat.NOTHING if whole <= _memory_bytes() * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+
+
 def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:
     """As many of the `decode_slots` asked for as have room for a whole context each."""
     each = cache_bytes_per_slot(config, context, dtype)
@@ -317,7 +329,13 @@ def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, 
 
 
 def _cache_budget_bytes() -> float:
+    on_cpu = jax.default_backend() == "cpu"
+    return _memory_bytes() * (CACHE_SHARE_OF_CPU_MEMORY if on_cpu else CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
+
+
+def _memory_bytes() -> float:
+    """Free memory of the device; all of the machine's on a CPU, where what is free changes from second to second."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return (stats["bytes_limit"] - stats["bytes_in_use"]) * CACHE_SHARE_OF_FREE_DEVICE_MEMORY
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CACHE_SHARE_OF_CPU_MEMORY
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, segment_ends
+from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, prefix_ends, segment_ends
 from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
@@ -86,6 +86,7 @@ class DecodeSlots:
         self._model_dir = model_dir
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
+        self._prefix_ends = prefix_ends(max_context_length)
         self._block = min(block, self._segment_ends[0])
         self._rows: list[_Row | None] = [None] * num_slots
         self._parked: dict[int, _Contents] = {}  # what rows that left have left in their slots, longest ago first
@@ -208,8 +209,9 @@ class DecodeSlots:
             want_logprobs=np.array(op.prompt_logprobs),
         )
         settings = self._row_settings([*rows, *[None] * padding])
+        segments = self._segments(bucket(cached, self._prefix_ends)) if cached else 0
         self._cache, outputs = prefill(
-            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=self._segments(cached)
+            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments
         )
         host = jax.device_get(outputs)
         logprobs = np.full(len(op.prompt), np.nan, np.float32)
@@ -247,7 +249,7 @@ class DecodeSlots:
 
     def _segments(self, length: int) -> int:
         """How many segments of the cache hold its first `length` positions."""
-        return 0 if length == 0 else 1 + self._segment_ends.index(bucket(length, self._segment_ends))
+        return 1 + self._segment_ends.index(bucket(length, self._segment_ends))
 
     def _row_settings(self, rows: Sequence[_Row | None]) -> RowSettings:
         """Free slots are greedy and unfiltered, which costs nothing."""
