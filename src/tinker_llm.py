@@ -22,7 +22,7 @@ from harbor.llms.base import BaseLLM, ContextLengthExceededError, LLMResponse
 from harbor.models.metric import UsageInfo
 
 from src.chat import Chat
-from src.errors import TrainerError
+from src.errors import BackendError, TrainerError, boundary
 from src.policy import Policy
 from src.trajectory import StopReason, Turn
 
@@ -134,9 +134,10 @@ class TinkerLLM(BaseLLM):
         self._calls += 1
         seed = (self._limits.seed * SEED_STRIDE + self._calls) % MAX_SEED
         try:
-            return await self._policy.sample(
-                prompt_ids, max_tokens=max_tokens, temperature=self._limits.temperature, seed=seed, stop=self._chat.stop_token_ids
-            )
+            with boundary(BackendError, "sampling"):
+                return await self._policy.sample(
+                    prompt_ids, max_tokens=max_tokens, temperature=self._limits.temperature, seed=seed, stop=self._chat.stop_token_ids
+                )
         except TrainerError as error:
             raise EpisodeOver(error) from error
 

@@ -45,7 +45,8 @@ BASE_ENVIRONMENT = {
 # Bound from the host where present. Symlinks of a merged /usr become binds, so that an agent's `rm -rf /` leaves a working userland.
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
-PRIVATE_DIRECTORIES = ("app", "etc", "home", "logs", "media", "mnt", "opt", "root", "run", "solution", "srv", "tests", "usr/local", "var")
+# What a Debian image has, and no more: a Dockerfile's `RUN mkdir /app` must work.
+PRIVATE_DIRECTORIES = ("etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log")
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
 
 # Signals meant for an ordinary process must not reach pid 1's default actions; ':' handlers are not inherited by what it starts.

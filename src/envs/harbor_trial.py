@@ -46,6 +46,7 @@ class HarborTrial:
         self._chat = chat
         self._environment = environment
         self._directory = directory
+        self._name = ""  # Harbor gives it, and the trial's folder the same
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
@@ -61,9 +62,11 @@ class HarborTrial:
         key = uuid.uuid4().hex
         session = Session(llm=TinkerLLM(policy=policy, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
         deadline_s = self._settings.trial_timeout_s or DEFAULT_TRIAL_TIMEOUT_S
+        config = self._config(key)
+        self._name = config.trial_name
         try:
             with registered(key, session):
-                trial = await RunnableTrial.create(self._config(key))
+                trial = await RunnableTrial.create(config)
                 result = await finish_within(trial.run(), deadline_s)
         except TimeoutError:
             return self._failure(FailureKind.TIMEOUT, f"the trial did not end within {deadline_s:g} s")
@@ -98,13 +101,13 @@ class HarborTrial:
     def _outcome(self, result: TrialResult, session: Session, *, duration_s: float) -> Trajectory | TrialFailure:
         llm = session.llm
         if isinstance(session.error, BackendError):
-            return self._failure(FailureKind.BACKEND, str(session.error), result)
+            return self._failure(FailureKind.BACKEND, str(session.error))
         try:
             reward = score(result.verifier_result.rewards if result.verifier_result else None)
         except VerifierError as error:
-            return self._failure(failed_phase(result, session), what_happened(result) or str(error), result)
+            return self._failure(failed_phase(result, session), what_happened(result) or str(error))
         if not llm.turns:
-            return self._failure(FailureKind.AGENT, "the agent gave no answer", result)
+            return self._failure(FailureKind.AGENT, "the agent gave no answer")
         timed_out = result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
         stop_reason = StopReason.AGENT_TIMEOUT if timed_out else session.stop_reason
         assert stop_reason is not None, "a graded trial ended somehow"
@@ -113,7 +116,7 @@ class HarborTrial:
             turns=llm.turns,
             reward=reward,
             stop_reason=stop_reason,
-            trial_name=result.trial_name,
+            trial_name=self._name,
             metrics={
                 "duration_s": duration_s,
                 "environment_setup_s": _seconds(result.environment_setup),
@@ -125,9 +128,9 @@ class HarborTrial:
             },
         )
 
-    def _failure(self, kind: FailureKind, message: str, result: TrialResult | None = None) -> TrialFailure:
+    def _failure(self, kind: FailureKind, message: str) -> TrialFailure:
         logger.warning("trial of %s failed (%s): %s", self._task.id, kind.value, message)
-        return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=result.trial_name if result else "")
+        return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=self._name)
 
 
 async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float) -> T:

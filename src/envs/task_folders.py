@@ -14,7 +14,9 @@ from pathlib import Path
 
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.config import NetworkMode, TaskConfig, TaskOS
+from harbor.models.task.paths import TaskPaths
 from harbor.models.task.task import Task as HarborTask
+from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
 from harbor.models.trial.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 from pydantic import ValidationError
@@ -97,6 +99,8 @@ def check_for_sandbox(folder: Path, config: TaskConfig) -> None:
         if mode not in (None, environment.network_mode):
             raise ConfigError(f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}")
     read_recipe(folder / "environment", environment)
+    if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
+        read_recipe(definition.directory, definition.config)
 
 
 def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> None:

@@ -197,6 +197,17 @@ async def test_a_reward_planted_by_the_agent_does_not_count(tmp_path: Path) -> N
     assert outcome.reward == 0.0
 
 
+async def test_a_verifier_may_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n')
+    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
+    outcome, _ = await play(tmp_path, SOLUTION, source(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")
+    with pytest.raises(ConfigError, match="tests/Dockerfile:2: the sandbox cannot reach the network for `pip install`"):
+        source(folder)
+
+
 async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:
     outcome, policy = await play(tmp_path, SOLUTION, source(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n")))
     assert isinstance(outcome, TrialFailure)
@@ -208,7 +219,7 @@ async def test_the_deadline_of_the_whole_trial_is_a_failure_that_frees_the_sandb
     started = time.monotonic()
     outcome, _ = await play(tmp_path, [answer("sleep 60", duration=60)], source(trial_timeout_s=1.5))
     assert isinstance(outcome, TrialFailure)
-    assert outcome.kind == FailureKind.TIMEOUT
+    assert outcome.kind == FailureKind.TIMEOUT and (tmp_path / "jobs" / outcome.trial_name).is_dir()
     assert time.monotonic() - started < 20
 
 
@@ -326,7 +337,7 @@ async def test_a_debian_image_needs_no_dockerfile_and_gets_the_files_beside_it(t
     folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\n')
     (folder / "environment" / "Dockerfile").unlink()
     (folder / "environment" / "word.txt").write_text("hello\n")
-    outcome, _ = await play(tmp_path, solving("cp /srv/word.txt /app/hello.txt"), source(folder))
+    outcome, _ = await play(tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), source(folder))
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
     (folder / "task.toml").write_text('[environment]\ndocker_image = "postgres:16"\n')

@@ -158,8 +158,9 @@ async def test_tokens_are_counted_by_the_models_tokenizer() -> None:
     assert llm.count_tokens(other) == len(byte_chat().render(other))
 
 
-async def test_a_backend_error_passes_through_everything_that_catches_exceptions() -> None:
-    llm, policy = llm_saying(BackendError("sampling: gone"))
+@pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("a foreign one")])
+async def test_a_backend_error_passes_through_everything_that_catches_exceptions(error: Exception) -> None:
+    llm, policy = llm_saying(error)
     with pytest.raises(EpisodeOver) as over:
         try:
             await HarborChat(llm).chat("a")
