@@ -5,4 +5,5 @@
 #   scripts/cleanup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -x .venv/bin/python ] || { echo "cleanup: no .venv here; nothing of ours has run from this checkout" >&2; exit 1; }
 exec .venv/bin/python -m src.envs.cleanup
