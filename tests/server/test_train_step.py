@@ -187,7 +187,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     (batch,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=384))
     monkeypatch.setattr(
         train, "MAX_CHUNK_LOGITS", 256 * CONFIG.vocab_size
-    )  # 384 tokens, a shape no other test compiles: one and a half chunks
+    )  # a shape no other test compiles: one and a half chunks
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
