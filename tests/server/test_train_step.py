@@ -185,9 +185,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
     (batch,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=384))
-    monkeypatch.setattr(
-        train, "MAX_CHUNK_LOGITS", 256 * CONFIG.vocab_size
-    )  # a shape no other test compiles: one and a half chunks
+    monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 256 * CONFIG.vocab_size)  # a shape no other test compiles: one and a half chunks
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
