@@ -97,7 +97,7 @@ def outcome(before: float | None, after: float | None, *, steps: int, wall_s: fl
 
 
 def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 2), pad_edge=True)
+    return Table(box=None, padding=(0, 1))
 
 
 def _solved(rewards: Sequence[float]) -> str:

@@ -75,7 +75,7 @@ async def test_sample_train_sample_again_save_and_load(url):
 
 
 async def test_a_model_that_is_not_served_is_refused_by_name(url):
-    with pytest.raises(ConfigError, match="model_name=org/other is not served at http.*; it serves: local/fake"):
+    with pytest.raises(ConfigError, match=r"model_name=org/other is not served at http.*; it serves: local/fake"):
         async with connect(settings(url, model_name="org/other")):
             pass
 
@@ -111,7 +111,7 @@ async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, cap
 
 
 async def test_nothing_there_is_said_within_seconds():
-    with pytest.raises(BackendError, match="no server answers at http://127.0.0.1:9 "):
+    with pytest.raises(BackendError, match=r"no server answers at http://127.0.0.1:9 "):
         async with connect(settings("http://127.0.0.1:9")):
             pass
 

@@ -1,0 +1,114 @@
+"""The trainer as its users start it: `python -m src.train` against a real server, with Terminus-2 in real sandboxes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from src.envs.bubblewrap import missing_programs
+from tests.fakes.tiny_model import CONFIG, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "datasets" / "quickstart"
+
+pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model with the quick start's tokenizer: it speaks nonsense, which is all these tests need."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    directory.mkdir()
+    tokenizer = json.loads((QUICKSTART / "model" / "tokenizer.json").read_text())
+    ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
+    make_model(directory, dataclasses.replace(CONFIG, vocab_size=max(ids) + 1, max_position_embeddings=2048))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / "model" / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 8}
+    options |= {"checkpoints_dir": tmp_path_factory.mktemp("checkpoints"), "train_tokens_per_batch": 2048}
+    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "server ready: " in line:
+            break
+    else:
+        pytest.fail("the server did not start: " + "".join(said))
+    yield line.partition("server ready: ")[2].split()[0]
+    process.terminate()
+    process.communicate(timeout=30)
+
+
+def command(url: str, model_dir: Path, log_path: Path, *options: str) -> list[str]:
+    chosen = [
+        *("backend=skyrl-tx", f"skyrl_tx_url={url}", "model_name=local/tiny", f"tokenizer={model_dir}", "lora_rank=4"),
+        *(f"tasks_dir={QUICKSTART / 'train'}", "eval_tasks=count-01", "environment_type=sandbox", f"log_path={log_path}"),
+        *("context_limit=2000", "max_tokens=24", "max_turns=2", "enable_summarize=false", "temperature=1", "kl_penalty_coef=0.1"),
+        *("batch_size=2", "group_size=2", "num_substeps=2", "eval_group_size=1", "eval_every=0", "save_every=0"),
+    ]
+    return [sys.executable, "-m", "src.train", *chosen, *options]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path, tmp_path: Path) -> None:
+    log_path = tmp_path / "run"
+    done = subprocess.run(command(url, model_dir, log_path, "max_steps=2"), cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: 2 steps in" in done.stdout and "held-out success:" in done.stdout
+    assert done.stderr == ""
+    metrics = lines(log_path / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [0, 1, 2]
+    assert metrics[1]["trials/graded"] == 4 and metrics[1]["env/all/turns"] == 2
+    assert metrics[2]["optim/num_substeps"] == 2 and metrics[2]["optim/grad_norm"] > 0
+    assert metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model
+    assert metrics[2]["sampling_client/step_min"] == 1
+    assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
+
+    again = command(url, model_dir, log_path, "max_steps=9", "behavior_if_log_dir_exists=resume")
+    text = ""
+    with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
+        assert resumed.stdout is not None
+        for line in resumed.stdout:
+            text += line
+            if line.startswith("step 4:"):
+                resumed.send_signal(signal.SIGINT)
+    assert resumed.returncode == 130, text
+    assert "resuming after step 2" in text and "checkpoint after step 3: tinker://" in text
+    assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, 3]
+    assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model_name=org/other"], "error: model_name=org/other is not served at "),
+        (["lora_rank=16"], "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8"),
+        (["tasks_dir=no/such/folder"], "error: tasks_dir no/such/folder is not a folder"),
+        (["eval_tasks=nothing-like-this"], "error: "),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_work(url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    log_path = tmp_path / "run"
+    done = subprocess.run(command(url, model_dir, log_path, *options), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode in (1, 2)
+    [line] = done.stderr.splitlines()
+    assert line.startswith(message)
+    assert not log_path.exists()

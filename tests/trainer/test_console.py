@@ -1,0 +1,96 @@
+import io
+import json
+
+from rich.console import Console
+
+from src.console import Display, outcome
+from src.evaluation import Evaluation
+from src.recorder import record_groups
+from src.rollouts import FinishedGroup
+from src.trajectory import FailureKind, TrajectoryGroup
+from tests.fakes.trials import failure, task, trajectory, turn
+
+
+def shown(show, *, width=80):
+    text = io.StringIO()
+    show(Display(Console(file=text, width=width)))
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def group(name, *rewards, failures=()):
+    members = [trajectory(name, reward, [turn([1], [2, 3])], name=f"{name}__{index}") for index, reward in enumerate(rewards)]
+    return TrajectoryGroup(task=task(name), trajectories=members, failures=list(failures))
+
+
+def evaluation(step, *groups):
+    return Evaluation(step=step, groups=list(groups), metrics={})
+
+
+def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
+    def show(display):
+        display.begin("step 1", num_groups=2, group_size=3)
+        display.group(FinishedGroup(group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345))
+        display.group(FinishedGroup(group=group("a[b]", failures=[failure()] * 3), duration_s=1))
+
+    assert shown(show) == [
+        "step 1: 2 tasks x 3 trials",
+        "  [1/2] copy-01: 1/2 solved, 1.0 turns, 2.3 s, 1 ungraded (verifier)",
+        "  [2/2] a[b]: 0/0 solved, 1.0 s, 3 ungraded (sandbox)",
+    ]
+
+
+def test_a_step_is_a_table_that_fits_eighty_columns():
+    metrics = {
+        "env/all/reward/total": 0.25,
+        "env/all/success": 0.25,
+        "env/all/by_group/frac_mixed": 1.0,
+        "trials/ungraded": 0.0,
+        "env/all/turns": 12.5,
+        "tokens/sampled": 123456.0,
+        "optim/grad_norm": 0.0123,
+        "optim/kl_sample_train_v2": 1.5e-7,
+        "time/rollouts": 1234.5,
+        "time/update": 123.4,
+    }
+    title, head, row = shown(lambda display: display.step("step 3/9", metrics))
+    assert title == "step 3/9"
+    assert head.split() == ["reward", "solved", "mixed", "lost", "turns", "tokens", "grad", "KL", "play", "s", "learn", "s"]
+    assert row.split() == ["0.250", "25%", "100%", "0", "12.5", "123456", "0.012", "1.5e-07", "1234.5", "123.4"]
+
+
+def test_a_step_without_an_update_leaves_its_columns_out():
+    _, head, _ = shown(lambda display: display.step("step 1/1", {"env/all/reward/total": 0.0}))
+    assert head.split() == ["reward"]
+
+
+def test_an_evaluation_stands_beside_the_first_one():
+    first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
+    later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))
+    lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
+    assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
+    assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
+    assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
+
+
+def test_the_outcome_compares_before_and_after(tmp_path):
+    lines = outcome(0.25, 0.5, steps=1, wall_s=125.4, log_path=tmp_path)
+    assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
+    assert str(tmp_path) in lines[2]
+    assert len(outcome(None, None, steps=3, wall_s=9, log_path=tmp_path)) == 2
+
+
+def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    record_groups(path, [group("copy-01", 1.0, failures=[failure("copy-01")])], {("copy-01", "copy-01__0"): 0.5})
+    graded, failed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert graded == {
+        "task": "copy-01",
+        "trial": "copy-01__0",
+        "reward": 1.0,
+        "stop_reason": "stop",
+        "advantage": 0.5,
+        "turns": 1,
+        "tokens": 2,
+        "metrics": {},
+    }
+    assert failed == {"task": "copy-01", "trial": "f", "failure": "sandbox", "message": "no tmux"}
