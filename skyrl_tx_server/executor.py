@@ -301,7 +301,7 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
 
 
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
-    """Recompute in the backward pass only what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
+    """Recompute in the backward pass what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
     kept_per_layer = 6 * config.hidden_size + 3 * sum(config.qkv_widths) + 4 * config.intermediate_size
     whole = settings.train_tokens_per_batch * config.num_layers * kept_per_layer * dtype.itemsize
     return Remat.NOTHING if whole <= _memory_bytes() * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS

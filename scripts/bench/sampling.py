@@ -1,6 +1,6 @@
 """How fast the engine samples: decode steps and tokens per second, prefill tokens per second, start-up and compilation.
 
-    python scripts/bench/sampling.py                     # the quick start's shape: 3M parameters, 32 rows, context 2048
+    python scripts/bench/sampling.py                     # the quick start's shape: 32 rows, context 2048
     python scripts/bench/sampling.py hidden=512 layers=8 vocab=4096 rows=16
 
 Prints one JSON object per measurement. A random model of the given shape is made in a temporary directory. For two cores: taskset -c 0,1.
@@ -8,6 +8,7 @@ Prints one JSON object per measurement. A random model of the given shape is mad
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -31,13 +32,13 @@ from skyrl_tx_server.ops import CreateModel, LoraSpec, Sample, SampleResult, Sam
 @chz.chz
 class BenchConfig:
     hidden: int = 192
-    layers: int = 6
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 48
-    ffn: int = 512
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 3
+    head_dim: int = 32
+    ffn: int = 384
     vocab: int = 1024
-    rank: int = 32
+    rank: int = 16
     rows: int = 32
     block: int = 16
     context: int = 2048
@@ -68,13 +69,15 @@ def main(config: BenchConfig) -> None:
 
 
 def measure(engine: Engine, config: BenchConfig, name: str, *, adapters: list[str | None], temperature: float, top_p: float = 1.0) -> None:
-    """All rows at once: prefill time is that of one-token requests, the rest is decoding."""
+    """All rows at once, each time with new prompts: prefill time is that of one-token requests, the rest is decoding."""
+    fresh = itertools.count(start=1)
 
     def run(new_tokens: int) -> float:
+        offset = next(fresh) * config.rows
         settings = SamplingSettings(max_tokens=new_tokens, temperature=temperature, top_p=top_p, seed=0, stop_at_eos=False)
         began = time.perf_counter()
         futures = [
-            engine.submit(Sample(weights=adapters[row % len(adapters)], prompt=prompt_of(config, row), settings=settings))
+            engine.submit(Sample(weights=adapters[row % len(adapters)], prompt=prompt_of(config, offset + row), settings=settings))
             for row in range(config.rows)
         ]
         for future in futures:
