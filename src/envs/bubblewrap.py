@@ -19,14 +19,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from src.envs.request import Request
 from src.envs.run_directory import remove_tree
 from src.errors import SandboxError
 
@@ -34,7 +34,6 @@ CONTROL = "/.sandbox"
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 KILL_TIMEOUT_S = 5
-MAX_OUTPUT_BYTES = 16 * 2**20
 KILLED_STATUS = 137
 BASE_ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -107,7 +106,7 @@ class Bubblewrap:
         self._directory = directory
         self._requests = directory / "requests"
         self._numbers = itertools.count(1)
-        self._pending: set[_Request] = set()
+        self._pending: set[Request] = set()
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
@@ -153,7 +152,7 @@ class Bubblewrap:
         if not self.is_alive:
             raise SandboxError("the sandbox is gone")
         number = next(self._numbers)
-        request = _Request(self._requests, number, script, stdout)
+        request = Request(self._requests, number, script, stdout)
         self._pending.add(request)
         try:
             self._send(f"run {number}")
@@ -195,7 +194,7 @@ class Bubblewrap:
 
     async def _confirm_alive(self) -> None:
         """A command vanished without a status: either it alone was killed from inside, or the sandbox is dying with it."""
-        probe = _Request(self._requests, next(self._numbers), ":", None)
+        probe = Request(self._requests, next(self._numbers), ":", None)
         self._pending.add(probe)
         try:
             self._send(f"run {probe.number}")
@@ -284,94 +283,3 @@ def _bubblewrap() -> str:
     if program is None:
         raise SandboxError("the sandbox needs bubblewrap: install the package bubblewrap, or use environment_type=docker")
     return program
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Bytes arriving from a FIFO: into `file` when given, else kept up to the limit."""
-
-    descriptor: int
-    file: BinaryIO | None = None
-    data: bytearray = field(default_factory=bytearray)
-
-    def read(self) -> bool:
-        """Take what is there; False at the end of the stream."""
-        try:
-            chunk = os.read(self.descriptor, 2**16)
-        except BlockingIOError:
-            return True
-        if self.file is not None:
-            self.file.write(chunk)
-        elif len(self.data) < MAX_OUTPUT_BYTES:
-            self.data += chunk[: MAX_OUTPUT_BYTES - len(self.data)]
-        return bool(chunk)
-
-    def drain(self) -> None:
-        """Take all that was written so far, waiting for nothing."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.descriptor, 2**16):
-                if self.file is not None:
-                    self.file.write(chunk)
-                elif len(self.data) < MAX_OUTPUT_BYTES:
-                    self.data += chunk[: MAX_OUTPUT_BYTES - len(self.data)]
-
-
-class _Request:
-    """One command on its way: its script and its three FIFOs on the host.
-
-    `done` becomes its exit status, or None when the process that reports the status was killed before it could.
-    """
-
-    def __init__(self, directory: Path, number: int, script: str, stdout: BinaryIO | None) -> None:
-        self.number = number
-        self._loop = asyncio.get_running_loop()
-        self._paths = [directory / f"{number}.{name}" for name in ("stdout", "stderr", "status", "sh")]
-        self.done: asyncio.Future[int | None] = self._loop.create_future()
-        descriptors: list[int] = []
-        try:
-            for path in self._paths[:3]:
-                os.mkfifo(path, 0o600)
-                descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            self._paths[3].write_bytes(script.encode("utf-8", "surrogateescape"))
-        except OSError as error:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise SandboxError(f"cannot hand a command to the sandbox: {error}") from error
-        self.stdout, self.stderr, self._status = (_Stream(descriptor) for descriptor in descriptors)
-        self.stdout.file = stdout
-        self._open = [self.stdout, self.stderr, self._status]
-        self._loop.add_reader(self.stdout.descriptor, self._on_output, self.stdout)
-        self._loop.add_reader(self.stderr.descriptor, self._on_output, self.stderr)
-        self._loop.add_reader(self._status.descriptor, self._on_status)
-
-    def fail(self, error: SandboxError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def close(self) -> None:
-        for stream in self._open:
-            self._loop.remove_reader(stream.descriptor)  # before closing: the number may be reused at once
-            os.close(stream.descriptor)
-        self._open.clear()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-        if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # seen, even when nobody waits any more
-        self.done.cancel()
-
-    def _on_output(self, stream: _Stream) -> None:
-        if not stream.read():
-            self._loop.remove_reader(stream.descriptor)
-
-    def _on_status(self) -> None:
-        more = self._status.read()
-        if more and not self._status.data:
-            return
-        self._loop.remove_reader(self._status.descriptor)
-        try:
-            self.stdout.drain()
-            self.stderr.drain()
-        except OSError as error:  # the file that takes the output is on a full disk
-            self.fail(SandboxError(f"cannot take a command's output: {error}"))
-        if not self.done.done():
-            self.done.set_result(int(self._status.data) if self._status.data else None)

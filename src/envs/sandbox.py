@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, override
+from pathlib import Path
+from typing import Any, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
@@ -26,6 +25,7 @@ from src.envs.bubblewrap import Bubblewrap, Limits, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
+from src.envs.transfer import extract_plain_files, files_below, lay_down
 from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
@@ -252,40 +252,6 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name)]
     return "\n".join([*lines, command]) + "\n"
-
-
-def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
-    """Everything in a host directory, each with its place below `target` inside."""
-    return [(path, str(PurePosixPath(target, path.relative_to(source).as_posix()))) for path in sorted(source.rglob("*"))]
-
-
-def lay_down(received: IO[bytes], target: Path) -> None:
-    """Write downloaded bytes to a file of their own, never through a link that is already there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    received.seek(0)
-    with target.open("xb") as file:
-        shutil.copyfileobj(received, file)
-
-
-def extract_plain_files(archive: IO[bytes], target: Path) -> None:
-    """Unpack an archive made by an agent: regular files and directories only, never a link, nothing outside `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    archive.seek(0)
-
-    def keep(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        if not (member.isreg() or member.isdir()):
-            return None
-        try:
-            return tarfile.data_filter(member, path)
-        except tarfile.FilterError:
-            return None
-
-    try:
-        with tarfile.open(fileobj=archive, mode="r:") as tar:
-            tar.extractall(target, filter=keep)
-    except tarfile.TarError as error:
-        raise SandboxError(f"cannot unpack a download into {target}: {error}") from error
 
 
 def _as_root(member: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:
