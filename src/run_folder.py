@@ -16,6 +16,7 @@ from src.config import TrainerConfig
 from src.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
 # A run that continues under another value of these would not be the same run.
 IDENTITY = ("model_name", "lora_rank", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks")
 
@@ -41,6 +42,8 @@ def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and holds no run; give another log_path")
+    if not (path / METRICS_FILE).is_file():  # it stopped before its first result
+        return RunFolder(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
         behavior = _ask(path)

@@ -115,6 +115,18 @@ async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
     assert (bench.path / "thesis.tex").exists()
 
 
+async def test_a_run_that_stopped_before_its_first_result_leaves_its_folder_free(tmp_path):
+    async def fail(trial, policy):
+        return failure(trial.task.id)
+
+    bench = Bench(tmp_path, play=fail)
+    with pytest.raises(TrainerError, match="evaluation 0"):
+        await bench.go()
+    bench.source.play = say_a_token
+    await bench.go()
+    assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
+
+
 async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path):
     started = asyncio.Event()
 
