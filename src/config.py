@@ -48,9 +48,10 @@ class TrainerConfig:
     num_substeps: int = chz.field(
         default=1, doc="Optimizer steps per batch, each on its own share of the groups (of the trajectories, where groups are fewer)"
     )
-    loss_fn: Literal["importance_sampling", "ppo", "cispo", "dro"] = chz.field(default="ppo", doc="Policy-gradient loss")
+    # No dro: its quadratic term has no mask, so it would also train every token that was never sampled.
+    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = chz.field(default="ppo", doc="Policy-gradient loss")
     loss_fn_config: list[str] | None = chz.field(
-        default=None, doc="Loss settings as key=value,..., e.g. clip_low_threshold=0.8,clip_high_threshold=1.28 or beta=0.05"
+        default=None, doc="Loss settings as key=value,..., e.g. clip_low_threshold=0.8,clip_high_threshold=1.28"
     )
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"] = chz.field(
         default="token_mean", doc="Mean over tokens, over trajectories' token means, or trajectories' token sums / context_limit"
@@ -164,7 +165,7 @@ def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
 
 def loss_settings(items: list[str] | None, *, loss_fn: str) -> dict[str, float]:
     """The loss's numeric settings, none that the loss does not have."""
-    known = ("clip_low_threshold", "clip_high_threshold") if loss_fn in CLIPPED_LOSSES else ("beta",) if loss_fn == "dro" else ()
+    known = ("clip_low_threshold", "clip_high_threshold") if loss_fn in CLIPPED_LOSSES else ()
     settings: dict[str, float] = {}
     for key, value in pairs(items, option="loss_fn_config").items():
         _check(key in known, f"loss_fn={loss_fn} has no setting {key!r}; it takes {', '.join(known) or 'none'}")

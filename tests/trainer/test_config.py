@@ -51,7 +51,7 @@ def test_the_seeds_own_recipe_is_accepted():
     ("options", "message"),
     [
         (["group_size=abc"], "group_size=abc: not a value of int"),
-        (["loss_fn=dpo"], r"loss_fn=dpo: not a value of Literal\['importance_sampling', 'ppo', 'cispo', 'dro'\]"),
+        (["loss_fn=dpo"], r"loss_fn=dpo: not a value of Literal\['importance_sampling', 'ppo', 'cispo'\]"),
         (["context_limit=64000"], "exceeds backend=tinker's 32000"),
         (["skyrl_tx_url=http://h:1"], "skyrl_tx_url needs backend=skyrl-tx"),
         (["backend=skyrl-tx", "skyrl_tx_url=localhost:8000"], "needs skyrl_tx_url=http://host:port"),
@@ -65,7 +65,8 @@ def test_the_seeds_own_recipe_is_accepted():
         (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),
         (["environment_kwargs=cpus"], "environment_kwargs takes key=value pairs, not 'cpus'"),
         (["loss_fn_config=beta=0.1"], "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold"),
-        (["loss_fn=dro", "loss_fn_config=beta=x"], "loss_fn_config beta needs a number, not 'x'"),
+        (["loss_fn=dro"], "loss_fn=dro: not a value of"),
+        (["loss_fn_config=clip_low_threshold=x"], "loss_fn_config clip_low_threshold needs a number, not 'x'"),
         (["failed_trial_reward=1"], "failed_trial_reward=1: not a value of"),
         (["a...=3"], "unknown option"),
     ],
@@ -93,7 +94,7 @@ def test_a_raw_singleton_may_be_a_group():
 
 def test_loss_settings_are_those_of_the_loss():
     assert loss_settings(["clip_low_threshold=0.7"], loss_fn="cispo") == {"clip_low_threshold": 0.7}
-    assert loss_settings(["beta=0.05"], loss_fn="dro") == {"beta": 0.05}
+    assert loss_settings(["clip_high_threshold=1.28"], loss_fn="ppo") == {"clip_high_threshold": 1.28}
 
 
 def test_a_run_is_named_by_what_differs_between_runs():
