@@ -82,7 +82,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
-    again = command(url, model_dir, log_path, "max_steps=9", "behavior_if_log_dir_exists=resume")
+    again = command(url, model_dir, log_path, "max_steps=9", "loss_fn=cispo", "behavior_if_log_dir_exists=resume")
     text = ""
     with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
         assert resumed.stdout is not None
@@ -101,8 +101,8 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     [
         (["model_name=org/other"], "error: model_name=org/other is not served at "),
         (["lora_rank=16"], "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8"),
-        (["tasks_dir=no/such/folder"], "error: tasks_dir no/such/folder is not a folder"),
-        (["eval_tasks=nothing-like-this"], "error: "),
+        (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
+        (["eval_tasks=nothing-like-this"], "error: eval_tasks: 'nothing-like-this' is neither a folder nor the name of a task"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_work(url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str) -> None:
