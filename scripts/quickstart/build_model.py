@@ -10,7 +10,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from scripts.quickstart.demonstrations import Demonstration, demonstrate
+from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.families import TRAINING, make_instance
 from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.tokenizer import save_tokenizer
@@ -31,9 +31,9 @@ from skyrl_tx_server.model.weights import save_model
 
 ROW, ROWS = 256, 8
 POOL = 24  # demonstrations among which the packing chooses
-STEPS, DRILL_STEPS = 1700, 150
+STEPS, DRILL_STEPS, MIXTURE_STEPS = 1700, 150, 250
 PEAK_LEARNING_RATE = 1.2e-3
-WEIGHTS_OF_FAMILIES = {"pair": 8, "pipe": 5, "collect": 2}
+WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ type Conversation = tuple[list[int], list[bool]]
 """Token ids, and which of them are to be learnt."""
 
 
-def encode(tokenizer: Tokenizer, demonstration: Demonstration) -> Conversation:
+def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
     """Token ids of a conversation, and which of them an assistant has to produce."""
     end = tokenizer.token_to_id("<|im_end|>")
     ids: list[int] = []
     learnt: list[bool] = []
-    for message in demonstration.messages:
+    for message in messages:
         opening = tokenizer.encode(("\n" if ids else "") + f"<|im_start|>{message.role}\n", add_special_tokens=False).ids
         content = tokenizer.encode(message.content, add_special_tokens=False).ids
         ids += [*opening, *content, end]
@@ -80,12 +80,15 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
         yield drill(tokenizer, rng)
 
 
-def demonstrations(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
-    """Endless fresh demonstrations of the training families."""
+def demonstrations(tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0) -> Iterator[Conversation]:
+    """Endless fresh demonstrations of the training families; a share of `lessons` are a careful demonstrator's first answer alone."""
     families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
     for number in itertools.count():
-        instance = make_instance(rng.choice(families), seed=f"demonstration-{number}", pool=Pool.TRAIN)
-        yield encode(tokenizer, demonstrate(instance, rng))
+        instance = make_instance(rng.choice(families), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN)
+        if rng.random() < lessons:
+            yield encode(tokenizer, demonstrate(instance, rng, careful_share=1.0).messages[:2])
+        else:
+            yield encode(tokenizer, demonstrate(instance, rng).messages)
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
@@ -131,7 +134,7 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
 
 
 def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, save: Callable[[Params], None]) -> Params:
-    """Train from random weights: drills first, then demonstrations; the learning rate rises, then falls as a cosine."""
+    """Train from random weights: drills, lessons, demonstrations; the learning rate rises, then falls as a cosine."""
     params = initial_params(config, seed)
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
@@ -145,7 +148,11 @@ def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, s
 
     start, losses = time.monotonic(), []
     rng = random.Random(f"demonstrations {seed}")
-    data = itertools.chain(itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS), batches(demonstrations(tokenizer, rng)))
+    data = itertools.chain(
+        itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
+        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), steps - DRILL_STEPS - MIXTURE_STEPS),
+        batches(demonstrations(tokenizer, rng)),
+    )
     for number, batch in enumerate(itertools.islice(data, steps), start=1):
         params, state, loss = step(params, state, vars(batch))
         losses.append(float(loss))

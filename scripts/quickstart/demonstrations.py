@@ -78,15 +78,15 @@ class Demonstration:
     solved: bool
 
 
-def demonstrate(instance: Instance, rng: random.Random) -> Demonstration:
-    """One demonstrator's conversation with Terminus-2 about `instance`."""
+def demonstrate(instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE) -> Demonstration:
+    """One demonstrator's conversation with Terminus-2 about `instance`; a careful one with the probability `careful_share`."""
     screen = Screen()
     if rng.random() >= LATE_PROMPT_RATE:
         screen.show_prompt()
     messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
     slip = Slip.MALFORMED
     while slip is Slip.MALFORMED:
-        style = CAREFUL if rng.random() < CAREFUL_SHARE else HASTY
+        style = CAREFUL if rng.random() < careful_share else HASTY
         slip = _draw_slip(style, instance, rng)
         keys, output = _keystrokes(instance, slip)
         text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
