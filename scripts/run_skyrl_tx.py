@@ -120,7 +120,7 @@ def full_recipe(given: dict[str, str]) -> int:
     else:
         port = httpx.URL(url).port or 8000
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{port}"
-        arguments = (f"base_model={options['model_name']}", f"max_context_length={options['context_limit']}")
+        arguments = (f"base_model={options['model_name']}", f"max_context_length={options['context_limit']}", "stretch_context=true")
         server = start_server(url, arguments, Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}.log")
     return train(options, server)
 

@@ -26,6 +26,7 @@ class EngineSettings:
     decode_block: int
     train_tokens_per_batch: int
     max_snapshots: int
+    stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
 @chz.chz
@@ -47,6 +48,10 @@ class ServerConfig:
     )
     max_lora_rank: int = chz.field(default=32, doc="Largest LoRA rank a client may ask for")
     max_context_length: int | None = chz.field(default=None, doc="Largest prompt + completion in tokens; default: the model's own limit")
+    stretch_context: bool = chz.field(
+        default=False,
+        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs some quality on short texts",
+    )
     decode_slots: int = chz.field(default=32, doc="Sequences decoded at once")
     decode_block: int = chz.field(default=16, doc="Decode steps per device dispatch")
     train_tokens_per_batch: int = chz.field(default=8192, doc="Padded tokens per training micro-batch")
@@ -95,6 +100,7 @@ class ServerConfig:
             dtype=self.dtype,
             max_lora_rank=self.max_lora_rank,
             max_context_length=self.max_context_length,
+            stretch_context=self.stretch_context,
             decode_slots=self.decode_slots,
             decode_block=self.decode_block,
             train_tokens_per_batch=self.train_tokens_per_batch,

@@ -23,7 +23,7 @@ from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpo
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
-from skyrl_tx_server.model.config import ModelConfig, load_model_config
+from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.qwen3 import Remat
@@ -92,7 +92,7 @@ class DeviceExecutor:
         _use_compilation_cache(settings)
         compilations.watch()
         dtype = _dtype(settings)
-        self._config = load_model_config(settings.model_dir)
+        self._config = _model_config(settings)
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model)
         self._max_lora_rank = settings.max_lora_rank
@@ -292,11 +292,23 @@ def _dtype(settings: EngineSettings) -> np.dtype:
     return np.dtype(settings.dtype)
 
 
+def _model_config(settings: EngineSettings) -> ModelConfig:
+    config = load_model_config(settings.model_dir)
+    if not settings.stretch_context or settings.max_context_length is None:
+        return config
+    stretched = stretch_context(config, settings.max_context_length)
+    if stretched is not config and stretched.rope_scaling is not None:
+        logger.warning("context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length)
+    return stretched
+
+
 def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
     if settings.max_context_length is None:
         return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
     if not 1 <= settings.max_context_length <= config.context_length:
-        raise ConfigError(f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit")
+        raise ConfigError(
+            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; stretch_context=true reaches further"
+        )
     return settings.max_context_length
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_tx_server.errors import ConfigError
 
 DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's, when config.json names none
+YARN_ORIGINAL_LENGTH = 32_768  # the length Qwen3 was trained on, which its model cards stretch from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,21 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads")
     return config
+
+
+def stretch_context(config: ModelConfig, length: int) -> ModelConfig:
+    """The same model with YaRN by the smallest whole factor that reaches `length` tokens; unchanged where its own limit does.
+
+    Qwen3's model cards reach 131,072 tokens so, with factor 4 over 32,768. Raises ConfigError for a model that is stretched already.
+    """
+    if length <= config.context_length:
+        return config
+    if config.rope_scaling is not None:
+        raise ConfigError(f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach")
+    original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
+    factor = float(math.ceil(length / original))
+    scaling = YarnScaling(factor=factor, original_max_position_embeddings=original, attention_factor=_attention_factor({}, factor))
+    return replace(config, rope_scaling=scaling)
 
 
 def _yarn(rope: dict, max_position_embeddings: int, path: Path) -> YarnScaling | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.model.config import ModelConfig, load_model_config
+from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
 from skyrl_tx_server.model.layers import packed_attention
 from skyrl_tx_server.model.lora import Adapter, init_adapter
 from skyrl_tx_server.model.qwen3 import Remat, head_logits, hidden_states
@@ -42,6 +42,18 @@ def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
     plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
     logits = logits_of(plain, load_params(FIXTURES / "yarn", plain, "float32"), None, expected["tokens"])
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() > 0.1
+
+
+def test_a_context_beyond_the_models_own_is_reached_as_qwens_model_cards_do() -> None:
+    plain = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "max_position_embeddings": 40_960})
+    assert stretch_context(plain, 40_960) is plain
+    stretched = stretch_context(plain, 128_000)
+    assert stretched.rope_scaling is not None
+    assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (4.0, 32_768)
+    assert stretched.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert stretched.context_length == 131_072
+    with pytest.raises(ConfigError, match="stretches it to 131072 tokens"):
+        stretch_context(stretched, 200_000)
 
 
 def test_a_fresh_adapter_changes_nothing() -> None:
