@@ -307,7 +307,8 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
         return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
     if not 1 <= settings.max_context_length <= config.context_length:
         raise ConfigError(
-            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; stretch_context=true reaches further"
+            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; "
+            "stretch_context=true reaches further"
         )
     return settings.max_context_length
 
