@@ -1,7 +1,7 @@
 """Build the quick start's model: python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
 Tokenizer, then a small Qwen3 trained from random weights to imitate demonstrations that are generated as it goes (training families and
-training words only), loss on the answers alone. Everything is seeded. About 15 minutes on two cores.
+training words only), loss on the answers alone. Everything is seeded. About 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skyrl_tx_server.model.weights import save_model
 
 ROW, ROWS = 256, 8
 POOL = 24  # demonstrations among which the packing chooses
-STEPS, DRILL_STEPS, MIXTURE_STEPS = 1700, 150, 250
+STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250
 PEAK_LEARNING_RATE = 1.2e-3
 WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
 
