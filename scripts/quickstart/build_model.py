@@ -138,19 +138,19 @@ def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, s
     params = initial_params(config, seed)
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-    state = optimizer.init(params)
+    state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: optax.OptState, batch: dict[str, jax.Array]) -> tuple[Params, optax.OptState, jax.Array]:
         loss, gradient = jax.value_and_grad(loss_fn)(params, config, batch)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        updates, state = optimizer.update(gradient, state, params)  # pyright: ignore[reportArgumentType]
+        return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportArgumentType, reportReturnType]
 
     start, losses = time.monotonic(), []
     rng = random.Random(f"demonstrations {seed}")
     data = itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
-        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), steps - DRILL_STEPS - MIXTURE_STEPS),
+        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), max(0, steps - DRILL_STEPS - MIXTURE_STEPS)),
         batches(demonstrations(tokenizer, rng)),
     )
     for number, batch in enumerate(itertools.islice(data, steps), start=1):
@@ -164,7 +164,7 @@ def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, s
 
 
 def main() -> None:
-    options = dict(argument.partition("=")[::2] for argument in sys.argv[1:] if "=" in argument)
+    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
     directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
     save_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -179,7 +179,7 @@ def main() -> None:
         rope_theta=10_000.0,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
-        eos_token_ids=(tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")),
+        eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
 
     def save(params: Params) -> None:

@@ -82,7 +82,7 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
 
 
 def main() -> None:
-    options = dict(argument.partition("=")[::2] for argument in sys.argv[1:] if "=" in argument)
+    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
     model_dir = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
     settings = HarborSettings(
         model_name="quickstart/tiny", max_turns=4, max_tokens=128, context_limit=1024, enable_summarize=False, environment_type="sandbox"
