@@ -92,7 +92,19 @@ class HarborTasks:
         _refuse_double_ids([*self.train, *self.eval])
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
+        self._refuse_long_tasks()
         clean()
+
+    def _refuse_long_tasks(self) -> None:
+        from src.envs.harbor_agent import opening_prompt
+
+        limit = self.settings.context_limit
+        for task in (*self.train, *self.eval):
+            tokens = len(self._chat.render([{"role": "user", "content": opening_prompt(task.instruction)}]))
+            if tokens >= limit:
+                raise ConfigError(
+                    f"{task.path}: the first prompt has {tokens} tokens or more, so context_limit={limit} leaves no answer; raise it"
+                )
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
         """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""

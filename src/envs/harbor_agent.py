@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, override
 
+from harbor.agents.terminus_2 import terminus_2
 from harbor.agents.terminus_2.terminus_2 import Terminus2
 from harbor.environments.base import BaseEnvironment
 from harbor.llms.base import BaseLLM, ContextLengthExceededError
@@ -44,6 +46,12 @@ def registered(key: str, session: Session) -> Iterator[None]:
         yield
     finally:
         del _sessions[key]
+
+
+def opening_prompt(instruction: str) -> str:
+    """What Terminus-2 says first, without the screen: no trial's first prompt is shorter."""
+    template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
+    return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
 
 class TrainingTerminus2(Terminus2):

@@ -328,6 +328,11 @@ def test_tasks_are_held_out_by_name_glob_folder_or_share(tmp_path: Path) -> None
         HarborTasks(settings, chat, folder, eval_tasks=["*"])
 
 
+def test_a_task_whose_first_prompt_leaves_no_room_is_refused_before_any_work() -> None:
+    with pytest.raises(ConfigError, match=r"hello-file: the first prompt has \d+ tokens or more, so context_limit=2000 leaves no answer"):
+        source(context_limit=2000)
+
+
 def test_summarising_every_turn_is_refused() -> None:
     with pytest.raises(ConfigError, match="every turn would be summarised; lower it, or use enable_summarize=False"):
         source(enable_summarize=True, context_limit=8000)
