@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -50,7 +51,7 @@ QUICKSTART_OPTIONS = {
     "trial_timeout_sec": "120",
     "save_every": "100",
 }
-QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=8192")
+QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=2048")
 
 RECIPE_OPTIONS = {
     "learning_rate": "2e-4",
@@ -128,7 +129,8 @@ def full_recipe(given: dict[str, str]) -> int:
 def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> int:
     """Run the trainer to its end, passing on signals; then stop the server this process started."""
     command = [sys.executable, "-m", "src.train", "backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
-    trainer = subprocess.Popen(command, preexec_fn=die_with_parent)
+    # Without this process there is soon no server either, so a trainer left alone could save nothing.
+    trainer = subprocess.Popen(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # The terminal sends Ctrl-C to the trainer as well; here it must only wait for the trainer's clean end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
@@ -154,7 +156,7 @@ def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subpro
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     started = time.monotonic()
     while not healthy(url):
@@ -183,9 +185,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def die_with_parent() -> None:
-    """In the child, before exec: ask Linux to send SIGTERM when the parent dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(with_signal: signal.Signals) -> None:
+    """In the child, before exec: ask Linux for `with_signal` when the parent dies, however it dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, with_signal)
 
 
 def say(text: str) -> None:
