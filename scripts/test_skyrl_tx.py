@@ -45,7 +45,10 @@ def check(service: tinker.ServiceClient) -> None:
     tokens = list(range(1, 17))
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": types.TensorData(data=[1.0] * (len(tokens) - 1), dtype="float32"),
+        },
     )
     before = step("forward", lambda: training.forward([datum], "cross_entropy").result())
     step("forward_backward", lambda: training.forward_backward([datum], "cross_entropy").result())
@@ -62,7 +65,8 @@ def check(service: tinker.ServiceClient) -> None:
     assert [s.tokens for s in sample.sequences] == [s.tokens for s in again.sequences], "the same seed gave other tokens"
     sequence = sample.sequences[0]
     logprobs = step("compute_logprobs", lambda: sampler.compute_logprobs(types.ModelInput.from_ints(tokens[:8] + sequence.tokens)).result())
-    gap = max(abs(a - b) for a, b in zip(sequence.logprobs or [math.nan], logprobs[8:], strict=True))
+    recomputed = [logprob for logprob in logprobs[8:] if logprob is not None]
+    gap = max(abs(a - b) for a, b in zip(sequence.logprobs or [], recomputed, strict=True))
     note(f"largest difference between sampled and recomputed logprobs: {gap:.2e}")
     assert gap < 0.1, "sampler and forward disagree on logprobs"
     restored = step(
