@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     api_key = os.environ.get("TINKER_API_KEY") or "tml-dummy"
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
         try:
-            check(service)
+            check(service, tinker.RestClient(base_url=url, api_key=api_key))
         except Exception as error:  # the border of this program: one line instead of a traceback
             print(f"FAILED  {type(error).__name__}: {error}")
             return 1
@@ -38,10 +38,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check(service: tinker.ServiceClient) -> None:
-    capabilities = step("capabilities", service.get_server_capabilities)
+def check(service: tinker.ServiceClient, rest: tinker.RestClient) -> None:
+    capabilities = step("capabilities", lambda: rest.get_server_capabilities().result())
     model = next(model.model_name for model in capabilities.supported_models if model.model_name)
-    training = step(f"create_lora_training_client({model}, rank=8)", lambda: service.create_lora_training_client(model, rank=8, seed=0))
+    training = step(
+        f"create_lora_training_client({model}, rank=8)", lambda: service.create_lora_training_client(model, rank=8, seed=0).result()
+    )
     tokens = list(range(1, 17))
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -57,7 +59,7 @@ def check(service: tinker.ServiceClient) -> None:
     assert after.metrics["loss:sum"] < before.metrics["loss:sum"], "one optimizer step did not lower the loss"
     note(f"loss {before.metrics['loss:sum']:.4f} -> {after.metrics['loss:sum']:.4f}, grad_norm {(update.metrics or {}).get('grad_norm')}")
     state = step("save_state", lambda: training.save_state(f"check-{int(time.time())}").result())
-    sampler = step("save_weights_and_get_sampling_client", training.save_weights_and_get_sampling_client)
+    sampler = step("save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client().result())
     prompt = types.ModelInput.from_ints(tokens[:8])
     settings = types.SamplingParams(max_tokens=8, temperature=1.0, seed=1, stop=[])
     sample = step("sample", lambda: sampler.sample(prompt, 2, settings).result())
@@ -70,7 +72,8 @@ def check(service: tinker.ServiceClient) -> None:
     note(f"largest difference between sampled and recomputed logprobs: {gap:.2e}")
     assert gap < 0.1, "sampler and forward disagree on logprobs"
     restored = step(
-        "create_training_client_from_state_with_optimizer", lambda: service.create_training_client_from_state_with_optimizer(state.path)
+        "create_training_client_from_state_with_optimizer",
+        lambda: service.create_training_client_from_state_with_optimizer(state.path).result(),
     )
     loss = step("forward on the restored client", lambda: restored.forward([datum], "cross_entropy").result()).metrics["loss:sum"]
     assert math.isclose(loss, after.metrics["loss:sum"], rel_tol=1e-5), "the restored model gives another loss"
