@@ -113,16 +113,24 @@ def full_recipe(given: dict[str, str]) -> int:
     if "tasks_dir" not in options:
         return fail("model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2")
     url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
+    base_model = options["model_name"]
+    if Path(base_model).expanduser().is_dir():  # clients ask for org/name, never for a path
+        options["model_name"] = f"local/{Path(base_model).expanduser().resolve().name}"
+        options.setdefault("tokenizer", base_model)
     server = None
     if healthy(url):
         say(f"using the server at {url}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
-        return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {options['model_name']}")
+        return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}")
     else:
-        port = httpx.URL(url).port or 8000
-        options["skyrl_tx_url"] = url = f"http://127.0.0.1:{port}"
-        arguments = (f"base_model={options['model_name']}", f"max_context_length={options['context_limit']}", "stretch_context=true")
-        server = start_server(url, arguments, Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}.log")
+        options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
+        names = (f"base_model={base_model}", f"model_alias={options['model_name']}")
+        sizes = (
+            f"max_lora_rank={options.get('lora_rank', '32')}",
+            f"max_context_length={options['context_limit']}",
+            "stretch_context=true",
+        )
+        server = start_server(url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}.log")
     return train(options, server)
 
 
