@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
-    {"trajectory", "errors"},
+    {"trajectory", "errors", "durable"},
     {"config", "command_line", "chat"},
-    {"advantages", "filters", "datums", "examples", "metrics"},
-    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder"},
+    {"advantages", "filters", "datums", "examples", "metrics", "faults"},
+    {"policy", "backend", "tracking", "recorder", "checkpoints", "journal", "finished", "run_folder"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "learner", "kl_penalty", "evaluation", "pipeline", "console"},
+    {"rollouts", "watchdog", "learner", "kl_penalty", "evaluation", "pipeline", "console"},
     {"terminus2_trainer"},
     {"run", "train"},
 ]

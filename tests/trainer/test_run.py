@@ -30,11 +30,11 @@ class Bench:
 
     async def go(self, *options):
         argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path}"]
-        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options]
+        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", "retry_wait_sec=0", *options]
         await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
 
     @asynccontextmanager
-    async def _open(self, config, settings, display):
+    async def _open(self, config, settings, display, source):
         self.asked.append(settings)
         yield Parts(source=self.source, backend=self.backend)
 
