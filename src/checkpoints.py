@@ -36,7 +36,7 @@ def last(log_path: Path) -> Checkpoint | None:
     for fields in records(log_path / JOURNAL):
         known = {name: fields[name] for name in Checkpoint.__dataclass_fields__ if name in fields}
         try:
-            checkpoint = Checkpoint(**known)  # type: ignore[arg-type]
+            checkpoint = Checkpoint(**known)
         except TypeError as error:
             raise ConfigError(f"{log_path / JOURNAL} holds a line that is no checkpoint: {json.dumps(fields)[:100]}") from error
     return checkpoint

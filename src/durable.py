@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from src.errors import StorageError
 
@@ -33,7 +34,7 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
             os.close(descriptor)
 
 
-def records(path: Path) -> list[dict[str, object]]:
+def records(path: Path) -> list[dict[str, Any]]:
     """Every whole JSON line; what a crash cut short is passed over."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:

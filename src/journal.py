@@ -138,4 +138,4 @@ def _is_progress(record: Mapping[str, object]) -> bool:
 
 
 def _place(record: Mapping[str, object]) -> Place:
-    return Place(**{name: record[name] for name in Place.__dataclass_fields__})  # type: ignore[arg-type]
+    return Place(**{name: record[name] for name in Place.__dataclass_fields__})

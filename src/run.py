@@ -127,7 +127,9 @@ async def survive(
                     await train(config, parts, folder, journal, run_log, display)
                 return
             except BackendError as error:
-                if journal.progress <= progress or config.reconnect_timeout_sec == 0:
+                if config.reconnect_timeout_sec == 0:
+                    raise ServerLost(f"{error}; start it again and resume the run") from error
+                if journal.progress <= progress:
                     raise
                 progress = journal.progress
                 display.say(f"server lost: {error}")
@@ -149,7 +151,9 @@ async def reconnected(
                 return stack.pop_all(), parts
             except BackendError as error:
                 if time.monotonic() > deadline:
-                    raise ServerLost(f"{error}; it stayed away for reconnect_timeout_sec={config.reconnect_timeout_sec:g}") from error
+                    raise ServerLost(
+                        f"{error}; it stayed away for reconnect_timeout_sec={config.reconnect_timeout_sec:g}; start it again and resume"
+                    ) from error
         await asyncio.sleep(min(RECONNECT_PERIOD_S, config.reconnect_timeout_sec / 4))
 
 

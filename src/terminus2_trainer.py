@@ -94,6 +94,8 @@ class Terminus2RLTrainer:
             reference = await self._reference() if self._settings.kl_penalty_coef > 0 else None
             if self.steps_done == 0:
                 self._run_log.log(0, await self._evaluate(policy))
+            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_settled("eval", self.steps_done):
+                self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
             for batch in batches[self.steps_done :]:
                 self._epoch = batch.epoch
                 policy = await self._batch(batch, policy, reference, num_batches=len(batches))
@@ -117,7 +119,7 @@ class Terminus2RLTrainer:
             await self._step(batch, policy, reference, metrics)
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
             policy = await self._policy()
-            if last or _due(batch.step, settings.eval_every):
+            if self._is_evaluation_due(num_batches=num_batches):
                 metrics |= await self._evaluate(policy)
         finally:
             if self.steps_done == batch.step:
@@ -205,6 +207,9 @@ class Terminus2RLTrainer:
 
     async def _reference(self) -> Policy:
         return WatchedPolicy(await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"), self._watchdog)
+
+    def _is_evaluation_due(self, *, num_batches: int) -> bool:
+        return self.steps_done == num_batches or _due(self.steps_done, self._settings.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
         tasks, settings = self._source.eval, self._settings.evaluation

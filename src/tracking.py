@@ -28,10 +28,16 @@ class RunLog:
         self._wandb_run = wandb_run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         append_record(self._path, {"step": step, **finite})
         if self._wandb_run is not None:
             self._wandb_run.log(dict(metrics), step=step, commit=True)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds what the line of a step still lacked."""
+        before = next((record for record in records(self._path) if record["step"] == step), {"step": step})
+        forget_from(self._path, step)
+        self.log(step, {name: value for name, value in before.items() if name != "step"} | dict(metrics))
 
     def forget_from(self, step: int) -> None:
         """Steps from this one on are about to be repeated and leave metrics.jsonl. wandb keeps the first value it was given."""
@@ -54,7 +60,7 @@ def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapp
 
 def recorded(path: Path, name: str) -> dict[int, float]:
     """The values of one metric by step."""
-    return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}  # type: ignore[misc]
+    return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
 
 
 def is_wall_clock(name: str) -> bool:
@@ -71,7 +77,7 @@ def forget_from(path: Path, step: int) -> None:
     """Drops the records of `step` and later, and a last line that was cut by a crash."""
     if not path.exists():
         return
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in records(path) if record["step"] < step))  # type: ignore[operator]
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in records(path) if record["step"] < step))
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:

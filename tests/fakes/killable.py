@@ -140,16 +140,16 @@ def outcome(path: Path) -> Outcome:
 def finished_places(path: Path) -> set[tuple[str, str, int]]:
     """The graded rollouts on disk: (file, task, member)."""
     return {
-        (file.name, str(record["task"]), int(record["member"]))  # type: ignore[call-overload]
+        (file.name, str(record["task"]), int(record["member"]))
         for file in (path / "run" / "finished").glob("*.jsonl")
         for record in records(file)
-        if "turns" in record["result"]  # type: ignore[operator]
+        if "turns" in record["result"]
     }
 
 
 def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     return {
-        (f"{record['purpose']}_{record['step']:06d}.jsonl", str(record["task"]), int(record["member"]))  # type: ignore[call-overload]
+        (f"{record['purpose']}_{record['step']:06d}.jsonl", str(record["task"]), int(record["member"]))
         for record in records(path / "run" / "journal.jsonl")[num_records:]
         if record["event"] == "admitted"
     }

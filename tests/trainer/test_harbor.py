@@ -18,7 +18,7 @@ from src.envs.harbor import HarborSettings, HarborTasks, environment_options, re
 from src.envs.run_directory import run_directory
 from src.envs.validate import main as validate
 from src.errors import BackendError, ConfigError
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -167,6 +167,28 @@ async def test_a_failing_backend_is_a_failure_and_not_a_reward(tmp_path: Path) -
         task_id="hello-file", kind=FailureKind.BACKEND, message="sampling: connection refused", trial_name=outcome.trial_name
     )
     assert len(policy.prompts) == 2, "the SDK retries by itself"
+
+
+class SilentPolicy(ScriptedPolicy):
+    """Answers as the script says until it falls silent for ever, as the SDK does with a server that is gone."""
+
+    silent_after = 0
+
+    async def sample(self, *args: object, **kwargs: object) -> Turn:
+        if len(self.prompts) == self.silent_after:
+            await asyncio.Event().wait()
+        return await super().sample(*args, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(tmp_path: Path, answers: int) -> None:
+    tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 3\n"))
+    policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
+    policy.silent_after = answers
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    assert isinstance(outcome, TrialFailure), outcome
+    assert outcome.kind is FailureKind.BACKEND
+    assert outcome.message.startswith("the agent's time ran out on an answer that had not come for ")
 
 
 async def test_a_failing_backend_is_not_hidden_by_a_summary(tmp_path: Path) -> None:

@@ -36,6 +36,15 @@ def test_steps_that_are_repeated_are_logged_once(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_line_can_be_completed(tmp_path):
+    with open_run_log(tmp_path, project=None, name="n", config={}) as run_log:
+        run_log.log(0, {"reward": 0.5})
+        run_log.log(1, {"reward": 0.25, "odd": math.nan})
+        run_log.amend(1, {"test/reward": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.25, "odd": None, "test/reward": 1.0}]
+
+
 def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "reward": 1.0}\n{"step": 1, "rew')
