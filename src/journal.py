@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from src.durable import append_record, mend, records
 from src.errors import ConfigError
@@ -137,5 +138,5 @@ def _is_progress(record: Mapping[str, object]) -> bool:
     return record["event"] == "finished" and record["outcome"] == "graded"
 
 
-def _place(record: Mapping[str, object]) -> Place:
+def _place(record: Mapping[str, Any]) -> Place:
     return Place(**{name: record[name] for name in Place.__dataclass_fields__})

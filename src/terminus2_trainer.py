@@ -149,6 +149,7 @@ class Terminus2RLTrainer:
 
         played = time.monotonic()
         groups = await self._watchdog.guard(self._rollouts.play(tasks, policy, plan, on_group), f"playing step {batch.step}")
+        await asyncio.to_thread(self._source.batch_ended, plan.directory)
         faults = self._reckon(groups, plan)
         kept, dropped = keep_groups(groups, settings.filters)
         examples_P_G = [examples_of(group, settings.advantages, settings.filters) for group in kept]
@@ -221,6 +222,7 @@ class Terminus2RLTrainer:
         directory = self._directory("eval", step)
         evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
+        await asyncio.to_thread(self._source.batch_ended, directory)
         self._journal.evaluated(step)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
         self._display.evaluation(result, self._first_evaluation)

@@ -79,6 +79,29 @@ async def test_solving_the_task_is_graded_1_with_the_exact_tokens(tmp_path: Path
     assert (folder / "agent" / "trajectory.json").is_file() and (folder / "trial.log").is_file()
 
 
+async def test_a_folder_of_trials_is_a_job_with_totals_for_harbors_viewer(tmp_path: Path) -> None:
+    from harbor.viewer.scanner import JobScanner
+
+    tasks, jobs = source(), tmp_path / "jobs"
+    (jobs / "step_000001").mkdir(parents=True)
+    tasks.batch_ended(jobs / "step_000001")
+    assert not any((jobs / "step_000001").iterdir()), "nothing to sum up"
+    for script in (SOLUTION, solving("true"), [BackendError("sampling: gone")]):
+        policy = ScriptedPolicy(byte_chat(), {"": script})
+        await tasks.trial(tasks.train[0], directory=jobs / "step_000001", seed=1, temperature=1.0).run(policy)
+    (jobs / "step_000001" / "killed").mkdir()
+    tasks.batch_ended(jobs / "step_000001")
+    viewer = JobScanner(jobs)
+    config, result = viewer.get_job_config("step_000001"), viewer.get_job_result("step_000001")
+    assert config is not None and result is not None
+    assert config.job_name == "step_000001" and [task.path for task in config.tasks] == [HELLO]
+    assert (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials) == (3, 3, 1)
+    [stats] = result.stats.evals.values()
+    assert {reward: len(names) for reward, names in stats.reward_stats["reward"].items()} == {1.0: 1, 0.0: 1}
+    assert list(stats.exception_stats) == ["BackendError"]
+    assert len(viewer.list_trials("step_000001")) == 3
+
+
 async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
     outcome, _ = await play(tmp_path, solving("echo goodbye > /app/hello.txt"))
     assert isinstance(outcome, Trajectory)

@@ -56,6 +56,7 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert len(records) == 8
     assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
     assert (bench.path / "jobs" / "step_000002").is_dir() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
     assert "tasks: 4 to train on, 2 held out; 2 steps" in text
