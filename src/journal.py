@@ -110,7 +110,7 @@ class Journal:
 
     def is_settled(self, purpose: str, step: int) -> bool:
         """Whether the results of a step or evaluation were used. Then they stand as they are, failures too."""
-        return (purpose, step) in self._settled
+        return ("eval" if purpose == "eval" else "step", step) in self._settled
 
     def state_after(self, step: int) -> Mapping[str, object]:
         return self._states.get(step, {})
