@@ -257,10 +257,19 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     )
 
 
+class LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that is full ends the run with a line of its own; a traceback for each line of the log adds nothing."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def logging_to_file(path: Path) -> Iterator[None]:
     """Everything at INFO goes to logs.log; the terminal belongs to the display."""
-    handler = logging.FileHandler(path)
+    handler = LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
