@@ -20,7 +20,7 @@ from src.envs.base import TaskSource
 from src.errors import BackendError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import AdvantageSettings, Example, examples_of, substeps, weighted
-from src.faults import FaultSettings, FaultState, diagnosis, from_record, to_record
+from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
 from src.finished import FinishedRollouts
 from src.kl_penalty import penalised
@@ -32,7 +32,7 @@ from src.recorder import record_groups
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
 from src.run_folder import remove
 from src.tracking import RunLog
-from src.trajectory import TrajectoryGroup
+from src.trajectory import Task, TrajectoryGroup
 from src.watchdog import Watchdog, WatchedPolicy
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,23 @@ class Terminus2RLTrainer:
         """Play one batch and learn from it. What there is to say of it is added to `metrics`."""
         settings, quarantined = self._settings, self._faults.quarantined
         tasks = [task for task in batch.tasks if task.id not in quarantined]
+        num_retries: list[int] = []
+        self._journal.begun(batch.step, [task.id for task in batch.tasks])
+        played = time.monotonic()
+        groups = await self._play(batch, policy, num_retries, tasks)
+        kept, dropped = keep_groups(groups, settings.filters)
+        examples_P_G = [examples_of(group, settings.advantages, settings.filters) for group in kept]
+        self._record(batch, groups, examples_P_G)
+        learned = time.monotonic()
+        metrics |= group_metrics(groups, group_size=settings.group_size)
+        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
+        metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
+        await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
+        metrics["time/update"] = time.monotonic() - learned
+
+    async def _play(self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task]) -> list[TrajectoryGroup]:
+        """The groups of `tasks`, whose losses have been reckoned with. Each group's retries are added to `num_retries`."""
+        settings = self._settings
         plan = RolloutPlan(
             step=batch.step,
             purpose="step",
@@ -139,43 +156,32 @@ class Terminus2RLTrainer:
             temperature=settings.temperature,
             directory=self._directory("step", batch.step),
         )
-        self._journal.begun(batch.step, [task.id for task in batch.tasks])
         self._display.begin(f"step {batch.step}", num_groups=len(tasks), group_size=settings.group_size)
-        num_retries: list[int] = []
 
         def on_group(finished: FinishedGroup) -> None:
             num_retries.append(finished.num_retries)
             self._display.group(finished)
 
-        played = time.monotonic()
         groups = await self._watchdog.guard(self._rollouts.play(tasks, policy, plan, on_group), f"playing step {batch.step}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
-        faults = self._reckon(groups, plan)
-        kept, dropped = keep_groups(groups, settings.filters)
-        examples_P_G = [examples_of(group, settings.advantages, settings.filters) for group in kept]
-        self._record(batch, groups, examples_P_G)
-        learned = time.monotonic()
-        metrics |= group_metrics(groups, group_size=settings.group_size)
-        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
-        metrics |= {"tasks/quarantined": float(len(faults.quarantined)), "time/rollouts": learned - played}
-        await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, faults, metrics))
-        metrics["time/update"] = time.monotonic() - learned
+        self._reckon(groups, plan)
+        return groups
 
-    def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> FaultState:
+    def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """What the batch's losses say. RubbleError when training on what is left would teach nothing, or the wrong thing."""
         settings, before = self._settings.faults, self._faults
         if len(groups) > 1:  # a single task may be at fault itself, and is quarantined then
             require_some_graded(groups, plan)
-        faults = before.after(groups, settings)
-        if faults.is_rubble(settings):
-            raise RubbleError(diagnosis(faults, groups, settings))
-        for task, cause in faults.quarantined.items():
+        self._faults = before.after(groups, settings)
+        if self._faults.is_rubble(settings):
+            raise RubbleError(diagnosis(self._faults, groups, settings))
+        for task, cause in self._faults.quarantined.items():
             if task not in before.quarantined:
                 self._journal.quarantined(plan.step, task, cause)
-                self._display.say(f"{task} is left out from now on: {faults.strikes[task]} groups without a graded trial ({cause})")
-        if all(task.id in faults.quarantined for task in self._source.train):
+                num_groups = self._faults.strikes[task]
+                self._display.say(f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})")
+        if all(task.id in self._faults.quarantined for task in self._source.train):
             raise RubbleError(f"every training task is quarantined; {all_failed(groups, plan)}")
-        return faults
 
     async def _learn(
         self,
@@ -183,7 +189,6 @@ class Terminus2RLTrainer:
         examples_P_G: Sequence[Sequence[Example]],
         dropped: Counter[DropReason],
         reference: Policy | None,
-        faults: FaultState,
         metrics: dict[str, float],
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
@@ -198,8 +203,7 @@ class Terminus2RLTrainer:
         datums = [to_datums(sequence for example in share for sequence in example.sequences) for share in weighted_shares]
         metrics |= await self._watchdog.answer(self._learner.update(datums), f"training step {batch.step}")
         trained = [group[0].trajectory.task_id for group in examples_P_G if group]
-        self._journal.trained(batch.step, tasks=trained, state=to_record(faults))
-        self._faults = faults
+        self._journal.trained(batch.step, tasks=trained, state=to_record(self._faults))
         self.steps_done += 1
 
     async def _policy(self) -> Policy:

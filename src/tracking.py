@@ -70,7 +70,7 @@ def is_wall_clock(name: str) -> bool:
     [True, True, False]
     """
     name = name.removeprefix("test/")
-    return name.startswith("time/") or (name.startswith("environment/") and name.endswith("_s"))
+    return name.startswith(("time/", "generate/trajectory_time_")) or (name.startswith("environment/") and name.endswith("_s"))
 
 
 def forget_from(path: Path, step: int) -> None:
