@@ -21,7 +21,7 @@ from skyrl_tx_server import compilations
 from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
+from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
@@ -135,6 +135,9 @@ class DeviceExecutor:
 
     def decode(self) -> Sequence[FinishedRow]:
         return self._slots.decode()
+
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        return self._slots.running(ticket)
 
     def release(self, ticket: int) -> None:
         self._slots.release(ticket)

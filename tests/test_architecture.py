@@ -21,7 +21,13 @@ TRAINER_LAYERS = [
     {"run", "train"},
 ]
 SERVER_FLOOR = {"errors", "config", "command_line", "ops", "checkpoints"}
-SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]
+SERVER_HTTP = [
+    {"wire", "wire_proto", "openai_wire", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
+    {"engine"},
+    {"registry"},
+    {"routes"},
+    {"app"},
+]
 SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
