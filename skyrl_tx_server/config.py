@@ -29,6 +29,14 @@ class EngineSettings:
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
+def model_alias(base_model: str, alias: str | None) -> str:
+    """The org/name of a model: the one it was given, its hub id, or local/<directory name>."""
+    if alias is not None:
+        return alias
+    path = Path(base_model).expanduser()
+    return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model
+
+
 @chz.chz
 class ServerConfig:
     """Options of `python -m skyrl_tx_server key=value ...`."""
@@ -86,10 +94,7 @@ class ServerConfig:
 
     def alias(self) -> str:
         """The org/name by which clients ask for the model."""
-        if self.model_alias is not None:
-            return self.model_alias
-        path = Path(self.base_model).expanduser()
-        return f"local/{path.resolve().name}" if path.is_dir() or self.base_model.count("/") != 1 else self.base_model
+        return model_alias(self.base_model, self.model_alias)
 
     def engine_settings(self, model_dir: Path) -> EngineSettings:
         return EngineSettings(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server import compilations
+from skyrl_tx_server.base_model import fingerprint
 from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
@@ -94,7 +95,7 @@ class DeviceExecutor:
         dtype = _dtype(settings)
         self._config = _model_config(settings)
         self._params = load_params(settings.model_dir, self._config, dtype)
-        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model)
+        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir))
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)

@@ -20,7 +20,7 @@ TRAINER_LAYERS = [
     {"terminus2_trainer"},
     {"run", "train"},
 ]
-SERVER_FLOOR = {"errors", "config", "command_line", "ops", "checkpoints"}
+SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
 SERVER_HTTP = [
     {"wire", "wire_proto", "openai_wire", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
     {"engine"},
