@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx_server.errors import NotFoundError
-from skyrl_tx_server.routes import futures, openai, refused, sampling, service, sessions, training, weights
+from skyrl_tx_server.routes import futures, metrics, openai, refused, sampling, service, sessions, training, weights
 from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
 from skyrl_tx_server.routes.context import Context
 
@@ -29,6 +29,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *refused.ENDPOINTS,
     *weights.ENDPOINTS,
     *openai.ENDPOINTS,
+    *metrics.ENDPOINTS,
 )
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import Op, OpResult, Sample, SampledSequence, SampleResult
+from skyrl_tx_server.ops import ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult
 from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ class Engine:
         # The engine's thread alone:
         self._jobs: dict[int, Generator[None, None, OpResult]] = {}
         self._sampling: dict[int, _Sampling] = {}
-        self._counts = {"ops_finished": 0, "ops_failed": 0, "tokens_sampled": 0, "tokens_prefilled": 0, "decode_blocks": 0}
+        tokens = ("tokens_sampled", "tokens_prefilled", "tokens_from_prefix_cache", "tokens_trained", "tokens_forward")
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
 
     @property
     def info(self) -> EngineInfo:
@@ -230,6 +231,9 @@ class Engine:
             next(self._jobs[step.ticket])
         except StopIteration as finished:
             self._finish(step)
+            if isinstance(step.op, ForwardBackward):
+                num_tokens = sum(len(datum.tokens) for datum in step.op.data)
+                self._counts["tokens_forward" if step.op.forward_only else "tokens_trained"] += num_tokens
             self._resolve(step.ticket, finished.value)
         except Exception as error:
             self._finish(step)
@@ -262,6 +266,7 @@ class Engine:
             self._fail_sample(admit.ticket, error)
         else:
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
+            self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
             if admit.first == 0:
                 sampling.prompt_logprobs = admission.prompt_logprobs
                 sampling.prompt_cache_hit_tokens = admission.prompt_cache_hit_tokens

@@ -35,6 +35,7 @@ class HttpSettings:
     model_dir: Path | None  # offered as tokenizer to clients on this machine; None: they go by the model's name
     max_request_bytes: int = 64 << 20
     sample_max_concurrent_requests: int = 256
+    api_key: str | None = None  # None: whoever reaches the port may use it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

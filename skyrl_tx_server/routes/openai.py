@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -182,7 +182,7 @@ class _Listener:
             self._loop.call_soon_threadsafe(self.news.put_nowait, news)
 
 
-async def _follow(context: Context, op: Sample, results: list[SampleResult]) -> AsyncIterator[_News]:
+async def _follow(context: Context, op: Sample, results: list[SampleResult]) -> AsyncGenerator[_News]:
     """Every token of `op` as it comes; the result goes to `results`. Leaving early withdraws the request."""
     listener = _Listener(keep_tokens=True)
     future = context.engine.submit(op, listener)
