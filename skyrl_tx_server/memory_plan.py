@@ -76,9 +76,7 @@ def memory_plan(
         device=device,
         available_bytes=available_bytes,
         shares=(
-            Share(
-                name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower="dtype=bfloat16" if dtype.itemsize > 2 else ""
-            ),
+            Share(name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower=smaller_dtype),
             Share(
                 name=f"keys and values of {decode_slots} sequences of {context} tokens",
                 num_bytes=decode_slots * cache_bytes_per_slot(config, context, dtype),
