@@ -17,11 +17,13 @@ from src.backend import Backend, BackendSettings, address, connect
 from src.chat import Chat, load_chat
 from src.config import TrainerConfig, loss_settings, pairs, run_name
 from src.console import Display, outcome
+from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
 from src.errors import ConfigError
 from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
 from src.filters import FilterSettings
+from src.importance import ImportanceSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import ScheduleSettings, schedule
 from src.rollouts import Rollouts, RolloutSettings
@@ -136,6 +138,8 @@ def learner_settings(config: TrainerConfig) -> LearnerSettings:
         adam_eps=config.adam_eps,
         weight_decay=config.weight_decay,
         grad_clip_norm=config.grad_clip_norm,
+        lr_schedule=config.lr_schedule,
+        lr_warmup_steps=config.lr_warmup_steps,
     )
 
 
@@ -146,6 +150,7 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         group_size=config.group_size,
         temperature=config.temperature,
         kl_penalty_coef=config.kl_penalty_coef,
+        kl_estimator=config.kl_estimator,
         save_every=config.save_every,
         eval_every=config.eval_every,
         evaluation=EvaluationSettings(
@@ -154,6 +159,8 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         ),
         filters=narrow(config, FilterSettings),
         advantages=narrow(config, AdvantageSettings),
+        dynamic_sampling=narrow(config, DynamicSamplingSettings),
+        importance=narrow(config, ImportanceSettings),
     )
 
 

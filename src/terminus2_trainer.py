@@ -16,11 +16,13 @@ from src import checkpoints
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
-from src.datums import to_datums
+from src.datums import TokenSequence, to_datums
+from src.dynamic_sampling import NOTHING, DynamicSamplingSettings, refill, sampled, sampling_metrics
 from src.envs.base import TaskSource
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.examples import AdvantageSettings, Example, examples_of, substeps, weighted
-from src.filters import DropReason, FilterSettings, keep_groups
+from src.examples import AdvantageSettings, Example, examples_of_batch, substeps, weighted
+from src.filters import DropReason, FilterSettings, keep_groups, rewarded
+from src.importance import ImportanceSettings, corrected
 from src.kl_penalty import penalised
 from src.learner import Learner
 from src.metrics import batch_metrics, group_metrics
@@ -42,11 +44,14 @@ class LoopSettings:
     group_size: int
     temperature: float
     kl_penalty_coef: float
+    kl_estimator: str
     save_every: int
     eval_every: int
     evaluation: EvaluationSettings
     filters: FilterSettings
     advantages: AdvantageSettings
+    dynamic_sampling: DynamicSamplingSettings
+    importance: ImportanceSettings
 
 
 class Terminus2RLTrainer:
@@ -99,7 +104,7 @@ class Terminus2RLTrainer:
             "progress/epoch": float(batch.epoch),
             "progress/done_frac": batch.step / num_batches,
         }
-        metrics |= await self._step(batch, policy, reference)
+        metrics |= await self._step(batch, policy, reference, num_batches=num_batches)
         try:
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
             policy = await self._backend.policy(batch.step)
@@ -111,41 +116,66 @@ class Terminus2RLTrainer:
             self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
         return policy
 
-    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None) -> dict[str, float]:
+    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, *, num_batches: int) -> dict[str, float]:
         """Play one batch and learn from it."""
         settings = self._settings
-        plan = RolloutPlan(
-            step=batch.step,
-            purpose="step",
-            group_size=settings.group_size,
-            temperature=settings.temperature,
-            directory=self._fresh_directory(f"step_{batch.step:06d}"),
-        )
-        self._display.begin(f"step {batch.step}", num_groups=len(batch.tasks), group_size=settings.group_size)
         played = time.monotonic()
-        groups = await self._rollouts.play(batch.tasks, policy, plan, self._display.group)
-        kept, dropped = keep_groups(groups, settings.filters)
-        examples_P_G = [examples_of(group, settings.advantages, settings.filters) for group in kept]
+        groups, to_learn_from, sampling = await self._play(batch, policy)
+        kept, dropped = keep_groups(to_learn_from, settings.filters)
+        examples_P_G = examples_of_batch(kept, settings.advantages, settings.filters)
         self._record(batch, groups, examples_P_G)
         learned = time.monotonic()
-        metrics = await _uninterrupted(self._learn(examples_P_G, dropped, reference))
+        metrics = await _uninterrupted(self._learn(examples_P_G, dropped, reference, step=batch.step, num_steps=num_batches))
         times = {"time/rollouts": learned - played, "time/update": time.monotonic() - learned}
-        return group_metrics(groups, group_size=settings.group_size) | metrics | times
+        return group_metrics(groups, group_size=settings.group_size) | sampling | metrics | times
+
+    async def _play(self, batch: Batch, policy: Policy) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
+        """Every group that was played for the step, those to learn from, and what dynamic sampling counted."""
+        settings, dynamic = self._settings, self._settings.dynamic_sampling
+        played: list[TrajectoryGroup] = []
+        state, tasks = NOTHING, batch.tasks
+        while not state.is_complete:
+            attempt = state.num_batches
+            name = f"step_{batch.step:06d}" + (f"_refill_{attempt:02d}" if attempt else "")
+            plan = RolloutPlan(
+                step=batch.step,
+                purpose=f"refill-{attempt}" if attempt else "step",
+                group_size=settings.group_size,
+                temperature=settings.temperature,
+                directory=self._fresh_directory(name),
+            )
+            self._display.begin(f"step {batch.step}" + (f", refill {attempt}" if attempt else ""), num_groups=len(tasks), group_size=settings.group_size)
+            groups = await self._rollouts.play(tasks, policy, plan, self._display.group)
+            played += groups
+            state = sampled(state, rewarded(groups, settings.filters), dynamic, step=batch.step, wanted=len(batch.tasks))
+            tasks = refill(self._source.train, len(batch.tasks), seed=dynamic.seed, step=batch.step, attempt=state.num_batches)
+        return played, state.kept, {} if dynamic.dynamic_sampling == "off" else sampling_metrics(state)
 
     async def _learn(
-        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
+        self,
+        examples_P_G: Sequence[Sequence[Example]],
+        dropped: Counter[DropReason],
+        reference: Policy | None,
+        *,
+        step: int,
+        num_steps: int,
     ) -> dict[str, float]:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
         settings = self._settings
         shares = substeps(examples_P_G, settings.advantages.num_substeps)
         metrics = batch_metrics(shares, dropped)
         if reference is not None:
-            penalties = [await penalised(share, reference, coefficient=settings.kl_penalty_coef) for share in shares]
+            penalties = [
+                await penalised(share, reference, coefficient=settings.kl_penalty_coef, estimator=settings.kl_estimator) for share in shares
+            ]
             shares = [penalty.examples for penalty in penalties]
             metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         weighted_shares = [weighted(share, settings.advantages) for share in shares]
-        datums = [to_datums(sequence for example in share for sequence in example.sequences) for share in weighted_shares]
-        metrics |= await self._learner.update(datums)
+        if settings.importance.is_on:
+            before_the_update = await self._learner.logprobs(to_datums(sequence for share in weighted_shares for sequence in _sequences(share)))
+            weighted_shares, corrections = corrected(weighted_shares, before_the_update, settings.importance)
+            metrics |= corrections
+        metrics |= await self._learner.update([to_datums(_sequences(share)) for share in weighted_shares], step=step, num_steps=num_steps)
         self.steps_done += 1
         return metrics
 
@@ -204,6 +234,10 @@ class Terminus2RLTrainer:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         return directory
+
+
+def _sequences(share: Sequence[Example]) -> list[TokenSequence]:
+    return [sequence for example in share for sequence in example.sequences]
 
 
 def _due(step: int, every: int) -> bool:

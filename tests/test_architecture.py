@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
-    {"trajectory", "errors"},
+    {"trajectory", "errors", "limits", "advantages"},
     {"config", "command_line", "chat"},
-    {"advantages", "filters", "datums", "examples", "metrics"},
+    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics"},
     {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},

@@ -3,6 +3,7 @@ import pytest
 from src.examples import AdvantageSettings, examples_of, substeps, weighted
 from src.filters import FilterSettings
 from src.kl_penalty import penalised
+from src.limits import LengthLimits
 from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import task, trajectory, turn
 
@@ -13,10 +14,10 @@ FILTERS = FilterSettings(
 
 def settings(**changes):
     options = {
-        "normalize_advantages_by_std": False,
+        "estimator": "dr_grpo",
         "singleton_advantage": "zero",
         "loss_reduction": "token_mean",
-        "context_limit": 10,
+        "length_limits": LengthLimits(max_input_length=5, max_generate_length=5, max_sequence_length=10, context_limit=10),
         "num_substeps": 1,
     }
     return AdvantageSettings(**(options | changes))
@@ -75,7 +76,7 @@ class Reference:
 async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
     members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)])]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), coefficient=0.1)
+    result = await penalised(examples, Reference(), coefficient=0.1, estimator="k1")
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx([-0.05])  # likelier than in the reference: pushed down
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
