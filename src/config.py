@@ -82,7 +82,7 @@ class TrainerConfig:
     )
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = chz.field(
         default="token_mean",
-        doc="Mean over tokens, over trajectories' token means, trajectories' token sums / max_sequence_length, or over prompts' token means",
+        doc="Mean over tokens, over trajectories' token means, trajectories' token sums / max_sequence_length, or prompts' token means",
     )
     normalize_advantages_by_std: bool = chz.field(
         default=True, doc="Divide centred rewards by their group's standard deviation; false turns grpo into dr_grpo"
@@ -117,10 +117,12 @@ class TrainerConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = chz.field(default="k1", doc="Schulman's estimator of the KL penalty, per token")
     dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
         default="off",
-        doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); replace: put good groups in place of bad ones",
+        doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); replace: good groups stand for bad ones",
     )
     dynamic_sampling_max_batches: int = chz.field(default=30, doc="Batches one step may sample before the run stops; 0: no limit")
-    dynamic_sampling_min_replace_ratio: float = chz.field(default=0.3, doc="replace: share of good groups above which no batch is sampled anew")
+    dynamic_sampling_min_replace_ratio: float = chz.field(
+        default=0.3, doc="replace: share of good groups above which no batch is sampled anew"
+    )
     tis: Literal["off", "token", "sequence"] = chz.field(
         default="off", doc="Truncated importance sampling between sampler and trainer, with one extra forward pass per step"
     )
@@ -132,7 +134,7 @@ class TrainerConfig:
     tis_sequence_mask_high: float | None = chz.field(default=None, doc="Upper bound; None: 1.01 geometric, 2 product, 100 outlier")
     tis_token_mask_low: float | None = chz.field(default=None, doc="Train no token whose ratio is below; None: no bound")
     tis_token_mask_high: float | None = chz.field(default=None, doc="Train no token whose ratio is above; None: no bound")
-    lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(default="constant", doc="How learning_rate falls towards 0 by the last step")
+    lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(default="constant", doc="How learning_rate falls to 0 by the end")
     lr_warmup_steps: int = chz.field(default=0, doc="Steps over which the learning rate rises from 0, the last of them at its full height")
 
     max_turns: int | None = chz.field(default=None, doc="Turns per trial; None: no limit")
@@ -146,7 +148,7 @@ class TrainerConfig:
     )
     max_generate_length: int | None = chz.field(default=None, doc="SkyRL's name for max_tokens; None: max_tokens")
     max_sequence_length: int | None = chz.field(default=None, doc="Longer training sequences train no token; None: context_limit")
-    train_subagents: Literal["none", "all"] = chz.field(default="none", doc="all: also train the answers of Terminus-2's summarising sub-agents")
+    train_subagents: Literal["none", "all"] = chz.field(default="none", doc="all: also train what Terminus-2's summarising sub-agents say")
     enable_summarize: bool = chz.field(default=True, doc="Let Terminus-2 summarise its history when the context runs out")
     proactive_summarization_threshold: int = chz.field(default=8000, doc="Summarise once fewer tokens than this are free; 0: never ahead")
 
@@ -170,7 +172,7 @@ class TrainerConfig:
         at_least_one = ("lora_rank", "batch_size", "n_epochs", "num_substeps", "min_group_size", "max_tokens", "context_limit")
         for name in (*at_least_one, "max_length_stops", "n_parallel_envs"):
             _check(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_steps", "max_turns", "eval_group_size"):
+        for name in ("max_steps", "max_turns", "eval_group_size", "max_input_length", "max_generate_length", "max_sequence_length"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
         not_negative = ("save_every", "eval_every", "temperature", "kl_penalty_coef", "weight_decay", "grad_clip_norm")
@@ -228,9 +230,10 @@ class TrainerConfig:
             f"max_sequence_length={limits.max_sequence_length}; lower max_input_length",
         )
         threshold = self.proactive_summarization_threshold
+        longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         _check(
-            not self.enable_summarize or threshold < self.context_limit - limits.max_generate_length,
-            f"proactive_summarization_threshold={threshold} would summarise every turn of context_limit={self.context_limit}; "
+            not self.enable_summarize or threshold < longest_input,
+            f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} tokens; "
             "lower it, or set enable_summarize=false",
         )
 
@@ -259,9 +262,6 @@ class TrainerConfig:
             "step_wise_trajectories=true and advantage_estimator=reinforce++ exclude each other; use another estimator",
         )
         _check(self.max_assistant_response_tokens >= 1, "max_assistant_response_tokens must be at least 1")
-        for name in ("max_input_length", "max_generate_length", "max_sequence_length"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
         _check(self.lr_warmup_steps >= 0, f"lr_warmup_steps must not be negative, not {self.lr_warmup_steps}")
         _check(self.dynamic_sampling_max_batches >= 0, "dynamic_sampling_max_batches must not be negative")
         ratio = self.dynamic_sampling_min_replace_ratio

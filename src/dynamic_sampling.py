@@ -43,10 +43,11 @@ def is_good(group: TrajectoryGroup) -> bool:
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
 
 
-def sampled(
-    before: Sampled, groups: Sequence[TrajectoryGroup], settings: DynamicSamplingSettings, *, step: int, wanted: int
-) -> Sampled:
-    """The state after one more batch; `wanted` groups are to be learned from. Raises TrainerError when `dynamic_sampling_max_batches` are not enough."""
+def sampled(before: Sampled, groups: Sequence[TrajectoryGroup], settings: DynamicSamplingSettings, *, step: int, wanted: int) -> Sampled:
+    """The state after one more batch; `wanted` groups are to be learned from.
+
+    Raises TrainerError when `dynamic_sampling_max_batches` are not enough.
+    """
     if settings.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)
     good = [group for group in groups if is_good(group)]
@@ -89,4 +90,3 @@ def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: 
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
     return order[:count]
-

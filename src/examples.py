@@ -37,9 +37,7 @@ class Example:
         return sum(sequence.num_sampled for sequence in self.sequences)
 
 
-def examples_of_batch(
-    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings
-) -> list[list[Example]]:
+def examples_of_batch(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings) -> list[list[Example]]:
     """The examples of each group. Only reinforce++ compares groups with one another."""
     examples_P_G = [examples_of(group, settings, filters) for group in groups]
     return whitened_examples(examples_P_G) if settings.estimator == "reinforce++" else examples_P_G

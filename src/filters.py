@@ -50,7 +50,7 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
 
 
 def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
-    """The groups with failures rewarded and over-long trajectories' rewards zeroed, where the settings ask for it. Masks stay as they are."""
+    """The groups with failures rewarded and over-long trajectories' rewards zeroed, where the settings ask for it; masks stay."""
     if settings.failed_trial_reward is not None:
         groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
     if settings.zero_reward_on_non_stop:

@@ -128,5 +128,5 @@ def _corrected(sequence: TokenSequence, factors: np.ndarray, old: np.ndarray) ->
     )
 
 
-def _exp(log_ratio: np.ndarray) -> np.ndarray:
+def _exp(log_ratio: np.ndarray | np.floating) -> np.ndarray:
     return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

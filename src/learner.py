@@ -51,9 +51,7 @@ class Learner:
             output = await self._client.forward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
         return [np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32) for answer in output.loss_fn_outputs]
 
-    async def update(
-        self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1, num_steps: int = 1
-    ) -> dict[str, float]:
+    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1, num_steps: int = 1) -> dict[str, float]:
         """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
 
         `step` of `num_steps`, from 1, is the batch's place in the learning-rate schedule.

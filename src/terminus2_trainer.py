@@ -144,7 +144,9 @@ class Terminus2RLTrainer:
                 temperature=settings.temperature,
                 directory=self._fresh_directory(name),
             )
-            self._display.begin(f"step {batch.step}" + (f", refill {attempt}" if attempt else ""), num_groups=len(tasks), group_size=settings.group_size)
+            self._display.begin(
+                f"step {batch.step}" + (f", refill {attempt}" if attempt else ""), num_groups=len(tasks), group_size=settings.group_size
+            )
             groups = await self._rollouts.play(tasks, policy, plan, self._display.group)
             played += groups
             state = sampled(state, rewarded(groups, settings.filters), dynamic, step=batch.step, wanted=len(batch.tasks))
@@ -172,7 +174,9 @@ class Terminus2RLTrainer:
             metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         weighted_shares = [weighted(share, settings.advantages) for share in shares]
         if settings.importance.is_on:
-            before_the_update = await self._learner.logprobs(to_datums(sequence for share in weighted_shares for sequence in _sequences(share)))
+            before_the_update = await self._learner.logprobs(
+                to_datums(sequence for share in weighted_shares for sequence in _sequences(share))
+            )
             weighted_shares, corrections = corrected(weighted_shares, before_the_update, settings.importance)
             metrics |= corrections
         metrics |= await self._learner.update([to_datums(_sequences(share)) for share in weighted_shares], step=step, num_steps=num_steps)

@@ -64,6 +64,7 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
+    turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
