@@ -7,12 +7,14 @@ replace  one batch: good groups stand in for bad ones, provided that more than `
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from src.errors import TrainerError
-from src.filters import is_constant
-from src.trajectory import TrajectoryGroup
+from src.filters import FilterSettings, is_constant, rewarded
+from src.trajectory import Task, TrajectoryGroup
+
+Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]  # plays the step's tasks, or its nth refill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,7 @@ class DynamicSamplingSettings:
 class Sampled:
     """What a step has sampled so far. `kept` is complete once it holds what the step learns from."""
 
+    played: list[TrajectoryGroup]  # every group, with its raw rewards
     kept: list[TrajectoryGroup]
     is_complete: bool
     num_batches: int = 0
@@ -35,12 +38,26 @@ class Sampled:
     num_surplus: int = 0  # good groups beyond what was asked for
 
 
-NOTHING = Sampled(kept=[], is_complete=False)
+NOTHING = Sampled(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
     """Rewards differ, or there is but one to compare (SkyRL). A group without a graded trial is not good."""
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
+
+
+async def sample_groups(
+    play: Play, tasks: Sequence[Task], refills: Sequence[Task], settings: DynamicSamplingSettings, filters: FilterSettings, *, step: int
+) -> Sampled:
+    """Plays `tasks`, and where dynamic sampling asks for more, batches of as many of `refills`, until the step has what it learns from."""
+    state = NOTHING
+    while not state.is_complete:
+        attempt = state.num_batches
+        chosen = refill(refills, len(tasks), seed=settings.seed, step=step, attempt=attempt) if attempt else tasks
+        groups = await play(chosen, attempt)
+        state = sampled(state, rewarded(groups, filters), settings, step=step, wanted=len(tasks))
+        state = replace(state, played=[*state.played, *groups])
+    return state
 
 
 def sampled(before: Sampled, groups: Sequence[TrajectoryGroup], settings: DynamicSamplingSettings, *, step: int, wanted: int) -> Sampled:
@@ -76,7 +93,9 @@ def with_bad_replaced(groups: Sequence[TrajectoryGroup], rng: random.Random) -> 
     return [group if is_good(group) else next(drawn) for group in groups]
 
 
-def sampling_metrics(state: Sampled) -> dict[str, float]:
+def sampling_metrics(state: Sampled, settings: DynamicSamplingSettings) -> dict[str, float]:
+    if settings.dynamic_sampling == "off":
+        return {}
     return {
         "dynamic_sampling/batches": float(state.num_batches),
         "dynamic_sampling/bad_groups": float(state.num_bad),

@@ -14,6 +14,12 @@ from src.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KlSettings:
+    kl_penalty_coef: float
+    kl_estimator: str  # "k1" | "k2" | "k3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Penalised:
     """The examples with the penalty in their advantages, and the estimated KL divergence per token (k1)."""
 
@@ -21,17 +27,18 @@ class Penalised:
     mean_kl: float
 
 
-async def penalised(examples: Sequence[Example], reference: Policy, *, coefficient: float, estimator: str) -> Penalised:
-    """Each sampled token's advantage plus `coefficient * (mean penalty - its penalty)`.
+async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> Penalised:
+    """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
 
     Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))
     differences = [difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)]
-    penalties = [kl_estimates(values, estimator=estimator) for values in differences]
+    penalties = [kl_estimates(values, estimator=settings.kl_estimator) for values in differences]
     num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
     mean = sum(float(values.sum()) for values in penalties) / num_tokens
+    coefficient = settings.kl_penalty_coef
     changed = iter(
         replace(sequence, advantages=sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32))
         for sequence, values in zip(sequences, penalties, strict=True)

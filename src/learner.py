@@ -26,6 +26,7 @@ class LearnerSettings:
     grad_clip_norm: float
     lr_schedule: str = "constant"  # "constant" | "linear" | "cosine"
     lr_warmup_steps: int = 0
+    num_steps: int = 1  # of the whole run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,13 +52,13 @@ class Learner:
             output = await self._client.forward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
         return [np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32) for answer in output.loss_fn_outputs]
 
-    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1, num_steps: int = 1) -> dict[str, float]:
+    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1) -> dict[str, float]:
         """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
 
-        `step` of `num_steps`, from 1, is the batch's place in the learning-rate schedule.
+        `step`, from 1, is the batch's place in the learning-rate schedule.
         """
         settings = self._settings
-        rate = learning_rate(settings, step=step, num_steps=num_steps)
+        rate = learning_rate(settings, step=step)
         adam = tinker.AdamParams(
             learning_rate=rate,
             beta1=settings.adam_beta1,
@@ -84,7 +85,7 @@ class Learner:
         return metrics | agreement(tokens) | clipping(tokens, settings)
 
 
-def learning_rate(settings: LearnerSettings, *, step: int, num_steps: int) -> float:
+def learning_rate(settings: LearnerSettings, *, step: int) -> float:
     """The rate of one step: a straight rise to the full rate at step `lr_warmup_steps`, then the schedule, which ends one step short of 0.
 
     With 4 steps after no warm-up, linear gives 1, 3/4, 1/2, 1/4 of the rate. A batch's substeps share its rate.
@@ -92,7 +93,7 @@ def learning_rate(settings: LearnerSettings, *, step: int, num_steps: int) -> fl
     warmup = settings.lr_warmup_steps
     if step <= warmup:
         return settings.learning_rate * step / warmup
-    done = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
+    done = min(1.0, (step - warmup - 1) / max(1, settings.num_steps - warmup))
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.lr_schedule]
     return settings.learning_rate * factor
 

@@ -24,8 +24,10 @@ from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
 from src.filters import FilterSettings
 from src.importance import ImportanceSettings
+from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import ScheduleSettings, schedule
+from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
@@ -113,7 +115,7 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, display:
     with open_run_log(folder.path, project=config.wandb_project, name=name, config=chz.asdict(config), repeat_from=repeat_from) as run_log:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
-            learner=Learner(parts.backend.training_client, learner_settings(config)),
+            learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
             rollouts=Rollouts(parts.source, narrow(config, RolloutSettings)),
             run_log=run_log,
@@ -130,7 +132,7 @@ def narrow[View](config: TrainerConfig, view: type[View]) -> View:
     return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
-def learner_settings(config: TrainerConfig) -> LearnerSettings:
+def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:
     return LearnerSettings(
         loss_fn=config.loss_fn,
         loss_fn_config=loss_settings(config.loss_fn_config, loss_fn=config.loss_fn),
@@ -142,6 +144,7 @@ def learner_settings(config: TrainerConfig) -> LearnerSettings:
         grad_clip_norm=config.grad_clip_norm,
         lr_schedule=config.lr_schedule,
         lr_warmup_steps=config.lr_warmup_steps,
+        num_steps=num_steps,
     )
 
 
@@ -151,8 +154,6 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         log_path=log_path,
         group_size=config.group_size,
         temperature=config.temperature,
-        kl_penalty_coef=config.kl_penalty_coef,
-        kl_estimator=config.kl_estimator,
         save_every=config.save_every,
         eval_every=config.eval_every,
         evaluation=EvaluationSettings(
@@ -160,9 +161,10 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
         filters=narrow(config, FilterSettings),
-        advantages=narrow(config, AdvantageSettings),
         dynamic_sampling=narrow(config, DynamicSamplingSettings),
-        importance=narrow(config, ImportanceSettings),
+        preparation=PreparationSettings(
+            advantages=narrow(config, AdvantageSettings), kl=narrow(config, KlSettings), importance=narrow(config, ImportanceSettings)
+        ),
     )
 
 

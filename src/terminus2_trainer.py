@@ -5,33 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import statistics
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from src import checkpoints
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
-from src.datums import TokenSequence, to_datums
-from src.dynamic_sampling import NOTHING, DynamicSamplingSettings, refill, sampled, sampling_metrics
+from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.examples import AdvantageSettings, Example, examples_of_batch, substeps, weighted
-from src.filters import DropReason, FilterSettings, keep_groups, rewarded
-from src.importance import ImportanceSettings, corrected
-from src.kl_penalty import penalised
+from src.examples import Example, examples_of_batch
+from src.filters import DropReason, FilterSettings, keep_groups
 from src.learner import Learner
-from src.metrics import batch_metrics, group_metrics
+from src.metrics import group_metrics
 from src.pipeline import Batch
 from src.policy import Policy
+from src.preparation import PreparationSettings, prepare
 from src.recorder import record_groups
 from src.rollouts import RolloutPlan, Rollouts
 from src.tracking import RunLog
-from src.trajectory import TrajectoryGroup
+from src.trajectory import Task, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +41,12 @@ class LoopSettings:
     log_path: Path
     group_size: int
     temperature: float
-    kl_penalty_coef: float
-    kl_estimator: str
     save_every: int
     eval_every: int
     evaluation: EvaluationSettings
     filters: FilterSettings
-    advantages: AdvantageSettings
     dynamic_sampling: DynamicSamplingSettings
-    importance: ImportanceSettings
+    preparation: PreparationSettings
 
 
 class Terminus2RLTrainer:
@@ -85,7 +80,7 @@ class Terminus2RLTrainer:
         """Every batch after `steps_done`. However it ends, what was learned by then is saved first."""
         try:
             policy = await self._backend.policy(self.steps_done)
-            reference = await self._backend.reference_policy() if self._settings.kl_penalty_coef > 0 else None
+            reference = await self._backend.reference_policy() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
             if self.steps_done == 0:
                 self._run_log.log(0, await self._evaluate(policy))
             for batch in batches[self.steps_done :]:
@@ -104,7 +99,7 @@ class Terminus2RLTrainer:
             "progress/epoch": float(batch.epoch),
             "progress/done_frac": batch.step / num_batches,
         }
-        metrics |= await self._step(batch, policy, reference, num_batches=num_batches)
+        metrics |= await self._step(batch, policy, reference)
         try:
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
             policy = await self._backend.policy(batch.step)
@@ -116,70 +111,48 @@ class Terminus2RLTrainer:
             self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
         return policy
 
-    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, *, num_batches: int) -> dict[str, float]:
+    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None) -> dict[str, float]:
         """Play one batch and learn from it."""
         settings = self._settings
         played = time.monotonic()
-        groups, to_learn_from, sampling = await self._play(batch, policy)
-        kept, dropped = keep_groups(to_learn_from, settings.filters)
-        examples_P_G = examples_of_batch(kept, settings.advantages, settings.filters)
+        state = await sample_groups(
+            partial(self._play, batch, policy),
+            batch.tasks,
+            self._source.train,
+            settings.dynamic_sampling,
+            settings.filters,
+            step=batch.step,
+        )
+        groups = state.played
+        kept, dropped = keep_groups(state.kept, settings.filters)
+        examples_P_G = examples_of_batch(kept, settings.preparation.advantages, settings.filters)
         self._record(batch, groups, examples_P_G)
         learned = time.monotonic()
-        metrics = await _uninterrupted(self._learn(examples_P_G, dropped, reference, step=batch.step, num_steps=num_batches))
+        metrics = await _uninterrupted(self._learn(examples_P_G, dropped, reference))
         times = {"time/rollouts": learned - played, "time/update": time.monotonic() - learned}
-        return group_metrics(groups, group_size=settings.group_size) | sampling | metrics | times
+        metrics |= sampling_metrics(state, settings.dynamic_sampling)
+        return group_metrics(groups, group_size=settings.group_size) | metrics | times
 
-    async def _play(self, batch: Batch, policy: Policy) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
-        """Every group that was played for the step, those to learn from, and what dynamic sampling counted."""
-        settings, dynamic = self._settings, self._settings.dynamic_sampling
-        played: list[TrajectoryGroup] = []
-        state, tasks = NOTHING, batch.tasks
-        while not state.is_complete:
-            attempt = state.num_batches
-            name = f"step_{batch.step:06d}" + (f"_refill_{attempt:02d}" if attempt else "")
-            plan = RolloutPlan(
-                step=batch.step,
-                purpose=f"refill-{attempt}" if attempt else "step",
-                group_size=settings.group_size,
-                temperature=settings.temperature,
-                directory=self._fresh_directory(name),
-            )
-            self._display.begin(
-                f"step {batch.step}" + (f", refill {attempt}" if attempt else ""), num_groups=len(tasks), group_size=settings.group_size
-            )
-            groups = await self._rollouts.play(tasks, policy, plan, self._display.group)
-            played += groups
-            state = sampled(state, rewarded(groups, settings.filters), dynamic, step=batch.step, wanted=len(batch.tasks))
-            tasks = refill(self._source.train, len(batch.tasks), seed=dynamic.seed, step=batch.step, attempt=state.num_batches)
-        return played, state.kept, {} if dynamic.dynamic_sampling == "off" else sampling_metrics(state)
+    async def _play(self, batch: Batch, policy: Policy, tasks: Sequence[Task], attempt: int) -> list[TrajectoryGroup]:
+        """The step's tasks, or those of its nth refill, whose trials have a folder of their own."""
+        purpose = f"refill-{attempt}" if attempt else "step"
+        plan = RolloutPlan(
+            step=batch.step,
+            purpose=purpose,
+            group_size=self._settings.group_size,
+            temperature=self._settings.temperature,
+            directory=self._fresh_directory(f"{purpose}_{batch.step:06d}"),
+        )
+        title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
+        self._display.begin(title, num_groups=len(tasks), group_size=self._settings.group_size)
+        return await self._rollouts.play(tasks, policy, plan, self._display.group)
 
     async def _learn(
-        self,
-        examples_P_G: Sequence[Sequence[Example]],
-        dropped: Counter[DropReason],
-        reference: Policy | None,
-        *,
-        step: int,
-        num_steps: int,
+        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
     ) -> dict[str, float]:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
-        settings = self._settings
-        shares = substeps(examples_P_G, settings.advantages.num_substeps)
-        metrics = batch_metrics(shares, dropped)
-        if reference is not None:
-            penalties = [
-                await penalised(share, reference, coefficient=settings.kl_penalty_coef, estimator=settings.kl_estimator) for share in shares
-            ]
-            shares = [penalty.examples for penalty in penalties]
-            metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
-        weighted_shares = [weighted(share, settings.advantages) for share in shares]
-        if settings.importance.is_on:
-            before_the_update = await self._learner.logprobs(
-                to_datums(sequence for share in weighted_shares for sequence in _sequences(share))
-            )
-            weighted_shares, corrections = corrected(weighted_shares, before_the_update, settings.importance)
-            metrics |= corrections
-        metrics |= await self._learner.update([to_datums(_sequences(share)) for share in weighted_shares], step=step, num_steps=num_steps)
+        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
+        metrics = prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
         self.steps_done += 1
         return metrics
 
@@ -238,10 +211,6 @@ class Terminus2RLTrainer:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         return directory
-
-
-def _sequences(share: Sequence[Example]) -> list[TokenSequence]:
-    return [sequence for example in share for sequence in example.sequences]
 
 
 def _due(step: int, every: int) -> bool:

@@ -16,7 +16,7 @@ TRAINER_LAYERS = [
     {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "learner", "kl_penalty", "evaluation", "pipeline", "console"},
+    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console"},
     {"terminus2_trainer"},
     {"run", "train"},
 ]
@@ -25,7 +25,7 @@ SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}
 SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
-    "tinker": {"backend", "policy", "learner", "datums"},
+    "tinker": {"backend", "policy", "learner", "datums", "preparation"},
     "wandb": {"tracking"},
     "torch": set(),
     "tinker_cookbook": set(),

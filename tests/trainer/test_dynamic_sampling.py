@@ -41,7 +41,7 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
     assert not first.is_complete and names(first.kept) == ["a"]
     second = sampled(first, good("c", "d"), settings("filter"), step=1, wanted=2)
     assert second.is_complete and names(second.kept) == ["a", "c"]
-    metrics = sampling_metrics(second)
+    metrics = sampling_metrics(second, settings("filter"))
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"], metrics["dynamic_sampling/surplus_groups"]) == (
         2,
         1,

@@ -3,7 +3,7 @@ import pytest
 
 from src.examples import AdvantageSettings, examples_of, examples_of_batch, substeps, weighted
 from src.filters import FilterSettings
-from src.kl_penalty import kl_estimates, penalised
+from src.kl_penalty import KlSettings, kl_estimates, penalised
 from src.limits import LengthLimits
 from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import task, trajectory, turn
@@ -128,7 +128,7 @@ class Reference:
 async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
     members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)])]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), coefficient=0.1, estimator="k1")
+    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx([-0.05])  # likelier than in the reference: pushed down
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
@@ -139,7 +139,7 @@ async def test_kl_estimators_of_half_a_nat(estimator, value):
     assert float(kl_estimates(np.array(-1 - -1.5), estimator=estimator)) == pytest.approx(value, abs=5e-8)
     members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)])]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), coefficient=1.0, estimator=estimator)  # differences 0.5 and 0
+    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator))  # differences 0.5 and 0
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
     assert token_advantages(result.examples[1]) == pytest.approx([value / 2])
     assert result.mean_kl == pytest.approx(0.25)

@@ -113,13 +113,13 @@ async def test_a_failing_server_is_a_backend_error():
     ],
 )
 def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
-    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
-    assert [learning_rate(given, step=step, num_steps=4) for step in range(1, 5)] == pytest.approx(rates)
+    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup, num_steps=4)
+    assert [learning_rate(given, step=step) for step in range(1, 5)] == pytest.approx(rates)
 
 
 async def test_every_substep_of_a_batch_has_the_batchs_rate():
     client = BanditTrainingClient()
-    metrics = await Learner(client, settings(lr_schedule="linear")).update([datums(3), datums(2)], step=3, num_steps=4)
+    metrics = await Learner(client, settings(lr_schedule="linear", num_steps=4)).update([datums(3), datums(2)], step=3)
     assert [adam.learning_rate for adam in client.adam] == [0.25, 0.25]
     assert metrics["optim/lr"] == 0.25
 

@@ -108,7 +108,7 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
     assert len(bench.lines("rollouts/step_000001.jsonl")) == 16  # what was played is recorded, learned from or not
-    assert (bench.path / "jobs" / "step_000001_refill_01").is_dir()
+    assert (bench.path / "jobs" / "refill-1_000001").is_dir()
     assert bench.backend.versions == [0, 1]  # re-sampling is not a step
 
 
