@@ -97,9 +97,10 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
 
     async def same_at_first(trial, policy):
         calls["n"] += 1
+        number = calls["n"]
         result = await say_a_token(trial, policy)
-        same = calls["n"] <= 8  # the first batch of 2 groups of 4
-        return dataclasses.replace(result, reward=1.0 if same else float(calls["n"] % 2))
+        same = number <= 8  # the first batch of 2 groups of 4
+        return dataclasses.replace(result, reward=1.0 if same else float(number % 2))
 
     bench = Bench(tmp_path, play=same_at_first)
     bench.source.eval = ()
