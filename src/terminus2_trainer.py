@@ -151,10 +151,15 @@ class Terminus2RLTrainer:
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
     ) -> dict[str, float]:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
-        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
-        metrics = prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
+        metrics = await self._update(examples_P_G, dropped, reference)
         self.steps_done += 1
         return metrics
+
+    async def _update(
+        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
+    ) -> dict[str, float]:
+        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
+        return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
         tasks, settings = self._source.eval, self._settings.evaluation
