@@ -88,6 +88,7 @@ def main(argv: list[str]) -> int:
 
 def quick_start(given: dict[str, str]) -> int:
     started = time.monotonic()
+    say("quick start: a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores")
     options = {**QUICKSTART_OPTIONS, **given}
     options.setdefault("seed", "0")
     options.setdefault("log_path", f"{options['logs_dir']}/quickstart-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
@@ -144,6 +145,7 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> in
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
     if server is not None:
+        say_programs(options["skyrl_tx_url"])
         server.terminate()
         try:
             server.wait(20)
@@ -151,6 +153,16 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> in
             server.kill()
             server.wait()
     return status if status >= 0 else 128 - status
+
+
+def say_programs(url: str) -> None:
+    """How many XLA programs the run needed; a warm start reads them from the compilation cache."""
+    try:
+        engine = httpx.get(f"{url}/api/v1/stats", timeout=5.0).json()["engine"]
+    except (httpx.HTTPError, ValueError, KeyError):
+        return  # the server is gone, and the trainer has said so
+    programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
+    say(f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} from the cache")
 
 
 def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subprocess.Popen[bytes]:

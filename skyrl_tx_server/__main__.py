@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Sequence
@@ -47,12 +48,28 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = parse(argv)
         _set_up_logging(config)
+        if config.dry_run:
+            print(_dry_run(config))
+            return 0
+        _tls_files(config)
         ledger = _open_ledger(config)
         with _open_port(config) as listener:
             return asyncio.run(_serve(config, ledger, listener))
     except ConfigError as error:
         print(f"skyrl-tx server: {error}", file=sys.stderr, flush=True)
         return 2
+
+
+def _dry_run(config: ServerConfig) -> str:
+    """The memory plan. ConfigError when it does not fit."""
+    from skyrl_tx_server.executor import plan_memory
+    from skyrl_tx_server.model.weights import resolve_model
+
+    plan = plan_memory(config.engine_settings(resolve_model(config.base_model).resolve()))
+    if not plan.fits:
+        print(plan)
+        raise ConfigError(f"this does not fit; lower {plan.advice()}")
+    return f"{plan}\nit fits"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +97,7 @@ class _StoppableServer(uvicorn.Server):
 
 
 async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) -> int:
+    tls = _tls_files(config)
     lobby, stop, loaded = Lobby(), asyncio.Event(), asyncio.Future[_Loaded]()
     server = _StoppableServer(
         uvicorn.Config(
@@ -89,6 +107,8 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=POLLS_LET_GO_S,
             ws="none",
+            ssl_certfile=tls and tls[0],
+            ssl_keyfile=tls and str(tls[1]),
         ),
         stop,
     )
@@ -147,6 +167,7 @@ def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Pa
         settings=HttpSettings(
             model_dir=model_dir,
             max_request_bytes=config.max_request_mb << 20,
+            api_key=config.api_key,
             # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
             sample_max_concurrent_requests=max(64, 8 * config.decode_slots),
         ),
@@ -156,9 +177,11 @@ def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Pa
 def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -> str:
     info = engine.info
     host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if config.ssl_certfile is None else "https"
     return (
-        f"skyrl-tx server ready: http://{host}:{listener.getsockname()[1]}  model {info.base_model}  context {info.max_context_length}  "
-        f"max_lora_rank {info.max_lora_rank}  decode_slots {config.decode_slots}  checkpoints {config.checkpoints_dir}"
+        f"skyrl-tx server ready: {scheme}://{host}:{listener.getsockname()[1]}  model {info.base_model}  "
+        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  decode_slots {config.decode_slots}  "
+        f"checkpoints {config.checkpoints_dir}"
     )
 
 
@@ -168,6 +191,18 @@ def _open_ledger(config: ServerConfig) -> Ledger:
         return Ledger(root / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to") from None
+
+
+def _tls_files(config: ServerConfig) -> tuple[Path, Path] | None:
+    """Certificate and key; None for plain http. ConfigError when they cannot be used."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    files = Path(config.ssl_certfile).expanduser(), Path(config.ssl_keyfile).expanduser()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+    except OSError as error:
+        raise ConfigError(f"ssl_certfile={files[0]} ssl_keyfile={files[1]}: not a certificate and its key: {error}") from None
+    return files
 
 
 def _open_port(config: ServerConfig) -> socket.socket:

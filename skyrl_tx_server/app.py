@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx_server.errors import NotFoundError
-from skyrl_tx_server.routes import futures, refused, sampling, service, sessions, training, weights
+from skyrl_tx_server.routes import futures, metrics, openai, refused, sampling, service, sessions, training, weights
 from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
 from skyrl_tx_server.routes.context import Context
 
@@ -28,6 +28,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *sampling.ENDPOINTS,
     *refused.ENDPOINTS,
     *weights.ENDPOINTS,
+    *openai.ENDPOINTS,
+    *metrics.ENDPOINTS,
 )
 
 
@@ -58,7 +60,8 @@ def _bind(endpoint: Endpoint, lobby: Lobby) -> Callable[[Request], Awaitable[Res
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     logger.warning("no route %s %s", request.method, request.url.path)
-    return problem(404, f"this server has no {request.method} {request.url.path}; it speaks the Tinker API of SDK 0.38", "user")
+    known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
+    return problem(404, f"this server has no {request.method} {request.url.path}; it speaks {known}", "user")
 
 
 async def _housekeeping(lobby: Lobby, period_s: float) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.disk import check_room
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import LoraSpec
 
@@ -76,9 +77,11 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 class CheckpointStore:
     """The checkpoints under one directory, for one base model."""
 
-    def __init__(self, root: Path, base_model: str) -> None:
+    def __init__(self, root: Path, base_model: str, base_model_hash: str | None = None) -> None:
+        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any."""
         self._root = root
         self._base_model = base_model
+        self._base_model_hash = base_model_hash
 
     def exists(self, path: str) -> bool:
         return (self._directory(path) / RECORD_NAME).is_file()
@@ -106,6 +109,11 @@ class CheckpointStore:
         info = _info(path, record)
         if info.base_model != self._base_model:
             raise UserError(f"{path} was made from base model {info.base_model}, this server runs {self._base_model}")
+        made_from = record.get("base_model_hash")
+        if None not in (made_from, self._base_model_hash) and made_from != self._base_model_hash:
+            raise UserError(
+                f"{path} was made from other weights called {info.base_model}: its base_model_hash is another than this model's"
+            )
         arrays_file = self._directory(path) / str(record["arrays"])
         if not arrays_file.is_file() or arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
             raise UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
@@ -122,12 +130,17 @@ class CheckpointStore:
         user_metadata: Mapping[str, str],
         overwrite: bool = False,
     ) -> CheckpointInfo:
-        """Make the checkpoint durable before returning. ConflictError when the name is taken and `overwrite` is not set."""
+        """Make the checkpoint durable before returning.
+
+        ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room, with all as it was.
+        """
         path = checkpoint_path(run_id, CheckpointKind(kind), name)
         directory = self._directory(path)
         record_file = directory / RECORD_NAME
         if record_file.exists() and not overwrite:
             raise ConflictError(f"checkpoint {path} exists already; choose another name or pass overwrite")
+        self._root.mkdir(parents=True, exist_ok=True)
+        check_room(self._root, sum(np.asarray(value).nbytes for value in arrays.values()))
         directory.mkdir(parents=True, exist_ok=True)
         arrays_file = directory / f"arrays-{uuid.uuid4().hex}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{uuid.uuid4().hex}"
@@ -138,6 +151,7 @@ class CheckpointStore:
                 "format": FORMAT,
                 "version": FORMAT_VERSION,
                 "base_model": self._base_model,
+                "base_model_hash": self._base_model_hash,
                 "lora": asdict(lora),
                 "step": step,
                 "created_at": datetime.now(UTC).isoformat(),

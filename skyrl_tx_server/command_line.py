@@ -12,10 +12,12 @@ from chz.tiepin import type_repr
 from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
+_PURPOSE = ["Serves one Qwen3 model over the Tinker API, for training and sampling."]
 
-def parse(argv: Sequence[str]) -> ServerConfig:
-    """The server's options. ConfigError, one line, for anything that is not understood."""
-    known = list(chz.chz_fields(ServerConfig))
+
+def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:
+    """A program's options, the server's by default. ConfigError, one line, for anything that is not understood."""
+    known = list(chz.chz_fields(options))
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if name in known and equals:
@@ -24,20 +26,20 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         guess = f"did you mean {close[0]}=...?" if close else "see --help"
         raise ConfigError(f"unknown option {argument!r}; {guess}" if equals else f"{argument!r} is not of the form key=value; {guess}")
     try:
-        return chz.Blueprint(ServerConfig).make_from_argv([_none_in_any_case(argument) for argument in argv])
+        return chz.Blueprint(options).make_from_argv([_none_in_any_case(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
-        raise ConfigError(
-            f"missing option {str(error).rpartition(': ')[2]}; e.g. base_model=Qwen/Qwen3-4B or a model's directory"
-        ) from None
+        missing = str(error).rpartition(": ")[2]
+        example = "e.g. base_model=Qwen/Qwen3-4B or a model's directory" if missing == "base_model" else "see --help"
+        raise ConfigError(f"missing option {missing}; {example}") from None
     except chz.blueprint.InvalidBlueprintArg as error:
-        raise ConfigError(_bad_value(str(error), argv)) from None
+        raise ConfigError(_bad_value(str(error), argv, options)) from None
 
 
-def help_text() -> str:
+def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
     """Every option with its default and meaning."""
-    defaults = inspect.signature(ServerConfig).parameters
-    lines = ["python -m skyrl_tx_server key=value ...", "", "Serves one Qwen3 model over the Tinker API, for training and sampling.", ""]
-    for name, field in chz.chz_fields(ServerConfig).items():
+    defaults = inspect.signature(options).parameters
+    lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)]), ""]
+    for name, field in chz.chz_fields(options).items():
         default = "required" if defaults[name].default is inspect.Parameter.empty else f"default {defaults[name].default}"
         lines.append(f"  {name:24} {field._doc} ({default})")
     return "\n".join(lines)
@@ -48,8 +50,8 @@ def _none_in_any_case(argument: str) -> str:
     return f"{name}=None" if value.lower() in ("", "none", "null") else argument
 
 
-def _bad_value(message: str, argv: Sequence[str]) -> str:
+def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
     """chz names the option between quotes, and explains itself at length."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    return f"{name}={given[-1] if given else ''}: expected {type_repr(chz.chz_fields(ServerConfig)[name].final_type)}"
+    return f"{name}={given[-1] if given else ''}: expected {type_repr(chz.chz_fields(options)[name].final_type)}"

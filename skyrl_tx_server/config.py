@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,14 @@ class EngineSettings:
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
+def model_alias(base_model: str, alias: str | None) -> str:
+    """The org/name of a model: the one it was given, its hub id, or local/<directory name>."""
+    if alias is not None:
+        return alias
+    path = Path(base_model).expanduser()
+    return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model
+
+
 @chz.chz
 class ServerConfig:
     """Options of `python -m skyrl_tx_server key=value ...`."""
@@ -38,6 +47,12 @@ class ServerConfig:
         default=None, doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>"
     )
     host: str = chz.field(default="127.0.0.1", doc="Address to listen on")
+    allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
+    api_key: str | None = chz.field(
+        default=None, doc="Key that every request must bring, beginning with tml-; none: whoever reaches the port may use it"
+    )
+    ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
+    ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
     port: int = chz.field(default=8000, doc="Port to listen on; 0 picks a free one")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
     compilation_cache_dir: str | None = chz.field(
@@ -59,6 +74,7 @@ class ServerConfig:
     tensor_parallel: int = chz.field(default=1, doc="Devices to shard over; only 1 so far")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
     max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
+    dry_run: bool = chz.field(default=False, doc="Print what this would hold in memory, refuse what does not fit, and stop there")
     log_level: Literal["debug", "info", "warning"] = chz.field(default="info", doc="debug also logs heartbeats and polls")
 
     @chz.validate
@@ -71,6 +87,17 @@ class ServerConfig:
             raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must lie between 0 and 65535")
+        if self.api_key is not None and not self.api_key.startswith("tml-"):
+            raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
+        if self.api_key is None and not self.allow_anyone and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
+            )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
+        for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
+            if path is not None and not Path(path).expanduser().is_file():
+                raise ConfigError(f"{name}={path}: no such file")
         for name, value in (
             ("max_lora_rank", self.max_lora_rank),
             ("decode_slots", self.decode_slots),
@@ -86,10 +113,7 @@ class ServerConfig:
 
     def alias(self) -> str:
         """The org/name by which clients ask for the model."""
-        if self.model_alias is not None:
-            return self.model_alias
-        path = Path(self.base_model).expanduser()
-        return f"local/{path.resolve().name}" if path.is_dir() or self.base_model.count("/") != 1 else self.base_model
+        return model_alias(self.base_model, self.model_alias)
 
     def engine_settings(self, model_dir: Path) -> EngineSettings:
         return EngineSettings(
@@ -106,3 +130,11 @@ class ServerConfig:
             train_tokens_per_batch=self.train_tokens_per_batch,
             max_snapshots=self.max_snapshots,
         )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; a name other than localhost may mean anything."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

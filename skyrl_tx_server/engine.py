@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import Op, OpResult, Sample, SampledSequence, SampleResult
+from skyrl_tx_server.ops import ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult
 from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,33 @@ class Admission:
     finished: Sequence[FinishedRow]  # rows that were over after their first token
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningRow:
+    """Sample `index` of a request, as far as it has come. The sequences grow; copy what is to be kept."""
+
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
 class RowsLostError(ServerError):
     """The device state of every running sample is gone; the executor has an empty cache again."""
+
+
+class WithdrawnError(ServerError):
+    """Nobody waits for this sample any more."""
+
+
+class Watcher(Protocol):
+    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise nothing."""
+
+    def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What sample `index` has gained since the last call. A row's last tokens come with the result only."""
+        ...
+
+    def wanted(self) -> bool:
+        """False when nobody waits for the result: its slots go to others."""
+        ...
 
 
 class Executor(Protocol):
@@ -80,6 +105,10 @@ class Executor(Protocol):
         """One decode block over all occupied slots. After any exception no slot is occupied."""
         ...
 
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        """The rows of a request that are not complete yet."""
+        ...
+
     def release(self, ticket: int) -> None:
         """Free the slots of a request that failed."""
         ...
@@ -92,6 +121,8 @@ class _Sampling:
     """A `Sample` on its way: rows arrive one by one, in any order."""
 
     op: Sample
+    watcher: Watcher | None = None  # None: the result is all that is asked for
+    reported: dict[int, int] = field(default_factory=dict)  # how many tokens of each sample the watcher has seen
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     prompt_logprobs: np.ndarray | None = None
     prompt_cache_hit_tokens: int = 0
@@ -105,13 +136,15 @@ class Engine:
         self._scheduler = Scheduler()
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
+        self._watchers: dict[int, Watcher] = {}  # of samples that have not begun
         self._last_ticket = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         # The engine's thread alone:
         self._jobs: dict[int, Generator[None, None, OpResult]] = {}
         self._sampling: dict[int, _Sampling] = {}
-        self._counts = {"ops_finished": 0, "ops_failed": 0, "tokens_sampled": 0, "tokens_prefilled": 0, "decode_blocks": 0}
+        tokens = ("tokens_sampled", "tokens_prefilled", "tokens_from_prefix_cache", "tokens_trained", "tokens_forward")
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
 
     @property
     def info(self) -> EngineInfo:
@@ -129,8 +162,8 @@ class Engine:
             self._thread.join()
         self._close()
 
-    def submit(self, op: Op) -> Future[OpResult]:
-        """Queue `op`. Cancelling the future before its first turn withdraws it."""
+    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+        """Queue `op`. Cancelling the future before its first turn withdraws it; a `Sample` may also be watched."""
         future: Future[OpResult] = Future()
         with self._work:
             if self._stopping:
@@ -138,6 +171,8 @@ class Engine:
                 return future
             self._last_ticket += 1
             self._futures[self._last_ticket] = future
+            if watcher is not None:
+                self._watchers[self._last_ticket] = watcher
             self._scheduler.add(self._last_ticket, op)
             self._work.notify()
         return future
@@ -196,6 +231,9 @@ class Engine:
             next(self._jobs[step.ticket])
         except StopIteration as finished:
             self._finish(step)
+            if isinstance(step.op, ForwardBackward):
+                num_tokens = sum(len(datum.tokens) for datum in step.op.data)
+                self._counts["tokens_forward" if step.op.forward_only else "tokens_trained"] += num_tokens
             self._resolve(step.ticket, finished.value)
         except Exception as error:
             self._finish(step)
@@ -212,7 +250,7 @@ class Engine:
                 with self._work:
                     self._scheduler.drop_sample(admit.ticket)
                 return
-            self._sampling[admit.ticket] = _Sampling(op=admit.op)
+            self._sampling[admit.ticket] = _Sampling(op=admit.op, watcher=self._watchers.pop(admit.ticket, None))
         sampling = self._sampling[admit.ticket]
         try:
             admission = self._executor.admit(admit.ticket, admit.op, first=admit.first, count=admit.count)
@@ -228,10 +266,12 @@ class Engine:
             self._fail_sample(admit.ticket, error)
         else:
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
+            self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
             if admit.first == 0:
                 sampling.prompt_logprobs = admission.prompt_logprobs
                 sampling.prompt_cache_hit_tokens = admission.prompt_cache_hit_tokens
             self._collect(admission.finished)
+            self._report([admit.ticket])
 
     def _decode(self) -> None:
         self._counts["decode_blocks"] += 1
@@ -241,6 +281,7 @@ class Engine:
             self._fail_all_samples(error)
         else:
             self._collect(finished)
+            self._report(list(self._sampling))
 
     def _collect(self, rows: Sequence[FinishedRow]) -> None:
         for row in rows:
@@ -258,6 +299,21 @@ class Engine:
         if rows:
             with self._work:
                 self._scheduler.row_finished()
+
+    def _report(self, tickets: Sequence[int]) -> None:
+        """Tell the watchers what their samples have gained, and give up those nobody waits for."""
+        for ticket in tickets:
+            sampling = self._sampling.get(ticket)
+            if sampling is None or sampling.watcher is None:
+                continue
+            if not sampling.watcher.wanted():
+                self._fail_sample(ticket, WithdrawnError("withdrawn: the client has gone"))
+                continue
+            for row in self._executor.running(ticket):
+                seen = sampling.reported.get(row.index, 0)
+                if len(row.tokens) > seen:
+                    sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
+                    sampling.reported[row.index] = len(row.tokens)
 
     def _fail_sample(self, ticket: int, error: Exception) -> None:
         self._sampling.pop(ticket, None)
@@ -279,6 +335,7 @@ class Engine:
             if future.set_running_or_notify_cancel():
                 return True
             del self._futures[ticket]
+            self._watchers.pop(ticket, None)
             return False
 
     def _resolve(self, ticket: int, result: OpResult) -> None:

@@ -3,6 +3,8 @@
     ServerError                 500 server
     |-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
     |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
+    |   |-- UnauthorizedError   401 user     the API key is missing or wrong
+    |   |-- TooLongError        400 user     prompt and completion do not fit into the context
     |   `-- ConflictError       409 user     the name is taken
     |-- CapacityError           429 server   out of slots or memory right now
     |-- FutureLostError         410 server   the request was lost in a restart
@@ -22,6 +24,14 @@ class UserError(ServerError, ValueError):
 
 class NotFoundError(UserError):
     status = 404
+
+
+class UnauthorizedError(UserError):
+    status = 401
+
+
+class TooLongError(UserError):
+    pass
 
 
 class ConflictError(UserError):

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server import compilations
+from skyrl_tx_server.base_model import fingerprint
 from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
+from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
+from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
@@ -94,7 +96,7 @@ class DeviceExecutor:
         dtype = _dtype(settings)
         self._config = _model_config(settings)
         self._params = load_params(settings.model_dir, self._config, dtype)
-        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model)
+        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir))
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
@@ -136,6 +138,9 @@ class DeviceExecutor:
     def decode(self) -> Sequence[FinishedRow]:
         return self._slots.decode()
 
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        return self._slots.running(ticket)
+
     def release(self, ticket: int) -> None:
         self._slots.release(ticket)
 
@@ -174,6 +179,7 @@ class DeviceExecutor:
             "program_seconds": compilations.seconds(),
             "programs_from_cache": compilations.cache_hits(),
             **self._snapshots.stats(),
+            **_device_memory(),
         }
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
@@ -313,11 +319,36 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
     return settings.max_context_length
 
 
+def plan_memory(settings: EngineSettings) -> MemoryPlan:
+    """What an executor with these settings would hold, with every option as asked for. Loads nothing."""
+    dtype, config = _dtype(settings), _model_config(settings)
+    context = _context_length(settings, config)
+    device = jax.local_devices()[0]
+    return memory_plan(
+        config,
+        dtype,
+        device=f"{jax.default_backend()} ({device.device_kind})",
+        available_bytes=int(_memory_bytes()),
+        context=context,
+        decode_slots=settings.decode_slots,
+        max_lora_rank=settings.max_lora_rank,
+        max_snapshots=settings.max_snapshots,
+        train_tokens_per_batch=settings.train_tokens_per_batch,
+        activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype)),
+    )
+
+
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
     """Recompute in the backward pass what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
-    kept_per_layer = 6 * config.hidden_size + 3 * sum(config.qkv_widths) + 4 * config.intermediate_size
-    whole = settings.train_tokens_per_batch * config.num_layers * kept_per_layer * dtype.itemsize
+    whole = _activation_bytes(settings, config, dtype, Remat.NOTHING)
     return Remat.NOTHING if whole <= _memory_bytes() * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+
+
+def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
+    """Of all layers of a training batch, or of their inputs and one layer."""
+    kept_per_layer = 6 * config.hidden_size + 3 * sum(config.qkv_widths) + 4 * config.intermediate_size
+    per_token = config.num_layers * (kept_per_layer if remat is Remat.NOTHING else config.hidden_size)
+    return settings.train_tokens_per_batch * (per_token + (0 if remat is Remat.NOTHING else kept_per_layer)) * dtype.itemsize
 
 
 def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:
@@ -344,6 +375,13 @@ def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, 
 def _cache_budget_bytes() -> float:
     on_cpu = jax.default_backend() == "cpu"
     return _memory_bytes() * (CACHE_SHARE_OF_CPU_MEMORY if on_cpu else CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
+
+
+def _device_memory() -> dict[str, object]:
+    """Empty where the device keeps no count, as a CPU does."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    names = {"bytes_in_use": "device_bytes_in_use", "peak_bytes_in_use": "device_peak_bytes", "bytes_limit": "device_bytes_limit"}
+    return {name: stats[key] for key, name in names.items() if key in stats}
 
 
 def _memory_bytes() -> float:

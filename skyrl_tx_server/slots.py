@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, prefix_ends, segment_ends
-from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError
+from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
@@ -158,6 +158,10 @@ class DecodeSlots:
             self._clear_all()
             raise
         return [row for row in finished if row is not None]
+
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        rows = [row for row in self._rows if row is not None and row.ticket == ticket]
+        return [RunningRow(index=row.index, tokens=row.tokens, logprobs=row.logprobs) for row in rows]
 
     def release(self, ticket: int) -> None:
         """Free the slots of a request."""

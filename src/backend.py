@@ -14,7 +14,7 @@ import httpx
 import tinker
 from tinker.lib.base_url import DEFAULT_BASE_URL
 
-from src.errors import BackendError, ConfigError
+from src.errors import BackendError, ConfigError, ServerLost
 from src.policy import Policy, sdk_boundary
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class Backend(Protocol):
         """A checkpoint to resume from and one to sample from."""
         ...
 
+    async def check(self) -> None:
+        """BackendError within seconds when the endpoint does not answer, ServerLost when it does and no longer knows our weights."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPaths:
@@ -66,10 +70,14 @@ class SavedPaths:
 class TinkerBackend:
     """A Tinker endpoint with one LoRA training client."""
 
-    def __init__(self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, *, model_name: str) -> None:
+    def __init__(
+        self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, *, model_name: str, url: str, key: str | None
+    ) -> None:
         self.training_client = training_client
         self._service = service
         self._model_name = model_name
+        self._url = url
+        self._key = key
 
     async def policy(self, version: int) -> Policy:
         with sdk_boundary("preparing the weights for sampling"):
@@ -84,6 +92,20 @@ class TinkerBackend:
             state = self.training_client.save_state(name, overwrite=True)
             sampler = self.training_client.save_weights_for_sampler(name)
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
+
+    async def check(self) -> None:
+        """Asks by hand, since the SDK would try again for minutes."""
+        await check_alive(self._url)
+        if self._key is None:  # the SDK's stored credentials are its own
+            return
+        try:
+            async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
+                request = {"type": "get_info", "model_id": self.training_client.model_id}
+                reply = await client.post(f"{self._url}/api/v1/get_info", json=request, headers={"X-API-Key": self._key})
+        except httpx.HTTPError as error:
+            raise BackendError(f"the server at {self._url} did not answer ({type(error).__name__})") from error
+        if reply.status_code in (404, 410):
+            raise ServerLost(f"the server at {self._url} no longer knows this run's weights; it was restarted, or ended the session")
 
 
 def require_key(settings: BackendSettings) -> str | None:
@@ -132,10 +154,12 @@ async def check_model(settings: BackendSettings, *, key: str | None) -> None:
 
 async def _blame_a_dead_server(url: str, error: Exception) -> None:
     """Whatever a run died of, a server that is gone is the likelier cause."""
+    if isinstance(error, ServerLost):
+        return
     try:
         await check_alive(url)
     except BackendError as gone:
-        raise BackendError(f"the server at {url} no longer answers; start it again and resume (seen first: {error})") from gone
+        raise ServerLost(f"the server at {url} no longer answers; start it again and resume (seen first: {error})") from gone
 
 
 class Endpoint:
@@ -154,7 +178,7 @@ class Endpoint:
         else:
             with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
                 client = await self._service.create_lora_training_client(settings.model_name, rank=settings.lora_rank, seed=settings.seed)
-        return TinkerBackend(self._service, client, model_name=settings.model_name)
+        return TinkerBackend(self._service, client, model_name=settings.model_name, url=address(settings), key=require_key(settings))
 
 
 @asynccontextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from src.durable import append_record, mend, records
 from src.errors import ConfigError
 
 JOURNAL = "checkpoints.jsonl"
@@ -26,26 +26,17 @@ class Checkpoint:
 
 def append(log_path: Path, checkpoint: Checkpoint) -> None:
     """On disk before the call returns: the journal is written after the server has confirmed the checkpoint."""
-    with (log_path / JOURNAL).open("a") as file:
-        file.write(json.dumps(asdict(checkpoint)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    mend(log_path / JOURNAL)
+    append_record(log_path / JOURNAL, asdict(checkpoint))
 
 
 def last(log_path: Path) -> Checkpoint | None:
     """The newest readable entry; None for a run that has saved nothing yet."""
-    journal = log_path / JOURNAL
-    if not journal.exists():
-        return None
     checkpoint = None
-    for line in journal.read_text().splitlines():
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError:  # a line cut by a crash
-            continue
+    for fields in records(log_path / JOURNAL):
         known = {name: fields[name] for name in Checkpoint.__dataclass_fields__ if name in fields}
         try:
             checkpoint = Checkpoint(**known)
         except TypeError as error:
-            raise ConfigError(f"{journal} holds a line that is no checkpoint: {line[:100]}") from error
+            raise ConfigError(f"{log_path / JOURNAL} holds a line that is no checkpoint: {json.dumps(fields)[:100]}") from error
     return checkpoint

@@ -22,6 +22,7 @@ SECTIONS = {
     "batch_size": "Batches and loss",
     "max_turns": "Agent",
     "environment_type": "Trials",
+    "trial_attempts": "Faults",
     "eval_split": "Held-out tasks",
 }
 

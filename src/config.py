@@ -159,6 +159,20 @@ class TrainerConfig:
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once")
     trial_timeout_sec: float | None = chz.field(default=None, doc="Deadline of one whole trial in seconds; None: two hours")
 
+    trial_attempts: int = chz.field(default=3, doc="Tries of a trial that is lost to its sandbox, the back end or the verifier")
+    retry_wait_sec: float = chz.field(default=1.0, doc="Wait before the second try; doubles with each further one, up to a minute")
+    quarantine_after: int = chz.field(
+        default=2, doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: never"
+    )
+    max_failure_rate: float = chz.field(
+        default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
+    )
+    server_timeout_sec: float = chz.field(default=120, doc="Give the server up for lost after this long without a sign of life")
+    answer_timeout_sec: float = chz.field(default=1800, doc="Longest wait for one answer of the server, sampled, trained or saved")
+    reconnect_timeout_sec: float = chz.field(
+        default=600, doc="Wait this long for a lost server to come back, then go on from the last checkpoint; 0: stop at once"
+    )
+
     eval_split: float = chz.field(default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none")
     eval_tasks: list[str] | None = chz.field(
         default=None, doc="Held-out tasks: ids or globs within tasks_dir, or one folder of tasks; eval_split is then ignored"
@@ -182,6 +196,15 @@ class TrainerConfig:
         _check(0 <= self.eval_split < 1, f"eval_split must be at least 0 and below 1, not {self.eval_split}")
         _check(self.eval_temperature is None or self.eval_temperature >= 0, "eval_temperature must not be negative")
         _check(self.trial_timeout_sec is None or self.trial_timeout_sec > 0, "trial_timeout_sec must be above 0 or None")
+
+    @chz.validate
+    def _faults_have_bounds(self) -> None:
+        _check(self.trial_attempts >= 1, f"trial_attempts must be at least 1, not {self.trial_attempts}")
+        for name in ("retry_wait_sec", "quarantine_after", "reconnect_timeout_sec"):
+            _check(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("server_timeout_sec", "answer_timeout_sec"):
+            _check(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name)}")
+        _check(0 <= self.max_failure_rate <= 1, f"max_failure_rate must lie between 0 and 1, not {self.max_failure_rate}")
 
     @chz.validate
     def _back_end_is_complete(self) -> None:

@@ -42,7 +42,7 @@ class Display:
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
-        self._console.print(escape(text), highlight=False, soft_wrap=True)
+        self._console.print(escape(text), emoji=False, highlight=False, soft_wrap=True)  # a model id may hold :train:
 
     def begin(self, what: str, *, num_groups: int, group_size: int) -> None:
         self._done, self._expected = 0, num_groups

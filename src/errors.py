@@ -3,7 +3,10 @@
 TrainerError                    one line for the user, exit status 1
 |-- ConfigError (ValueError)    a bad option, file or task; exit status 2, before any work
 |-- BackendError                the Tinker endpoint cannot be reached or answered with a failure
+|   `-- ServerLost              it went away, or forgot us; a checkpoint can be taken up once it is back
 |-- SandboxError                a sandbox could not start or died
+|-- StorageError (OSError)      the run's own files cannot be written
+|-- RubbleError                 too many trials could not be graded to learn from the rest
 `-- VerifierError               a trial could not be graded
 """
 
@@ -22,6 +25,18 @@ class ConfigError(TrainerError, ValueError):
 
 
 class BackendError(TrainerError, ConnectionError):
+    pass
+
+
+class ServerLost(BackendError):
+    pass
+
+
+class StorageError(TrainerError, OSError):
+    pass
+
+
+class RubbleError(TrainerError, RuntimeError):
     pass
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.metrics import SOLVED, held_out_metrics
 from src.policy import Policy
-from src.rollouts import FinishedGroup, RolloutPlan, Rollouts
+from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, require_some_graded
 from src.trajectory import Task, TrajectoryGroup
 
 
@@ -49,6 +49,8 @@ async def evaluate(
     directory: Path,
     on_group: Callable[[FinishedGroup], None],
 ) -> Evaluation:
+    """RubbleError when not one trial could be graded."""
     plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)
     groups = await rollouts.play(tasks, policy, plan, on_group)
+    require_some_graded(groups, plan)
     return Evaluation(step=step, groups=groups, metrics=held_out_metrics(groups, group_size=settings.group_size))

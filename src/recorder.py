@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from src.durable import replace_text
 from src.trajectory import Trajectory, TrajectoryGroup, TrialFailure
 
 
 def record_groups(path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]) -> None:
     """`advantages` is keyed by (task id, trial name); a trial that did not train has none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
         for group in groups
         for trajectory in group.trajectories
     ]
     lines += [json.dumps(failure_record(failure)) for group in groups for failure in group.failures]
-    path.write_text("".join(line + "\n" for line in lines))
+    replace_text(path, "".join(line + "\n" for line in lines))
 
 
 def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Groups of trials: one semaphore for all, a deadline and one retry for each, and the border where a trial's error becomes a record."""
+"""Groups of trials: one semaphore for all, a deadline and a few tries for each, and the border where a trial's error becomes a record."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from src.envs.base import TaskSource
-from src.errors import TrainerError
+from src.errors import BackendError, RubbleError
+from src.finished import FinishedRollout, FinishedRollouts
+from src.journal import Place
 from src.policy import Policy
 from src.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 7200.0
+CLEANING_S = 90.0  # what a cancelled trial may take to free its sandbox
+LONGEST_WAIT_S = 60.0
 # Nothing the agent did: the same trial may well succeed when it is played again.
 INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER})
 
@@ -27,6 +31,8 @@ INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKin
 class RolloutSettings:
     n_parallel_envs: int
     trial_timeout_sec: float | None
+    trial_attempts: int
+    retry_wait_sec: float
     seed: int
 
 
@@ -47,66 +53,109 @@ class FinishedGroup:
 
     group: TrajectoryGroup
     duration_s: float
+    num_retries: int = 0  # tries beyond each rollout's first
 
 
 class Rollouts:
-    """Plays trials, never more than `n_parallel_envs` at once over all groups."""
+    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again."""
 
-    def __init__(self, source: TaskSource, settings: RolloutSettings) -> None:
+    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts) -> None:
         self._source = source
         self._settings = settings
+        self._finished = finished
         self._slots = asyncio.Semaphore(settings.n_parallel_envs)
 
     async def play(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
     ) -> list[TrajectoryGroup]:
-        """One group per task, in order; `on_group` hears of each as it ends. TrainerError when not a single trial could be graded."""
-        async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(self._group(task, policy, plan, on_group)) for task in tasks]
-        groups = [task.result() for task in playing]
-        if tasks and not any(group.trajectories for group in groups):
-            raise TrainerError(all_failed(groups, plan))
-        return groups
+        """One group per task, in order; `on_group` hears of each as it ends."""
+        kept = self._finished.load(plan.purpose, plan.step)
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(self._group(task, policy, plan, kept, on_group)) for task in tasks]
+        except BaseExceptionGroup as errors:
+            raise _first_leaf(errors) from errors
+        return [task.result() for task in playing]
 
-    async def _group(self, task: Task, policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]) -> TrajectoryGroup:
+    async def _group(
+        self,
+        task: Task,
+        policy: Policy,
+        plan: RolloutPlan,
+        kept: Mapping[Place, FinishedRollout],
+        on_group: Callable[[FinishedGroup], None],
+    ) -> TrajectoryGroup:
         started: list[float] = []
         async with asyncio.TaskGroup() as group:
-            members = [group.create_task(self._member(task, policy, plan, member, started)) for member in range(plan.group_size)]
-        results = [member.result() for member in members]
+            members = [group.create_task(self._member(task, policy, plan, member, kept, started)) for member in range(plan.group_size)]
+        rollouts = [member.result() for member in members]
         finished = TrajectoryGroup(
             task=task,
-            trajectories=[result for result in results if isinstance(result, Trajectory)],
-            failures=[result for result in results if isinstance(result, TrialFailure)],
+            trajectories=[rollout.result for rollout in rollouts if isinstance(rollout.result, Trajectory)],
+            failures=[rollout.result for rollout in rollouts if isinstance(rollout.result, TrialFailure)],
         )
-        on_group(FinishedGroup(group=finished, duration_s=time.monotonic() - started[0]))
+        duration_s = time.monotonic() - started[0] if started else 0.0
+        num_retries = sum(rollout.attempts - 1 for rollout in rollouts)
+        on_group(FinishedGroup(group=finished, duration_s=duration_s, num_retries=num_retries))
         return finished
 
-    async def _member(self, task: Task, policy: Policy, plan: RolloutPlan, member: int, started: list[float]) -> Trajectory | TrialFailure:
-        """One trial, and a second one when the first was lost to infrastructure. The seed stays the same."""
-        seed = trial_seed(self._settings.seed, plan, task.id, member)
-        async with self._slots:
-            started.append(time.monotonic())
-            result = await self._trial(task, policy, plan, seed)
-            if isinstance(result, TrialFailure) and result.kind in INFRASTRUCTURE:
-                logger.warning("%s: trial lost (%s: %s); trying once more", task.id, result.kind, result.message)
+    async def _member(
+        self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[Place, FinishedRollout], started: list[float]
+    ) -> FinishedRollout:
+        """One rollout: from disk, or played until it is graded, fails for good, or has used up its tries. The seed stays the same."""
+        settings = self._settings
+        place = Place(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
+        seed = trial_seed(settings.seed, plan, task.id, member)
+        if place in kept and kept[place].seed == seed:
+            return kept[place]
+        attempts = 0
+        while True:
+            attempts += 1
+            async with self._slots:
+                started.append(time.monotonic())
+                self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
                 result = await self._trial(task, policy, plan, seed)
+            if isinstance(result, Trajectory) or result.kind not in INFRASTRUCTURE or attempts >= settings.trial_attempts:
+                break
+            wait_s = back_off(settings.retry_wait_sec, attempts, seed)
+            logger.warning("%s: trial lost (%s: %s); trying again in %.1f s", task.id, result.kind, result.message, wait_s)
+            await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
-        return result
+        rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
+        self._finished.add(place, rollout)
+        return rollout
 
     async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int) -> Trajectory | TrialFailure:
         deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
         trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature)
+        playing = asyncio.ensure_future(trial.run(policy))
         try:
-            async with asyncio.timeout(deadline_s) as deadline:
-                return await trial.run(policy)
-        except TimeoutError as error:
-            if deadline.expired():
+            await asyncio.wait({playing}, timeout=deadline_s)
+            if not playing.done():
                 return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=f"not finished after {deadline_s:g} s")
-            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=f"TimeoutError: {error}")
+            return playing.result()
+        except BackendError as error:
+            return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
             logger.exception("%s: the trial broke", task.id)
             return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}")
+        finally:
+            await _ended(playing, task)
+
+
+async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
+    """Cancels what still plays, and waits for it to free its sandbox: for a while, not for ever."""
+    if not playing.done():
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=CLEANING_S)
+        if not playing.done():
+            logger.error("%s: a cancelled trial still runs after %g s; its sandbox goes with this process", task.id, CLEANING_S)
+
+
+def back_off(wait_s: float, attempts: int, seed: int) -> float:
+    """Doubles with each attempt; the seed spreads the members of a group over half of it."""
+    return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
 
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
@@ -114,6 +163,12 @@ def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
     step = 0 if plan.purpose == "eval" else plan.step  # evaluations differ by their weights alone
     place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
+
+
+def require_some_graded(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
+    """RubbleError when trials were played and not one could be graded."""
+    if groups and not any(group.trajectories for group in groups):
+        raise RubbleError(all_failed(groups, plan))
 
 
 def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
@@ -127,3 +182,10 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
         f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
         f"see {plan.directory}"
     )
+
+
+def _first_leaf(errors: BaseException) -> BaseException:
+    """The error that ended a task group."""
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -19,11 +19,14 @@ from src.config import TrainerConfig, loss_settings, pairs, run_name
 from src.console import Display, outcome
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
-from src.errors import ConfigError
+from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
+from src.faults import FaultSettings
 from src.filters import FilterSettings
+from src.finished import FinishedRollouts
 from src.importance import ImportanceSettings
+from src.journal import Journal, RunState
 from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import ScheduleSettings, schedule
@@ -31,9 +34,12 @@ from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import open_run_log, recorded
+from src.tracking import RunLog, open_run_log, recorded
+from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)
+
+RECONNECT_PERIOD_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,17 +50,20 @@ class Parts:
     backend: Backend
 
 
-Open = Callable[[TrainerConfig, BackendSettings, Display], AbstractAsyncContextManager[Parts]]
+Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], AbstractAsyncContextManager[Parts]]
 
 
 @asynccontextmanager
-async def open_parts(config: TrainerConfig, settings: BackendSettings, display: Display) -> AsyncIterator[Parts]:
-    """The real ones: a Tinker endpoint and a folder of Harbor tasks."""
+async def open_parts(
+    config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
+) -> AsyncIterator[Parts]:
+    """The real ones: a Tinker endpoint and a folder of Harbor tasks, or the `source` of an earlier connection."""
     display.say(f"server: {address(settings)}")
     async with connect(settings) as endpoint:
-        chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
-        display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
-        source = await asyncio.to_thread(open_task_source, config, chat)
+        if source is None:
+            chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+            display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
+            source = await asyncio.to_thread(open_task_source, config, chat)
         yield Parts(source=source, backend=await endpoint.open_training())
 
 
@@ -86,15 +95,13 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     started = time.monotonic()
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     folder = find_run_folder(config, name=name)
-    settings = narrow(config, BackendSettings)
-    if folder.checkpoint is not None:
-        settings = dataclasses.replace(settings, load_checkpoint_path=folder.checkpoint.state_path)
-    async with open_parts(config, settings, display) as parts:
+    async with AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         if not parts.source.train:
             raise ConfigError(f"tasks_dir {config.tasks_dir} leaves no task to train on; lower eval_split or shorten eval_tasks")
         folder.create(config)
-        with logging_to_file(folder.path / "logs.log"):
-            await train(config, parts, folder, display, name=name)
+        with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
+            await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
     success = recorded(metrics_file, "test/env/all/success")
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
@@ -103,7 +110,60 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         display.say(line)
 
 
-async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, display: Display, *, name: str) -> None:
+async def survive(
+    config: TrainerConfig,
+    parts: Parts,
+    connection: AsyncExitStack,
+    folder: RunFolder,
+    journal: Journal,
+    display: Display,
+    *,
+    name: str,
+    open_parts: Open,
+) -> None:
+    """Trains to the end, over as many servers as it takes: after each loss from the last checkpoint, replaying what is on disk.
+
+    A server that is lost again before one more trial was graded or one more step trained is not coming back to its senses.
+    """
+    progress = -1
+    with open_run_log(folder.path, project=config.wandb_project, name=name, config=chz.asdict(config)) as run_log:
+        while True:
+            try:
+                async with connection:
+                    await train(config, parts, folder, journal, run_log, display)
+                return
+            except BackendError as error:
+                if config.reconnect_timeout_sec == 0:
+                    raise ServerLost(f"{error}; start it again and resume the run") from error
+                if journal.progress <= progress:
+                    raise
+                progress = journal.progress
+                display.say(f"server lost: {error}")
+            connection, parts = await reconnected(config, parts.source, folder, display, open_parts=open_parts)
+            folder = folder.at_last_checkpoint()
+
+
+async def reconnected(
+    config: TrainerConfig, source: TaskSource, folder: RunFolder, display: Display, *, open_parts: Open
+) -> tuple[AsyncExitStack, Parts]:
+    """A connection to the server that is back, with the weights of the last checkpoint. ServerLost when it stays away."""
+    display.say(f"waiting up to {config.reconnect_timeout_sec:g} s for it to come back")
+    settings = backend_settings(config, folder.at_last_checkpoint())
+    deadline = time.monotonic() + config.reconnect_timeout_sec
+    while True:
+        async with AsyncExitStack() as stack:
+            try:
+                parts = await stack.enter_async_context(open_parts(config, settings, display, source))
+                return stack.pop_all(), parts
+            except BackendError as error:
+                if time.monotonic() > deadline:
+                    raise ServerLost(
+                        f"{error}; it stayed away for reconnect_timeout_sec={config.reconnect_timeout_sec:g}; start it again and resume"
+                    ) from error
+        await asyncio.sleep(min(RECONNECT_PERIOD_S, config.reconnect_timeout_sec / 4))
+
+
+async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal: Journal, run_log: RunLog, display: Display) -> None:
     """Every step that the folder's last checkpoint has not done yet."""
     batches = schedule(parts.source.train, narrow(config, ScheduleSettings))
     steps_done = folder.checkpoint.batch if folder.checkpoint else 0
@@ -111,19 +171,58 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, display:
     if folder.checkpoint is not None:
         display.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
     display.say(f"files: {folder.path}")
-    repeat_from = steps_done + 1 if steps_done else 0
-    with open_run_log(folder.path, project=config.wandb_project, name=name, config=chz.asdict(config), repeat_from=repeat_from) as run_log:
+    run_log.forget_from(steps_done + 1 if steps_done else 0)
+    journal.started(resumed_from=steps_done)
+    finished = FinishedRollouts(folder.path, journal)
+    async with watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
+            watchdog=watchdog,
             learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
-            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings)),
+            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished),
+            finished=finished,
             run_log=run_log,
             display=display,
             settings=loop_settings(config, folder.path),
             steps_done=steps_done,
         )
         await trainer.train(batches)
+
+
+def backend_settings(config: TrainerConfig, folder: RunFolder) -> BackendSettings:
+    """The endpoint, and where the weights come from: the run's own last checkpoint where it has one."""
+    settings = narrow(config, BackendSettings)
+    if folder.checkpoint is None:
+        return settings
+    return dataclasses.replace(settings, load_checkpoint_path=folder.checkpoint.state_path)
+
+
+@contextmanager
+def journalled(log_path: Path) -> Iterator[Journal]:
+    """The run's journal, which hears how the process ends."""
+    journal = Journal(log_path)
+    try:
+        yield journal
+    except BaseException as error:
+        with suppress(StorageError):  # the disk may be what ended it
+            journal.ended(end_state(error), str(error))
+        raise
+    journal.ended(RunState.DONE)
+
+
+def end_state(error: BaseException) -> RunState:
+    match error:
+        case asyncio.CancelledError():
+            return RunState.INTERRUPTED
+        case BackendError():
+            return RunState.SERVER_LOST
+        case StorageError():
+            return RunState.STORAGE
+        case RubbleError():
+            return RunState.RUBBLE
+        case _:
+            return RunState.FAILED
 
 
 def narrow[View](config: TrainerConfig, view: type[View]) -> View:
@@ -165,13 +264,23 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         preparation=PreparationSettings(
             advantages=narrow(config, AdvantageSettings), kl=narrow(config, KlSettings), importance=narrow(config, ImportanceSettings)
         ),
+        faults=narrow(config, FaultSettings),
     )
+
+
+class LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that is full ends the run with a line of its own; a traceback for each line of the log adds nothing."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager
 def logging_to_file(path: Path) -> Iterator[None]:
     """Everything at INFO goes to logs.log; the terminal belongs to the display."""
-    handler = logging.FileHandler(path)
+    handler = LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:

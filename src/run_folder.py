@@ -13,7 +13,10 @@ import chz
 from src import checkpoints
 from src.checkpoints import Checkpoint
 from src.config import TrainerConfig
+from src.durable import replace_text
 from src.errors import ConfigError
+from src.finished import any_graded
+from src.journal import JOURNAL
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -26,23 +29,33 @@ class RunFolder:
     path: Path
     checkpoint: Checkpoint | None  # where the run continues; None: at its beginning
     delete_first: bool
+    resumed: bool = False  # what earlier processes left is taken up
+
+    def at_last_checkpoint(self) -> RunFolder:
+        """The same run, to be taken up again."""
+        return RunFolder(path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True)
 
     def create(self, config: TrainerConfig) -> None:
         """The folder with its config.json, emptied if that was asked for."""
         if self.delete_first:
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / CONFIG_FILE).write_text(json.dumps(chz.asdict(config), indent=2) + "\n")
+            aside = self.path.with_name(f".{self.path.name}.deleted")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path.rename(aside)  # a crash while deleting leaves no half of a run under the run's name
+            shutil.rmtree(aside)
+        elif not self.resumed:
+            for left in (JOURNAL, "finished"):  # of a run that stopped before its first result
+                remove(self.path / left)
+        replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
 def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
     """ConfigError when the folder holds a run and the options do not say what to do with it."""
     path = Path(config.log_path or Path(config.logs_dir) / name).expanduser().resolve()
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"log_path {path} is not empty and holds no run; give another log_path")
-    if not (path / METRICS_FILE).is_file():  # it stopped before its first result
+    if not (path / METRICS_FILE).is_file() and not any_graded(path):  # it stopped before its first result
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
@@ -51,8 +64,15 @@ def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
         return RunFolder(path=path, checkpoint=None, delete_first=True)
     if behavior == "resume":
         _check_same_run(path, config)
-        return RunFolder(path=path, checkpoint=checkpoints.last(path), delete_first=False)
+        return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
     raise ConfigError(f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path")
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _ask(path: Path) -> str:

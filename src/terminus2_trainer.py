@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -18,18 +17,23 @@ from src.checkpoints import Checkpoint
 from src.console import Display
 from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
+from src.errors import BackendError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import Example, examples_of_batch
+from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
+from src.finished import FinishedRollouts
 from src.learner import Learner
 from src.metrics import group_metrics
 from src.pipeline import Batch
 from src.policy import Policy
 from src.preparation import PreparationSettings, prepare
 from src.recorder import record_groups
-from src.rollouts import RolloutPlan, Rollouts
+from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
+from src.run_folder import remove
 from src.tracking import RunLog
 from src.trajectory import Task, TrajectoryGroup
+from src.watchdog import Watchdog, WatchedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class LoopSettings:
     filters: FilterSettings
     dynamic_sampling: DynamicSamplingSettings
     preparation: PreparationSettings
+    faults: FaultSettings
 
 
 class Terminus2RLTrainer:
@@ -56,9 +61,11 @@ class Terminus2RLTrainer:
         self,
         *,
         backend: Backend,
+        watchdog: Watchdog,
         learner: Learner,
         source: TaskSource,
         rollouts: Rollouts,
+        finished: FinishedRollouts,
         run_log: RunLog,
         display: Display,
         settings: LoopSettings,
@@ -66,32 +73,41 @@ class Terminus2RLTrainer:
     ) -> None:
         self.steps_done = steps_done
         self._backend = backend
+        self._watchdog = watchdog
         self._learner = learner
         self._source = source
         self._rollouts = rollouts
+        self._finished = finished
+        self._journal = finished.journal
         self._run_log = run_log
         self._display = display
         self._settings = settings
         self._epoch = 0
+        self._faults = from_record(self._journal.state_after(steps_done))
         self._saved_step = steps_done if steps_done else None  # a resumed run stands on its checkpoint
         self._first_evaluation: Evaluation | None = None
 
     async def train(self, batches: Sequence[Batch]) -> None:
-        """Every batch after `steps_done`. However it ends, what was learned by then is saved first."""
+        """Every batch after `steps_done`. What was learned is saved on the way out, unless the weights or the files are in doubt."""
         try:
-            policy = await self._backend.policy(self.steps_done)
-            reference = await self._backend.reference_policy() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
+            policy = await self._policy()
+            reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
             if self.steps_done == 0:
                 self._run_log.log(0, await self._evaluate(policy))
+            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_settled("eval", self.steps_done):
+                self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
             for batch in batches[self.steps_done :]:
                 self._epoch = batch.epoch
                 policy = await self._batch(batch, policy, reference, num_batches=len(batches))
+        except (BackendError, StorageError):
+            raise
         except BaseException:
             await self._save_on_the_way_out()
             raise
 
     async def _batch(self, batch: Batch, policy: Policy, reference: Policy | None, *, num_batches: int) -> Policy:
-        """One step, its evaluation and checkpoint where they are due, and its line in the log even if those fail."""
+        """One step, its evaluation where one is due, its line in the log, and only then its checkpoint: what a checkpoint stands for is
+        on disk already. The line is written even if the evaluation fails."""
         settings, last = self._settings, batch.step == num_batches
         started = time.monotonic()
         metrics = {
@@ -99,67 +115,111 @@ class Terminus2RLTrainer:
             "progress/epoch": float(batch.epoch),
             "progress/done_frac": batch.step / num_batches,
         }
-        metrics |= await self._step(batch, policy, reference)
         try:
+            await self._step(batch, policy, reference, metrics)
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
-            policy = await self._backend.policy(batch.step)
-            if last or _due(batch.step, settings.eval_every):
+            policy = await self._policy()
+            if self._is_evaluation_due(num_batches=num_batches):
                 metrics |= await self._evaluate(policy)
-            if last or _due(batch.step, settings.save_every):
-                await _uninterrupted(self._save(final=last))
         finally:
-            self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
+            if self.steps_done == batch.step:
+                self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
+        if last or _due(batch.step, settings.save_every):
+            await _uninterrupted(self._save(final=last))
         return policy
 
-    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None) -> dict[str, float]:
-        """Play one batch and learn from it."""
-        settings = self._settings
+    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, metrics: dict[str, float]) -> None:
+        """Play one batch and learn from it. What there is to say of it is added to `metrics`."""
+        settings, quarantined = self._settings, self._faults.quarantined
+        tasks = [task for task in batch.tasks if task.id not in quarantined]
+        num_retries: list[int] = []
+        self._journal.begun(batch.step, [task.id for task in batch.tasks])
         played = time.monotonic()
-        state = await sample_groups(
-            partial(self._play, batch, policy),
-            batch.tasks,
-            self._source.train,
-            settings.dynamic_sampling,
-            settings.filters,
-            step=batch.step,
-        )
+        play = partial(self._play, batch, policy, num_retries)
+        refills = [task for task in self._source.train if task.id not in quarantined]
+        state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
         groups = state.played
         kept, dropped = keep_groups(state.kept, settings.filters)
         examples_P_G = examples_of_batch(kept, settings.preparation.advantages, settings.filters)
         self._record(batch, groups, examples_P_G)
         learned = time.monotonic()
-        metrics = await _uninterrupted(self._learn(examples_P_G, dropped, reference))
-        times = {"time/rollouts": learned - played, "time/update": time.monotonic() - learned}
+        metrics |= group_metrics(groups, group_size=settings.group_size)
         metrics |= sampling_metrics(state, settings.dynamic_sampling)
-        return group_metrics(groups, group_size=settings.group_size) | metrics | times
+        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
+        metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
+        await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
+        metrics["time/update"] = time.monotonic() - learned
 
-    async def _play(self, batch: Batch, policy: Policy, tasks: Sequence[Task], attempt: int) -> list[TrajectoryGroup]:
-        """The step's tasks, or those of its nth refill, whose trials have a folder of their own."""
+    async def _play(
+        self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task], attempt: int
+    ) -> list[TrajectoryGroup]:
+        """The groups of the step's tasks, or of its nth refill, whose losses have been reckoned with. Retries go into `num_retries`."""
+        settings = self._settings
         purpose = f"refill-{attempt}" if attempt else "step"
+        title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
         plan = RolloutPlan(
             step=batch.step,
             purpose=purpose,
-            group_size=self._settings.group_size,
-            temperature=self._settings.temperature,
-            directory=self._fresh_directory(f"{purpose}_{batch.step:06d}"),
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            directory=self._directory(purpose, batch.step),
         )
-        title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
-        self._display.begin(title, num_groups=len(tasks), group_size=self._settings.group_size)
-        return await self._rollouts.play(tasks, policy, plan, self._display.group)
+        self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
+
+        def on_group(finished: FinishedGroup) -> None:
+            num_retries.append(finished.num_retries)
+            self._display.group(finished)
+
+        groups = await self._watchdog.guard(self._rollouts.play(tasks, policy, plan, on_group), f"playing {title}")
+        await asyncio.to_thread(self._source.batch_ended, plan.directory)
+        self._reckon(groups, plan)
+        return groups
+
+    def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
+        """What the batch's losses say. RubbleError when training on what is left would teach nothing, or the wrong thing."""
+        settings, before = self._settings.faults, self._faults
+        if len(groups) > 1:  # a single task may be at fault itself, and is quarantined then
+            require_some_graded(groups, plan)
+        self._faults = before.after(groups, settings)
+        if self._faults.is_rubble(settings):
+            raise RubbleError(diagnosis(self._faults, groups, settings))
+        for task, cause in self._faults.quarantined.items():
+            if task not in before.quarantined:
+                self._journal.quarantined(plan.step, task, cause)
+                num_groups = self._faults.strikes[task]
+                self._display.say(f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})")
+        if all(task.id in self._faults.quarantined for task in self._source.train):
+            raise RubbleError(f"every training task is quarantined; {all_failed(groups, plan)}")
 
     async def _learn(
-        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
-    ) -> dict[str, float]:
+        self,
+        batch: Batch,
+        examples_P_G: Sequence[Sequence[Example]],
+        dropped: Counter[DropReason],
+        reference: Policy | None,
+        metrics: dict[str, float],
+    ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
-        metrics = await self._update(examples_P_G, dropped, reference)
+        metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
+        trained = [group[0].trajectory.task_id for group in examples_P_G if group]
+        self._journal.trained(batch.step, tasks=trained, state=to_record(self._faults))
         self.steps_done += 1
-        return metrics
 
     async def _update(
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
     ) -> dict[str, float]:
         prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
         return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
+
+    async def _policy(self) -> Policy:
+        policy = await self._watchdog.answer(self._backend.policy(self.steps_done), "preparing the weights for sampling")
+        return WatchedPolicy(policy, self._watchdog)
+
+    async def _reference(self) -> Policy:
+        return WatchedPolicy(await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"), self._watchdog)
+
+    def _is_evaluation_due(self, *, num_batches: int) -> bool:
+        return self.steps_done == num_batches or _due(self.steps_done, self._settings.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
         tasks, settings = self._source.eval, self._settings.evaluation
@@ -168,8 +228,11 @@ class Terminus2RLTrainer:
         step = self.steps_done
         self._display.begin(f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size)
         started = time.monotonic()
-        directory = self._fresh_directory(f"eval_{step:06d}")
-        result = await evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
+        directory = self._directory("eval", step)
+        evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
+        result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
+        await asyncio.to_thread(self._source.batch_ended, directory)
+        self._journal.evaluated(step)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
         self._display.evaluation(result, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or result
@@ -180,7 +243,7 @@ class Terminus2RLTrainer:
         if self._saved_step == self.steps_done:
             return
         name = f"{self.steps_done:06d}"
-        paths = await self._backend.save(name)
+        paths = await self._watchdog.answer(self._backend.save(name), f"saving checkpoint {name}")
         checkpoints.append(
             self._settings.log_path,
             Checkpoint(
@@ -192,6 +255,7 @@ class Terminus2RLTrainer:
                 sampler_path=paths.sampler_path,
             ),
         )
+        self._journal.checkpointed(self.steps_done, paths.state_path)
         self._saved_step = self.steps_done
         self._display.say(f"checkpoint after step {self.steps_done}: {paths.state_path}")
 
@@ -199,6 +263,7 @@ class Terminus2RLTrainer:
         """For a failed or interrupted run. Its own failure must not hide the cause, nor may a dead server hold the process."""
         try:
             async with asyncio.timeout(SAVE_ON_THE_WAY_OUT_S):
+                await self._backend.check()
                 await self._save(final=False)
         except Exception as error:
             self._display.say(f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip())
@@ -210,11 +275,14 @@ class Terminus2RLTrainer:
         }
         record_groups(self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
 
-    def _fresh_directory(self, name: str) -> Path:
-        """An empty folder for trials; an interrupted attempt at the same step may have left some."""
-        directory = self._settings.log_path / "jobs" / name
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+    def _directory(self, purpose: str, step: int) -> Path:
+        """The folder for trials, less what an earlier process left half done in it."""
+        directory = self._settings.log_path / "jobs" / f"{purpose}_{step:06d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        finished = {rollout.result.trial_name for rollout in self._finished.load(purpose, step).values()}
+        for left in directory.iterdir():
+            if left.name not in finished:
+                remove(left)
         return directory
 
 

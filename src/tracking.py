@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from src.durable import append_record, records, replace_text
 from src.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,18 +28,26 @@ class RunLog:
         self._wandb_run = wandb_run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **finite}) + "\n")
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        append_record(self._path, {"step": step, **finite})
         if self._wandb_run is not None:
             self._wandb_run.log(dict(metrics), step=step, commit=True)
 
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds what the line of a step still lacked."""
+        before = next((record for record in records(self._path) if record["step"] == step), {"step": step})
+        forget_from(self._path, step)
+        self.log(step, {name: value for name, value in before.items() if name != "step"} | dict(metrics))
+
+    def forget_from(self, step: int) -> None:
+        """Steps from this one on are about to be repeated and leave metrics.jsonl. wandb keeps the first value it was given."""
+        forget_from(self._path, step)
+
 
 @contextmanager
-def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapping[str, object], repeat_from: int) -> Iterator[RunLog]:
-    """The log of the run in `log_path`. Steps from `repeat_from` on are about to be repeated and leave metrics.jsonl."""
+def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapping[str, object]) -> Iterator[RunLog]:
+    """The log of the run in `log_path`, new or continued."""
     path = log_path / "metrics.jsonl"
-    forget_from(path, repeat_from)
     if project is None:
         yield RunLog(path)
         return
@@ -50,23 +60,24 @@ def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapp
 
 def recorded(path: Path, name: str) -> dict[int, float]:
     """The values of one metric by step."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["step"]: record[name] for record in records if record.get(name) is not None}
+    return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
+
+
+def is_wall_clock(name: str) -> bool:
+    """Whether a metric measures time. All others are the same in an unbroken run and in one that was killed and resumed.
+
+    >>> [is_wall_clock(name) for name in ("time/total", "test/environment/agent_s", "environment/prefix_breaks")]
+    [True, True, False]
+    """
+    name = name.removeprefix("test/")
+    return name.startswith(("time/", "generate/trajectory_time_")) or (name.startswith("environment/") and name.endswith("_s"))
 
 
 def forget_from(path: Path, step: int) -> None:
     """Drops the records of `step` and later, and a last line that was cut by a crash."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["step"] < step:
-            kept.append(line + "\n")
-    path.write_text("".join(kept))
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in records(path) if record["step"] < step))
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
@@ -75,19 +86,18 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE
-    run_id = id_file.read_text().strip() if id_file.exists() else None
+    if not id_file.exists():  # named before it begins, so that a run killed at any moment goes on under the same id
+        replace_text(id_file, secrets.token_hex(4) + "\n")
     try:
-        run = wandb.init(
+        return wandb.init(
             project=project,
             name=name,
             config=dict(config),
             dir=str(log_path),
-            id=run_id,
-            resume="allow" if run_id else None,
+            id=id_file.read_text().strip(),
+            resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or drop wandb_project") from error
-    id_file.write_text(run.id + "\n")
-    return run

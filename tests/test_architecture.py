@@ -10,19 +10,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
-    {"trajectory", "errors", "limits", "advantages"},
+    {"trajectory", "errors", "limits", "advantages", "durable"},
     {"config", "command_line", "chat"},
-    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics"},
-    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder"},
+    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults"},
+    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console"},
+    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console", "watchdog"},
     {"terminus2_trainer"},
     {"run", "train"},
 ]
-SERVER_FLOOR = {"errors", "config", "command_line", "ops", "checkpoints"}
-SERVER_HTTP = [{"wire", "wire_proto", "proto", "futures", "ledger", "scheduler"}, {"engine"}, {"registry"}, {"routes"}, {"app"}]
-SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings"}, {"slots"}, {"executor"}]
+SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
+SERVER_HTTP = [
+    {"wire", "wire_proto", "openai_wire", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
+    {"engine"},
+    {"registry"},
+    {"routes"},
+    {"app"},
+]
+SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings", "memory_plan"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
     "tinker": {"backend", "policy", "learner", "datums", "preparation"},

@@ -6,6 +6,7 @@ of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future fail
 
 from __future__ import annotations
 
+import hmac
 import io
 import json
 import logging
@@ -17,7 +18,7 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tx_server.errors import ConflictError, ServerError, UserError
+from skyrl_tx_server.errors import ConflictError, ServerError, UnauthorizedError, UserError
 from skyrl_tx_server.routes.context import Context
 
 logger = logging.getLogger("skyrl_tx_server.http")
@@ -43,6 +44,7 @@ class Endpoint:
     method: str
     path: str
     handler: Handler
+    needs_key: bool = True  # where the server has one
     log_level: int = field(default=logging.INFO)
 
 
@@ -66,6 +68,8 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
     if lobby.context is None:
         return problem(503, "the server is still loading its model; try again in a moment", "server")
     try:
+        if endpoint.needs_key:
+            _check_key(lobby.context.settings.api_key, request)
         return _respond(await endpoint.handler(lobby.context, request))
     except ConflictError as error:
         return problem(400, str(error), error.category)
@@ -74,6 +78,15 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
         return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
+
+
+def _check_key(api_key: str | None, request: Request) -> None:
+    """The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
+    if api_key is None:
+        return
+    sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(sent.encode(), api_key.encode()):
+        raise UnauthorizedError("this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients")
 
 
 def _respond(reply: Reply) -> Response:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl_tx_server.checkpoints import CheckpointStore
-from skyrl_tx_server.engine import EngineInfo
+from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.futures import FutureStore
 from skyrl_tx_server.ledger import Ledger
@@ -23,7 +23,7 @@ class EngineSide(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, op: Op) -> concurrent.futures.Future[OpResult]: ...
+    def submit(self, op: Op, watcher: Watcher | None = None) -> concurrent.futures.Future[OpResult]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -35,6 +35,7 @@ class HttpSettings:
     model_dir: Path | None  # offered as tokenizer to clients on this machine; None: they go by the model's name
     max_request_bytes: int = 64 << 20
     sample_max_concurrent_requests: int = 256
+    api_key: str | None = None  # None: whoever reaches the port may use it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

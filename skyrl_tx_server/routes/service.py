@@ -57,7 +57,7 @@ async def stats(context: Context, request: Request) -> Reply:
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/api/v1/healthz", handler=healthz, log_level=logging.DEBUG),
+    Endpoint(method="GET", path="/api/v1/healthz", handler=healthz, needs_key=False, log_level=logging.DEBUG),
     Endpoint(method="POST", path="/api/v1/client/config", handler=client_config),
     Endpoint(method="POST", path="/api/v1/client/dynamic_config", handler=dynamic_config),
     Endpoint(method="POST", path="/api/v1/telemetry", handler=telemetry, log_level=logging.DEBUG),

@@ -27,3 +27,7 @@ class TaskSource(Protocol):
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
         """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible."""
         ...
+
+    def batch_ended(self, directory: Path) -> None:
+        """Every trial below `directory` has ended; time to sum them up for a reader. Blocking."""
+        ...

@@ -122,6 +122,12 @@ class HarborTasks:
             temperature=temperature,
         )
 
+    def batch_ended(self, directory: Path) -> None:
+        """Makes `directory` a Harbor job with totals."""
+        from src.envs.harbor_job import write_job
+
+        write_job(directory, n_parallel_envs=self.settings.n_parallel_envs)
+
 
 @cache
 def load_harbor() -> None:

@@ -21,7 +21,7 @@ from src.limits import LengthLimits
 from src.policy import Policy
 from src.rewards.verifier import score
 from src.tinker_llm import SamplingLimits, TinkerLLM
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class HarborTrial:
         """Play and grade. Never raises but for cancellation, after which the sandbox is gone."""
         started = time.monotonic()
         key = uuid.uuid4().hex
-        session = Session(llm=TinkerLLM(policy=policy, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
+        timed = TimedPolicy(policy)
+        session = Session(llm=TinkerLLM(policy=timed, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
         deadline_s = self._settings.trial_timeout_s or DEFAULT_TRIAL_TIMEOUT_S
         config = self._config(key)
         self._name = config.trial_name
@@ -77,6 +78,8 @@ class HarborTrial:
             return self._failure(FailureKind.TIMEOUT, f"the trial did not end within {deadline_s:g} s")
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
+        if lost_s := starved(result, session, timed):
+            return self._failure(FailureKind.BACKEND, f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s")
         return self._outcome(result, session, duration_s=time.monotonic() - started)
 
     def _config(self, key: str) -> TrialConfig:
@@ -113,8 +116,7 @@ class HarborTrial:
             return self._failure(failed_phase(result, session), what_happened(result) or str(error))
         if not llm.turns:
             return self._failure(FailureKind.AGENT, "the agent gave no answer")
-        timed_out = result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
-        stop_reason = StopReason.AGENT_TIMEOUT if timed_out else session.stop_reason
+        stop_reason = StopReason.AGENT_TIMEOUT if timed_out(result) else session.stop_reason
         assert stop_reason is not None, "a graded trial ended somehow"
         return Trajectory(
             task_id=self._task.id,
@@ -136,6 +138,41 @@ class HarborTrial:
     def _failure(self, kind: FailureKind, message: str) -> TrialFailure:
         logger.warning("trial of %s failed (%s): %s", self._task.id, kind.value, message)
         return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=self._name)
+
+
+class TimedPolicy(Policy):
+    """A policy that knows for how long its last call went unanswered."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.version = policy.version
+        self.unanswered_s = 0.0
+        self._policy = policy
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        asked = time.monotonic()
+        try:
+            turn = await self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+        except asyncio.CancelledError:
+            self.unanswered_s = time.monotonic() - asked
+            raise
+        return turn
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._policy.logprobs(token_ids)
+
+
+def starved(result: TrialResult, session: Session, policy: TimedPolicy) -> float:
+    """The seconds that the last call had waited where the back end used up the agent's time, else 0: all of it, or more than half.
+
+    Harbor grades an agent whose time is up. One that was waiting for a dead server all the while has shown nothing to be graded.
+    """
+    if not timed_out(result) or (session.llm.turns and policy.unanswered_s <= _seconds(result.agent_execution) / 2):
+        return 0.0
+    return policy.unanswered_s
+
+
+def timed_out(result: TrialResult) -> bool:
+    return result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
 
 
 async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float) -> T:

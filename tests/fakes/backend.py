@@ -104,6 +104,9 @@ class BanditBackend:
     async def reference_policy(self) -> Policy:
         return Policy(BanditSampler(np.zeros(VOCAB)), 0)
 
+    async def check(self) -> None:
+        pass
+
     async def save(self, name: str) -> SavedPaths:
         self.saved[name] = self.training_client.logits.copy()
         return SavedPaths(state_path=f"tinker://run/weights/{name}", sampler_path=f"tinker://run/sampler_weights/{name}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyrl_tx_server.checkpoints import CheckpointStore
-from skyrl_tx_server.engine import EngineInfo
+from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
     CreateModel,
@@ -63,7 +63,7 @@ class FakeEngine:
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def submit(self, op: Op) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
         return self._thread.submit(self._run, op)
 
     def stats(self) -> dict[str, object]:

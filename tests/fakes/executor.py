@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow
+from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
     CreateModel,
@@ -124,6 +124,13 @@ class FakeExecutor:
             )
             finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
         return finished
+
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        return [
+            RunningRow(index=index, tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)], logprobs=[-1.0] * sampled)
+            for (of, index), (op, sampled) in self._rows.items()
+            if of == ticket
+        ]
 
     def release(self, ticket: int) -> None:
         self._rows = {key: row for key, row in self._rows.items() if key[0] != ticket}

@@ -72,5 +72,5 @@ def serving(lobby: Lobby, *, port: int = 0, housekeeping_period_s: float = 5.0) 
         server.should_exit = True
         thread.join()
         listener.close()
-        if lobby.context is not None:
-            fake_engine(lobby.context).stop()
+        if lobby.context is not None and isinstance(lobby.context.engine, FakeEngine):
+            lobby.context.engine.stop()

@@ -65,8 +65,12 @@ class FakeTasks:
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> FakeTrial:
         trial = FakeTrial(task=task, directory=directory, seed=seed, temperature=temperature, play=self.play)
         self.made.append(trial)
         return trial
+
+    def batch_ended(self, directory: Path) -> None:
+        self.ended.append(directory.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.bubblewrap import missing_programs
+from src.journal import groups_trained
 from tests.fakes.tiny_model import CONFIG, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 8}
-    options |= {"checkpoints_dir": tmp_path_factory.mktemp("checkpoints"), "train_tokens_per_batch": 2048}
+def start_server(model_dir: Path, checkpoints_dir: Path, *, port: int = 0) -> tuple[subprocess.Popen[str], str]:
+    """The process and its URL, once it says that it is ready."""
+    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": port, "max_lora_rank": 8, "decode_slots": 8}
+    options |= {"checkpoints_dir": checkpoints_dir, "train_tokens_per_batch": 2048}
     command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -46,10 +47,14 @@ def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     for line in process.stdout:
         said.append(line)
         if "server ready: " in line:
-            break
-    else:
-        pytest.fail("the server did not start: " + "".join(said))
-    yield line.partition("server ready: ")[2].split()[0]
+            return process, line.partition("server ready: ")[2].split()[0]
+    pytest.fail("the server did not start: " + "".join(said))
+
+
+@pytest.fixture(scope="module")
+def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    process, url = start_server(model_dir, tmp_path_factory.mktemp("checkpoints"))
+    yield url
     process.terminate()
     process.communicate(timeout=30)
 
@@ -94,6 +99,29 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert "resuming after step 2" in text and "checkpoint after step 3: tinker://" in text
     assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, 3]
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(model_dir: Path, tmp_path: Path) -> None:
+    log_path = tmp_path / "run"
+    server, url = start_server(model_dir, tmp_path / "checkpoints")
+    options = ("max_steps=2", "save_every=1", "server_timeout_sec=5", "kl_penalty_coef=0", "num_substeps=1")
+    text = ""
+    with subprocess.Popen(command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        for line in trainer.stdout:
+            text += line
+            if line.startswith("step 2:") and server.poll() is None and "server lost" not in text:
+                server.kill()
+                server.communicate()
+                server, again = start_server(model_dir, tmp_path / "checkpoints", port=int(url.rpartition(":")[2]))
+                assert again == url
+    server.terminate()
+    server.communicate(timeout=30)
+    assert trainer.returncode == 0, text
+    assert "server lost: " in text and "resuming after step 1" in text and "done: 2 steps in" in text, text
+    assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == [0, 1, 2]
+    assert set(groups_trained(log_path).values()) == {1}
+    assert [line["state"] for line in lines(log_path / "journal.jsonl") if line["event"] == "ended"] == ["done"]
 
 
 @pytest.mark.parametrize(

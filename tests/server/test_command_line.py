@@ -5,11 +5,18 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 
 from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
+from skyrl_tx_server.executor import plan_memory
+from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.weights import load_params
+from tests.fakes.tiny_model import make_settings
+from tests.server.tiny_qwen3 import FIXTURES
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,13 @@ from skyrl_tx_server.config import ServerConfig
         (["base_model=x", "max_lora_rank=0"], "max_lora_rank=0: must be above 0"),
         (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
         (["base_model=x", "checkpoints_dir=/proc/nowhere"], "checkpoints_dir=/proc/nowhere"),
-        (["base_model=x", "host=256.0.0.1"], "host=256.0.0.1"),
+        (["base_model=x", "host=256.0.0.1", "allow_anyone=true"], "host=256.0.0.1"),
+        (["base_model=x", "host=0.0.0.0"], "pass api_key=tml-... or allow_anyone=true"),
+        (["base_model=x", "host=my-machine"], "pass api_key=tml-... or allow_anyone=true"),
+        (["base_model=x", "api_key=secret"], "must begin with tml-"),
+        (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
+        (["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"], "ssl_certfile=no-such.pem: no such file"),
+        (["base_model=x", f"ssl_certfile={__file__}", f"ssl_keyfile={__file__}"], "not a certificate and its key"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -61,3 +74,30 @@ def test_the_alias_follows_the_model(tmp_path: Path) -> None:
     assert ServerConfig(base_model=str(tmp_path / "tiny")).alias() == "local/tiny"
     assert ServerConfig(base_model="Qwen/Qwen3-4B").alias() == "Qwen/Qwen3-4B"
     assert ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias() == "Qwen/Qwen3-8B"
+
+
+def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, checkpoints = FIXTURES / "tied", tmp_path / "checkpoints"
+    options = [f"base_model={model}", f"checkpoints_dir={checkpoints}", "dry_run=true", "dtype=float32", "max_lora_rank=4"]
+    assert main([*options, "decode_slots=2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
+    assert "keys and values of 2 sequences of 256 tokens" in printed
+    assert not checkpoints.exists()
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"base_model={FIXTURES / 'tied'}", "dry_run=true", "decode_slots=1000000000"]) == 2
+    printed = capsys.readouterr()
+    assert "together" in printed.out and printed.err.count("\n") == 1
+    assert "this does not fit; lower decode_slots or max_context_length" in printed.err
+
+
+def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
+    settings = make_settings(FIXTURES / "tied", Path("unused"), decode_slots=3)
+    plan = plan_memory(settings)
+    config = load_model_config(FIXTURES / "tied")
+    weights = load_params(FIXTURES / "tied", config, "float32")
+    assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    assert plan.shares[1].num_bytes == 3 * 256 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert plan.shares[2].num_bytes == 5 * sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))

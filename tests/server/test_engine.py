@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine, RowsLostError
+from skyrl_tx_server.engine import Engine, RowsLostError, WithdrawnError
 from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import (
     AdamSettings,
@@ -168,3 +168,34 @@ def test_stop_fails_what_is_pending_with_a_clear_error():
         error = future.exception(TIMEOUT_S)
         assert isinstance(error, ServerError) and "stopping" in str(error)
     assert executor.log == []
+
+
+class Notes:
+    """A watcher that writes down what it is told, and leaves after `patience` reports."""
+
+    def __init__(self, patience: int = 1000) -> None:
+        self.told: list[tuple[int, list[int], list[float]]] = []
+        self._patience = patience
+
+    def tokens(self, index, tokens, logprobs) -> None:
+        self.told.append((index, list(tokens), list(logprobs)))
+
+    def wanted(self) -> bool:
+        return len(self.told) < self._patience
+
+
+def test_a_watcher_hears_of_every_token_once_except_the_last_ones():
+    with running(FakeExecutor(block=2)) as engine:
+        notes = Notes()
+        result = engine.submit(sample(10, num_samples=2, max_tokens=5), notes).result(TIMEOUT_S)
+        assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
+        assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
+
+
+def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back():
+    executor = FakeExecutor(block=2)
+    with running(executor) as engine:
+        with pytest.raises(WithdrawnError):
+            engine.submit(sample(10, max_tokens=50), Notes(patience=1)).result(TIMEOUT_S)
+        assert executor.rows_decoding == 0 and executor.log.count("decode") == 1 + 1
+        engine.submit(sample(10)).result(TIMEOUT_S)

@@ -326,3 +326,24 @@ def test_results_are_whole(engine: Engine):
     for sequence in result.sequences:
         assert sequence.tokens.dtype == np.int32 and sequence.logprobs.dtype == np.float32
         assert len(sequence.tokens) == len(sequence.logprobs) == 12 and (sequence.logprobs <= 0).all()
+
+
+def test_a_watched_sample_is_the_same_sample_and_its_parts_are_its_beginning(engine: Engine):
+    class Parts:
+        def __init__(self) -> None:
+            self.tokens_of: dict[int, list[int]] = {0: [], 1: []}
+
+        def tokens(self, index, tokens, logprobs) -> None:
+            assert len(tokens) == len(logprobs)
+            self.tokens_of[index] += tokens
+
+        def wanted(self) -> bool:
+            return True
+
+    op = Sample(weights="first", prompt=tokens(20), settings=SamplingSettings(max_tokens=30, seed=5, stop_at_eos=False), num_samples=2)
+    parts = Parts()
+    watched, alone = engine.submit(op, parts).result(TIMEOUT_S), run(engine, op)
+    for index, sequence in enumerate(watched.sequences):
+        assert np.array_equal(sequence.tokens, alone.sequences[index].tokens)
+        assert parts.tokens_of[index] == sequence.tokens[: len(parts.tokens_of[index])].tolist()
+        assert len(parts.tokens_of[index]) >= 16

@@ -18,7 +18,7 @@ from src.envs.harbor import HarborSettings, HarborTasks, environment_options, re
 from src.envs.run_directory import run_directory
 from src.envs.validate import main as validate
 from src.errors import BackendError, ConfigError
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -77,6 +77,29 @@ async def test_solving_the_task_is_graded_1_with_the_exact_tokens(tmp_path: Path
     assert json.loads(result)["verifier_result"]["rewards"] == {"reward": 1.0}
     assert len(result) < 20_000, "token ids belong to the recorder, not into Harbor's result"
     assert (folder / "agent" / "trajectory.json").is_file() and (folder / "trial.log").is_file()
+
+
+async def test_a_folder_of_trials_is_a_job_with_totals_for_harbors_viewer(tmp_path: Path) -> None:
+    from harbor.viewer.scanner import JobScanner
+
+    tasks, jobs = source(), tmp_path / "jobs"
+    (jobs / "step_000001").mkdir(parents=True)
+    tasks.batch_ended(jobs / "step_000001")
+    assert not any((jobs / "step_000001").iterdir()), "nothing to sum up"
+    for script in (SOLUTION, solving("true"), [BackendError("sampling: gone")]):
+        policy = ScriptedPolicy(byte_chat(), {"": script})
+        await tasks.trial(tasks.train[0], directory=jobs / "step_000001", seed=1, temperature=1.0).run(policy)
+    (jobs / "step_000001" / "killed").mkdir()
+    tasks.batch_ended(jobs / "step_000001")
+    viewer = JobScanner(jobs)
+    config, result = viewer.get_job_config("step_000001"), viewer.get_job_result("step_000001")
+    assert config is not None and result is not None
+    assert config.job_name == "step_000001" and [task.path for task in config.tasks] == [HELLO]
+    assert (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials) == (3, 3, 1)
+    [stats] = result.stats.evals.values()
+    assert {reward: len(names) for reward, names in stats.reward_stats["reward"].items()} == {1.0: 1, 0.0: 1}
+    assert list(stats.exception_stats) == ["BackendError"]
+    assert len(viewer.list_trials("step_000001")) == 3
 
 
 async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
@@ -175,6 +198,28 @@ async def test_a_failing_backend_is_a_failure_and_not_a_reward(tmp_path: Path) -
         task_id="hello-file", kind=FailureKind.BACKEND, message="sampling: connection refused", trial_name=outcome.trial_name
     )
     assert len(policy.prompts) == 2, "the SDK retries by itself"
+
+
+class SilentPolicy(ScriptedPolicy):
+    """Answers as the script says until it falls silent for ever, as the SDK does with a server that is gone."""
+
+    silent_after = 0
+
+    async def sample(self, *args: object, **kwargs: object) -> Turn:
+        if len(self.prompts) == self.silent_after:
+            await asyncio.Event().wait()
+        return await super().sample(*args, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(tmp_path: Path, answers: int) -> None:
+    tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 3\n"))
+    policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
+    policy.silent_after = answers
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    assert isinstance(outcome, TrialFailure), outcome
+    assert outcome.kind is FailureKind.BACKEND
+    assert outcome.message.startswith("the agent's time ran out on an answer that had not come for ")
 
 
 async def test_a_failing_backend_is_not_hidden_by_a_summary(tmp_path: Path) -> None:

@@ -3,11 +3,15 @@ import asyncio
 import pytest
 
 from src.errors import TrainerError
-from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, trial_seed
+from src.finished import FinishedRollouts
+from src.journal import Journal
+from src.policy import Policy
+from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, require_some_graded, trial_seed
 from src.trajectory import FailureKind
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 A, B = task("a"), task("b")
+POLICY = Policy(None, 0)
 
 
 def plan(tmp_path, **changes):
@@ -15,11 +19,12 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, **changes):
+async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, **changes):
     source = FakeTasks(train=tasks, play=play)
     heard = []
-    rollouts = Rollouts(source, RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=deadline, seed=0))
-    groups = await rollouts.play(tasks, None, plan(tmp_path, **changes), heard.append)
+    settings = RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=deadline, trial_attempts=attempts, retry_wait_sec=0, seed=0)
+    rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
+    groups = await rollouts.play(tasks, POLICY, plan(tmp_path, **changes), heard.append)
     return groups, source.made, heard
 
 
@@ -112,8 +117,9 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
     async def fail(trial, policy):
         return failure("a", FailureKind.AGENT, "odd") if trial.task is A else failure("b", FailureKind.SANDBOX, "no tmux")
 
+    groups, _, _ = await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
     with pytest.raises(TrainerError, match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"):
-        await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
+        require_some_graded(groups, plan(tmp_path, purpose="eval"))
 
 
 async def test_cancelling_cancels_every_trial(tmp_path):

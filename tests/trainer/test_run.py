@@ -2,7 +2,9 @@ import asyncio
 import dataclasses
 import io
 import json
+import logging
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.console import Console
 from src.command_line import parse
 from src.console import Display
 from src.errors import ConfigError, TrainerError
-from src.run import Parts, run
+from src.run import Parts, logging_to_file, run
 from src.trajectory import FailureKind
 from tests.fakes.backend import BanditBackend
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
@@ -31,11 +33,11 @@ class Bench:
 
     async def go(self, *options):
         argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path}"]
-        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options]
+        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", "retry_wait_sec=0", *options]
         await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
 
     @asynccontextmanager
-    async def _open(self, config, settings, display):
+    async def _open(self, config, settings, display, source):
         self.asked.append(settings)
         yield Parts(source=self.source, backend=self.backend)
 
@@ -57,6 +59,7 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert len(records) == 8
     assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
     assert (bench.path / "jobs" / "step_000002").is_dir() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
     assert "tasks: 4 to train on, 2 held out; 2 steps" in text
@@ -245,6 +248,47 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
     assert record["trials/failed/agent"] + record["trials/graded"] == record["trials/total"] == 8
     assert record["trials/failed/agent"] > 0
     assert sum("failure" in line for line in bench.lines("rollouts/step_000001.jsonl")) == record["trials/failed/agent"]
+
+
+async def test_a_run_killed_in_its_first_evaluation_is_not_thrown_away_by_accident(tmp_path):
+    started = asyncio.Event()
+
+    async def hang_after_one(trial, policy):
+        if len(bench.source.made) > 3:
+            started.set()
+            await asyncio.Event().wait()
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=hang_after_one)
+    running = asyncio.ensure_future(bench.go("n_parallel_envs=1"))
+    await asyncio.wait_for(started.wait(), 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not (bench.path / "metrics.jsonl").exists() and len(bench.lines("finished/eval_000000.jsonl")) == 3
+    bench.source.play = say_a_token
+    with pytest.raises(ConfigError, match="behavior_if_log_dir_exists=resume"):
+        await bench.go()
+    made = len(bench.source.made)
+    await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
+    assert len(bench.source.made) - made == 8 - 3 + 8 + 8  # the rest of the evaluation, the step, the last evaluation
+    await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
+    assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
+
+
+async def test_a_folder_whose_tasks_have_changed_is_refused_by_name(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+    bench.source.train = [task("new-00"), *TASKS[1:]]
+    (bench.path / "checkpoints.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"step 1 of this run was to train on .*: tasks_dir has changed"):
+        await bench.go("behavior_if_log_dir_exists=resume")
+
+
+def test_a_full_disk_does_not_fill_the_terminal_with_the_logs_tracebacks(capsys):
+    with logging_to_file(Path("/dev/full")):
+        logging.getLogger("src").warning("lost")
+    assert capsys.readouterr().err == ""
 
 
 async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):

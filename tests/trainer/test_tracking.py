@@ -7,7 +7,8 @@ from src.tracking import forget_from, open_run_log, recorded
 
 
 def log(path, steps, *, repeat_from=0):
-    with open_run_log(path, project=None, name="n", config={}, repeat_from=repeat_from) as run_log:
+    with open_run_log(path, project=None, name="n", config={}) as run_log:
+        run_log.forget_from(repeat_from)
         for step in steps:
             run_log.log(step, {"reward": step / 10})
 
@@ -23,7 +24,7 @@ def test_each_step_is_one_object(tmp_path):
 
 
 def test_what_is_not_a_number_stays_valid_json(tmp_path):
-    with open_run_log(tmp_path, project=None, name="n", config={}, repeat_from=0) as run_log:
+    with open_run_log(tmp_path, project=None, name="n", config={}) as run_log:
         run_log.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
@@ -33,6 +34,15 @@ def test_steps_that_are_repeated_are_logged_once(tmp_path):
     log(tmp_path, [2, 3], repeat_from=2)
     assert list(recorded(tmp_path / "metrics.jsonl", "reward")) == [0, 1, 2, 3]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_line_can_be_completed(tmp_path):
+    with open_run_log(tmp_path, project=None, name="n", config={}) as run_log:
+        run_log.log(0, {"reward": 0.5})
+        run_log.log(1, {"reward": 0.25, "odd": math.nan})
+        run_log.amend(1, {"test/reward": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.25, "odd": None, "test/reward": 1.0}]
 
 
 def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
@@ -47,7 +57,8 @@ import sys
 from pathlib import Path
 from src.tracking import open_run_log
 for start in (0, 2):
-    with open_run_log(Path(sys.argv[1]), project="p", name="my-run", config={"seed": 1}, repeat_from=start) as log:
+    with open_run_log(Path(sys.argv[1]), project="p", name="my-run", config={"seed": 1}) as log:
+        log.forget_from(start)
         log.log(start, {"reward": 0.5})
         log.log(start + 1, {"reward": 0.75})
 """

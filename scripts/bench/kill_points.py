@@ -1,0 +1,20 @@
+"""SIGKILL at random points of a run, each resumed and compared with the unbroken run.
+
+    python -m scripts.bench.kill_points [POINTS] [SEED]
+
+The trainer is the real one, on the tests' bandit server. Ends with one line of figures, and with status 1 if a single run differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fakes.killable import main
+
+if __name__ == "__main__":
+    arguments = [*sys.argv[1:], *("50", "0")[len(sys.argv) - 1 :]]
+    points, seed = int(arguments[0]), int(arguments[1])
+    with tempfile.TemporaryDirectory() as directory:
+        sys.exit(main(Path(directory), points, seed))

@@ -1,0 +1,74 @@
+"""Holds an exported adapter and a merged model against `peft`, in two steps, because torch is not in our environment.
+
+    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR    # our side: adapter, merged model, our logits
+    PEFT_PYTHON scripts/check_export.py read DIR                         # torch's side: prints the differences, exit status 1 over 1e-4
+
+PEFT_PYTHON is a Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+TOLERANCE = 1e-4
+RANK = 4
+
+
+def write(base: Path, directory: Path) -> int:
+    """A random adapter of `base` exported and merged by our commands, and the logits of our own forward pass."""
+    from skyrl_tx_server.base_model import fingerprint
+    from skyrl_tx_server.checkpoints import CheckpointStore
+    from skyrl_tx_server.export import main
+    from skyrl_tx_server.model.config import load_model_config
+    from skyrl_tx_server.model.lora import init_adapter
+    from skyrl_tx_server.model.qwen3 import head_logits, hidden_states
+    from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+    from skyrl_tx_server.ops import LoraSpec
+
+    config, spec, random = load_model_config(base), LoraSpec(rank=RANK), np.random.default_rng(1)
+    arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
+    arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
+    CheckpointStore(directory, "check/base", fingerprint(base)).write("sampler_weights", "check", "one", arrays, spec, 0, {})
+    saved = ["checkpoint=tinker://check/sampler_weights/one", f"checkpoints_dir={directory}"]
+    status = main(["adapter", *saved, f"output={directory / 'adapter'}"])
+    status |= main(["merge", *saved, f"base_model={base}", f"output={directory / 'merged'}", "dtype=float32"])
+    tokens = random.integers(0, config.vocab_size, (2, 32)).astype(np.int32)
+    positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
+    params, adapter = load_params(base, config, "float32"), adapter_from_arrays(arrays, config, spec, RANK)
+    logits = head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, np.ones_like(tokens)))
+    np.savez(directory / "ours.npz", tokens=tokens, logits=np.asarray(logits), base=str(base.resolve()))
+    return status
+
+
+def read(directory: Path) -> int:
+    import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
+    from peft import PeftModel  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
+    ours = np.load(directory / "ours.npz")
+    tokens = torch.tensor(ours["tokens"]).long()
+
+    def load(model: str | Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+    worst = 0.0
+    with torch.no_grad():
+        base = load(str(ours["base"]))(tokens).logits.numpy()
+        adapted = PeftModel.from_pretrained(load(str(ours["base"])), directory / "adapter").eval()
+        for name, logits in (("peft", adapted(tokens).logits.numpy()), ("merged", load(directory / "merged")(tokens).logits.numpy())):
+            difference = float(np.abs(logits - ours["logits"]).max())
+            worst = max(worst, difference)
+            print(f"{name:8} largest difference from ours {difference:.2e}, from the base model {np.abs(logits - base).max():.2e}")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["write"] and len(sys.argv) == 4:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        sys.exit(write(Path(sys.argv[2]), Path(sys.argv[3])))
+    if sys.argv[1:2] == ["read"] and len(sys.argv) == 3:
+        sys.exit(read(Path(sys.argv[2])))
+    sys.exit(__doc__)

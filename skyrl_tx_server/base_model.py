@@ -1,0 +1,77 @@
+"""A base model's directory as numpy sees it: its tensors by name, and a fingerprint by which checkpoints recognise it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from skyrl_tx_server.errors import ConfigError
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseTensors:
+    """Where each tensor lies: name -> file."""
+
+    directory: Path
+    files: dict[str, Path]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self.files[name], framework="np") as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
+    def of_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no dict
+                yield name, opened.get_tensor(name)
+
+
+def open_base_model(directory: Path) -> BaseTensors:
+    """ConfigError when the directory holds no readable safetensors model."""
+    with _told(directory):
+        files = {}
+        for file in _weight_files(directory):
+            with safe_open(file, framework="np") as opened:
+                files |= dict.fromkeys(opened.keys(), file)
+        return BaseTensors(directory=directory, files=files)
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 over config.json, every weight file's tensor table, and 64 samples of its bytes: seconds, however large the model."""
+    digest = hashlib.sha256()
+    with _told(directory):
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        for file in _weight_files(directory):
+            with file.open("rb") as stream:
+                table = stream.read(8)
+                digest.update(table + stream.read(int.from_bytes(table, "little")))
+                size = file.stat().st_size
+                for sample in range(SAMPLES):
+                    stream.seek(max(0, (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)))
+                    digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return [directory / "model.safetensors"]
+    return [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{directory}: not a readable safetensors model: {error}") from None

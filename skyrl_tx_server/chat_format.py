@@ -1,0 +1,112 @@
+"""Messages -> token ids and token ids -> text, with the model's own tokenizer and chat template. transformers is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from skyrl_tx_server.errors import UserError
+
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+MAX_TOKENS_PER_CHARACTER = 4  # as many as UTF-8 has bytes
+THINK_OPEN = "<think>"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that the doors need."""
+
+    chat_template: str | dict[str, str] | None
+    eos_token_id: int | None
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], *, tools: object, tokenize: bool, add_generation_prompt: bool, **kwargs: object
+    ) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as the model reads it."""
+
+    token_ids: list[int]
+    opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
+
+
+@cache
+def load_tokenizer(model_dir: Path | None) -> Tokenizer:
+    """The tokenizer in a model's directory. UserError when it has none."""
+    if model_dir is None or not (model_dir / "tokenizer.json").is_file():
+        raise UserError("text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample")
+    from transformers import AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+
+
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], tools: Sequence[object], template_kwargs: Mapping[str, object]
+) -> Rendered:
+    """The whole conversation with the generation prompt. UserError for what the chat template has no place for."""
+    if not tokenizer.chat_template:
+        raise UserError("this model's tokenizer has no chat template; use /v1/completions")
+    _check_template_kwargs(tokenizer, template_kwargs)
+    text = _apply(tokenizer, messages, tools, template_kwargs)
+    if tools and text == _apply(tokenizer, messages, (), template_kwargs):
+        raise UserError("tools: this model's chat template has no place for them; use a model whose template takes tools")
+    return Rendered(token_ids=list(tokenizer.encode(text, add_special_tokens=False)), opens_reasoning=text.rstrip().endswith(THINK_OPEN))
+
+
+def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text, nothing skipped and nothing tidied."""
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class TextPieces:
+    """Decodes a growing sequence of token ids; characters that span tokens come out whole."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # only what the next piece depends on
+        self._done = 0  # how many of them have come out; they stay as context for the next
+
+    def add(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        known = len(self._decode(self._ids[: self._done]))
+        for end in range(len(self._ids), max(self._done, len(self._ids) - MAX_TOKENS_PER_CHARACTER), -1):
+            text = self._decode(self._ids[:end])
+            if len(text) > known and not text.endswith(REPLACEMENT):
+                self._ids, self._done = self._ids[self._done :], end - self._done
+                return text[known:]
+        return ""
+
+    def flush(self) -> str:
+        """What is left when no more will come, incomplete characters included."""
+        text = self._decode(self._ids)[len(self._decode(self._ids[: self._done])) :]
+        self._done = len(self._ids)
+        return text
+
+
+def _apply(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], tools: Sequence[object], template_kwargs: Mapping[str, object]
+) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"messages: the model's chat template refuses them: {error}") from None
+
+
+def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, object]) -> None:
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else " ".join((tokenizer.chat_template or {}).values())
+    for name in template_kwargs:
+        if name in ("tools", "tokenize", "add_generation_prompt", "conversation", "messages") or name not in template:
+            raise UserError(f"chat_template_kwargs: this model's chat template has no {name!r}; leave it out")

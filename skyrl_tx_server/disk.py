@@ -1,0 +1,24 @@
+"""Room on the disk, asked for before anything is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from skyrl_tx_server.errors import ServerError
+
+SLACK_BYTES = 1 << 20  # records, tables, directories
+
+
+def check_room(directory: Path, num_bytes: int) -> None:
+    """ServerError when `directory`, which exists, has no room for `num_bytes` more."""
+    free = shutil.disk_usage(directory).free
+    if num_bytes + SLACK_BYTES > free:
+        raise ServerError(
+            f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was written and nothing saved "
+            "before is lost. Free some space, or delete checkpoints you no longer need"
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,98 @@
+"""What the server will hold in memory, computed before anything is loaded: `dry_run=true` prints it and refuses what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import numpy as np
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
+from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.qwen3 import layer_shapes
+from skyrl_tx_server.steps.train import MAX_CHUNK_LOGITS
+
+COPIES_PER_MODEL = 5
+"""Adapter, summed gradient, the gradient of the operation under way, and Adam's two moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One thing that takes memory, and which option makes it smaller."""
+
+    name: str
+    num_bytes: int
+    lower: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    device: str
+    available_bytes: int
+    shares: tuple[Share, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(share.num_bytes for share in self.shares)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+    def advice(self) -> str:
+        """What to lower, the largest share that an option can lower first."""
+        shares = sorted((share for share in self.shares if share.lower), key=lambda share: -share.num_bytes)
+        return ", ".join(f"{share.lower} ({_gib(share.num_bytes)} of {share.name})" for share in shares[:2])
+
+    def __str__(self) -> str:
+        lines = [f"memory plan for {self.device}, {_gib(self.available_bytes)} available"]
+        lines += [f"  {_gib(share.num_bytes):>12}  {share.name}" for share in self.shares]
+        return "\n".join([*lines, f"  {_gib(self.total_bytes):>12}  together"])
+
+
+def memory_plan(
+    config: ModelConfig,
+    dtype: np.dtype,
+    *,
+    device: str,
+    available_bytes: int,
+    context: int,
+    decode_slots: int,
+    max_lora_rank: int,
+    max_snapshots: int,
+    train_tokens_per_batch: int,
+    activation_bytes: int,
+) -> MemoryPlan:
+    """The shares of one server with one model in training; every further model adds the adapter's share again."""
+    vocabulary = config.vocab_size * config.hidden_size
+    weights = vocabulary * (1 if config.tie_word_embeddings else 2) + config.hidden_size
+    weights += config.num_layers * sum(prod(shape) for shape in layer_shapes(config).values())
+    adapter = sum(leaf.size for leaf in jax.tree.leaves(zero_adapter(config, max_lora_rank)))
+    smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
+    logits = min(MAX_CHUNK_LOGITS, train_tokens_per_batch * config.vocab_size)
+    return MemoryPlan(
+        device=device,
+        available_bytes=available_bytes,
+        shares=(
+            Share(name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower=smaller_dtype),
+            Share(
+                name=f"keys and values of {decode_slots} sequences of {context} tokens",
+                num_bytes=decode_slots * cache_bytes_per_slot(config, context, dtype),
+                lower="decode_slots or max_context_length",
+            ),
+            Share(name=f"one model in training, rank {max_lora_rank}", num_bytes=COPIES_PER_MODEL * 4 * adapter, lower="max_lora_rank"),
+            Share(
+                name=f"{max_snapshots} sampler snapshots and the base model's place",
+                num_bytes=(max_snapshots + 1) * dtype.itemsize * adapter,
+                lower="max_snapshots",
+            ),
+            Share(name="activations of a training batch", num_bytes=activation_bytes, lower="train_tokens_per_batch"),
+            Share(name="logits of a chunk of tokens and their gradient", num_bytes=2 * 4 * logits, lower=""),
+        ),
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,97 @@
+"""Finished rollouts on disk, with the exact tokens and log-probabilities: finished/<purpose>_<step>.jsonl, one line per rollout.
+
+A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers:
+
+    prompt [1, 2], completion [3]; prompt [1, 2, 3, 4], completion [5]  ->  {"prompt_ids": [1, 2]}, {"after": 0, "prompt_ids": [4]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from src.durable import append_record, mend, records
+from src.journal import Journal, Place
+from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRollout:
+    """The last result of a rollout, and what it took."""
+
+    result: Trajectory | TrialFailure
+    seed: int
+    attempts: int
+
+
+class FinishedRollouts:
+    """The rollouts of one run that need not be played again."""
+
+    def __init__(self, log_path: Path, journal: Journal) -> None:
+        self.journal = journal
+        self._directory = log_path / "finished"
+        for path in self._directory.glob("*.jsonl"):
+            mend(path)
+
+    def load(self, purpose: str, step: int) -> dict[Place, FinishedRollout]:
+        """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""
+        stands = self.journal.is_settled(purpose, step)
+        found: dict[Place, FinishedRollout] = {}
+        for record in records(self._path(purpose, step)):
+            rollout = FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
+            found[Place(purpose=purpose, step=step, task=record["task"], member=record["member"])] = rollout
+        return {place: rollout for place, rollout in found.items() if stands or isinstance(rollout.result, Trajectory)}
+
+    def add(self, place: Place, rollout: FinishedRollout) -> None:
+        """On disk before the journal says so."""
+        record = {"task": place.task, "member": place.member, "seed": rollout.seed, "attempts": rollout.attempts}
+        append_record(self._path(place.purpose, place.step), record | {"result": encoded(rollout.result)})
+        self.journal.finished(place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind)
+
+    def _path(self, purpose: str, step: int) -> Path:
+        return self._directory / f"{purpose}_{step:06d}.jsonl"
+
+
+def any_graded(log_path: Path) -> bool:
+    """Whether anything would be lost with the folder."""
+    return any("turns" in record["result"] for path in (log_path / "finished").glob("*.jsonl") for record in records(path))
+
+
+def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
+    values: dict[str, Any] = {field.name: getattr(result, field.name) for field in fields(result)}
+    if isinstance(result, Trajectory):
+        values["turns"] = _encoded_turns(result.turns)
+        values["metrics"] = dict(result.metrics)
+    return values
+
+
+def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
+    if "kind" in values:
+        return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
+    return Trajectory(**{**values, "turns": _decoded_turns(values["turns"]), "stop_reason": StopReason(values["stop_reason"])})
+
+
+def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
+    encoded_turns = []
+    contexts: list[list[int]] = []
+    for turn in turns:
+        values: dict[str, object] = {field.name: getattr(turn, field.name) for field in fields(turn)}
+        after = next((i for i in reversed(range(len(contexts))) if turn.prompt_ids[: len(contexts[i])] == contexts[i]), None)
+        if after is not None:
+            values |= {"after": after, "prompt_ids": turn.prompt_ids[len(contexts[after]) :]}
+        encoded_turns.append(values)
+        contexts.append(turn.prompt_ids + turn.completion_ids)
+    return encoded_turns
+
+
+def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    turns: list[Turn] = []
+    for value in values:
+        changed = {name: item for name, item in value.items() if name != "after"}
+        if "after" in value:
+            earlier = turns[value["after"]]
+            changed["prompt_ids"] = [*earlier.prompt_ids, *earlier.completion_ids, *value["prompt_ids"]]
+        turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
+    return turns

@@ -1,0 +1,142 @@
+"""journal.jsonl: what a run did, in order and for ever. Whatever a process forgets when it dies, its successor reads here.
+
+    {"event": "started", "resumed_from": 0, ...}                  one per process
+    {"event": "admitted", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, "policy_version": 0, "seed": 77}
+    {"event": "finished", ... "outcome": "graded"}                its tokens are on disk before this line is
+    {"event": "trained", "step": 1, "tasks": ["a", "b"], ...}     the weights have seen the groups of the step
+    {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
+    {"event": "ended", "state": "done"}
+
+Weights that were trained and not checkpointed die with the server's session. `started` therefore voids every earlier `trained` of a step
+after `resumed_from`: those steps are trained again, from the rollouts on disk. Within what is left each group is trained once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from src.durable import append_record, mend, records
+from src.errors import ConfigError
+
+JOURNAL = "journal.jsonl"
+
+
+class RunState(StrEnum):
+    """How a process ended. One that says nothing was killed."""
+
+    DONE = "done"
+    INTERRUPTED = "interrupted"  # Ctrl-C, SIGTERM
+    SERVER_LOST = "server_lost"
+    STORAGE = "storage"  # the run's files could not be written
+    RUBBLE = "rubble"  # too many trials could not be graded
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Which rollout of a run: member `member` of the group of `task`."""
+
+    purpose: str  # "step" | "eval"
+    step: int
+    task: str
+    member: int
+
+
+class Journal:
+    """Appends to the journal of one run, and knows what it says."""
+
+    def __init__(self, log_path: Path) -> None:
+        """Reads what earlier processes left."""
+        self._path = log_path / JOURNAL
+        mend(self._path)
+        past = records(self._path)
+        self._attempts = Counter(_place(record) for record in past if record["event"] == "admitted")
+        self._settled = {("step" if record["event"] == "trained" else "eval", record["step"]) for record in past if _settles(record)}
+        self._states = {record["step"]: record["state"] for record in past if record["event"] == "trained"}
+        self.progress = sum(map(_is_progress, past))  # what was done for the first time and never needs to be done again
+        self._tasks = {record["step"]: record["tasks"] for record in past if record["event"] == "begun"}
+
+    def started(self, *, resumed_from: int) -> None:
+        self._write("started", resumed_from=resumed_from)
+
+    def begun(self, step: int, tasks: Sequence[str]) -> None:
+        """ConfigError when the step had other tasks before: the run on disk and this one are not the same."""
+        before = self._tasks.get(step)
+        if before is not None and before != list(tasks):
+            raise ConfigError(
+                f"step {step} of this run was to train on {', '.join(before)}, and now on {', '.join(tasks)}: tasks_dir has changed; "
+                "put its tasks back, or give another log_path"
+            )
+        if before is None:
+            self._tasks[step] = list(tasks)
+            self._write("begun", step=step, tasks=list(tasks))
+
+    def admitted(self, place: Place, *, policy_version: int, seed: int) -> int:
+        """The number of this attempt, counted over every process of the run."""
+        self._attempts[place] += 1
+        self._write("admitted", **asdict(place), attempt=self._attempts[place], policy_version=policy_version, seed=seed, sync=False)
+        return self._attempts[place]
+
+    def finished(self, place: Place, outcome: str) -> None:
+        """`outcome` is "graded" or why it could not be."""
+        self.progress += outcome == "graded"
+        self._write("finished", **asdict(place), attempt=self._attempts[place], outcome=outcome, sync=False)
+
+    def trained(self, step: int, *, tasks: Sequence[str], state: Mapping[str, object]) -> None:
+        """`state` is what the steps to come need to know of those gone by."""
+        self.progress += step not in self._states
+        self._settled.add(("step", step))
+        self._states[step] = dict(state)
+        self._write("trained", step=step, tasks=list(tasks), state=dict(state))
+
+    def evaluated(self, step: int) -> None:
+        self._settled.add(("eval", step))
+        self._write("evaluated", step=step)
+
+    def checkpointed(self, step: int, state_path: str) -> None:
+        self._write("checkpointed", step=step, state_path=state_path)
+
+    def quarantined(self, step: int, task: str, cause: str) -> None:
+        self._write("quarantined", step=step, task=task, cause=cause)
+
+    def ended(self, state: RunState, cause: str = "") -> None:
+        self._write("ended", state=state, cause=cause)
+
+    def is_settled(self, purpose: str, step: int) -> bool:
+        """Whether the results of a step or evaluation were used. Then they stand as they are, failures too."""
+        return ("eval" if purpose == "eval" else "step", step) in self._settled
+
+    def state_after(self, step: int) -> Mapping[str, object]:
+        return self._states.get(step, {})
+
+    def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:
+        append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
+
+
+def groups_trained(log_path: Path) -> Counter[tuple[int, str]]:
+    """How often the weights the run ends on have seen each group, by (step, task)."""
+    trained: dict[int, Counter[tuple[int, str]]] = {}
+    for record in records(log_path / JOURNAL):
+        if record["event"] == "started":
+            trained = {step: groups for step, groups in trained.items() if step <= record["resumed_from"]}
+        elif record["event"] == "trained":
+            trained.setdefault(record["step"], Counter()).update((record["step"], task) for task in record["tasks"])
+    return sum(trained.values(), Counter())
+
+
+def _settles(record: Mapping[str, object]) -> bool:
+    return record["event"] in ("trained", "evaluated")
+
+
+def _is_progress(record: Mapping[str, object]) -> bool:
+    return record["event"] == "finished" and record["outcome"] == "graded"
+
+
+def _place(record: Mapping[str, Any]) -> Place:
+    return Place(**{name: record[name] for name in Place.__dataclass_fields__})

@@ -1,0 +1,204 @@
+"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed: `python -m tests.fakes.killable DIR POINTS SEED`.
+
+A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint. Every run is a forked child,
+so that a kill is a real one and the next process knows only what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from src.command_line import parse
+from src.console import Display
+from src.durable import records
+from src.journal import groups_trained
+from src.run import Parts, run
+from src.tracking import is_wall_clock
+from src.trajectory import FailureKind
+from tests.fakes.disk_bandit import DiskBandit
+from tests.fakes.trials import FakeTasks, failure, say_a_token, task
+
+OPTIONS = (
+    *("model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "temperature=1", "learning_rate=0.3"),
+    *("batch_size=2", "group_size=3", "n_epochs=3", "num_substeps=2", "save_every=2", "eval_every=3", "eval_group_size=2"),
+    *("retry_wait_sec=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
+)
+CURSED = "say-03"  # its sandbox never builds; it ends in quarantine
+
+
+@dataclass(kw_only=True)
+class Killer:
+    """Counts points, and kills this process at number `at`; a write under way is torn in two."""
+
+    at: int | None
+    count: int = 0
+
+    def tick(self, torn: tuple[int, bytes] | None = None) -> None:
+        self.count += 1
+        if self.count == self.at:
+            if torn is not None:
+                os_write(torn[0], torn[1][: len(torn[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+os_write = os.write
+
+
+def play_in_child(path: Path, at: int | None, *options: str) -> int:
+    """A run in a process of its own. The number of points it passed; 0 when it was killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            count = play(path, at, *options)
+            os_write(writer, str(count).encode())
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), f"the run failed instead of being killed: status {status}"
+    return int(text) if status == 0 else 0
+
+
+def play(path: Path, at: int | None, *options: str) -> int:
+    killer = Killer(at=at)
+
+    def write(descriptor: int, data: bytes) -> int:
+        is_record = data.startswith(b"{")
+        if is_record:
+            killer.tick()
+            killer.tick((descriptor, data))
+        written = os_write(descriptor, data)
+        if is_record:
+            killer.tick()
+        return written
+
+    replace = Path.replace
+
+    def ticking_replace(source: Path, target: Path) -> Path:
+        killer.tick()
+        replaced = replace(source, target)
+        killer.tick()
+        return replaced
+
+    os.write, Path.replace = write, ticking_replace  # type: ignore[assignment]
+    tries: Counter[int] = Counter()
+
+    async def sometimes_lost(trial, policy):
+        tries[trial.seed] += 1
+        if trial.task.id == CURSED or trial.seed % 11 == 0 or (trial.seed % 4 == 0 and tries[trial.seed] % 3 == 1):
+            return failure(trial.task.id, FailureKind.SANDBOX)
+        await asyncio.sleep(0)
+        return await say_a_token(trial, policy)
+
+    source = FakeTasks(train=[task(f"say-{number:02d}") for number in range(5)], eval=[task("held-1"), task("held-2")], play=sometimes_lost)
+
+    @asynccontextmanager
+    async def open_parts(config, settings, display, known):
+        yield Parts(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
+
+    config = parse([*OPTIONS, f"log_path={path / 'run'}", "behavior_if_log_dir_exists=resume", *options])
+    asyncio.run(run(config, Display(Console(file=io.StringIO())), open_parts=open_parts))
+    return killer.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a finished run left, apart from times."""
+
+    metrics: list[dict[str, object]]
+    trained: Counter[tuple[int, str]]
+    seen_by_server: list[str]
+    final_state: str
+
+
+def outcome(path: Path) -> Outcome:
+    metrics = [{name: value for name, value in record.items() if not is_wall_clock(name)} for record in records(path / "run/metrics.jsonl")]
+    final = max((path / "server").glob("0*")).read_text()
+    return Outcome(metrics=metrics, trained=groups_trained(path / "run"), seen_by_server=json.loads(final)["history"], final_state=final)
+
+
+def finished_places(path: Path) -> set[tuple[str, str, int]]:
+    """The graded rollouts on disk: (file, task, member)."""
+    return {
+        (file.name, str(record["task"]), int(record["member"]))
+        for file in (path / "run" / "finished").glob("*.jsonl")
+        for record in records(file)
+        if "turns" in record["result"]
+    }
+
+
+def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
+    return {
+        (f"{record['purpose']}_{record['step']:06d}.jsonl", str(record["task"]), int(record["member"]))
+        for record in records(path / "run" / "journal.jsonl")[num_records:]
+        if record["event"] == "admitted"
+    }
+
+
+def faults_of(path: Path, kills: list[int], unbroken: Outcome) -> list[str]:
+    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the unbroken one."""
+    wrong = []
+    for at in [*kills, None]:
+        before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
+        passed = play_in_child(path, at)
+        if lost := before & admitted_since(path, num_records):
+            wrong.append(f"{len(lost)} finished rollouts were played again")
+        if lost := before - finished_places(path):
+            wrong.append(f"{len(lost)} finished rollouts are gone")
+        if passed:
+            break
+    found = outcome(path)
+    if json.dumps(found.metrics) != json.dumps(unbroken.metrics):
+        wrong.append("metrics differ")
+    if set(found.trained.values()) != {1} or found.trained != unbroken.trained:
+        wrong.append("groups were not trained exactly once")
+    if found.seen_by_server != unbroken.seen_by_server or found.final_state != unbroken.final_state:
+        wrong.append("the final weights have seen something else")
+    return wrong
+
+
+def main(directory: Path, num_points: int, seed: int) -> int:
+    """Single kills at random points, then a chain of kills over one run. Prints one line, and each fault; 0 when there is none."""
+    started = time.monotonic()
+    total = play_in_child(directory / "unbroken", None)
+    unbroken = outcome(directory / "unbroken")
+    draw = random.Random(seed)
+    points = sorted(draw.sample(range(1, total + 1), num_points))
+    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken) for at in points}
+    chain = [draw.randrange(1, total // 3) for _ in range(num_points)]
+    found[-1] = faults_of(directory / "chain", chain, unbroken)
+    num_kills = num_points + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl")) - 1
+    for at, wrong in found.items():
+        for line in wrong:
+            print(f"kill at {at}: {line}")
+    num_bad = sum(map(bool, found.values()))
+    print(
+        f"{num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: {len(found) - num_bad} of {len(found)} runs "
+        f"ended as the unbroken one ({len(unbroken.metrics)} lines of metrics, {unbroken.trained.total()} groups, "
+        f"{unbroken.metrics[-1]['tasks/quarantined']:g} task quarantined)"
+    )
+    return 1 if num_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

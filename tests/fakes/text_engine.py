@@ -1,0 +1,100 @@
+"""An engine that writes given texts, a few tokens at a time, for the tests of the OpenAI doors; and a tokenizer that knows chats."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from skyrl_tx_server.engine import EngineInfo, Watcher, WithdrawnError
+from skyrl_tx_server.ops import Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
+from skyrl_tx_server.stop_strings import find_stop
+from tests.fakes.tiny_model import byte_tokenizer
+
+END = 256
+"""The token `<|im_end|>`."""
+
+TEMPLATE = """\
+{%- if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% endif %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}
+{{- "<|im_end|>" }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{% endif %}"""
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """Bytes and `<|im_end|>`, with a chat template that shows everything it is given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+class TextEngine:
+    """Sample i of a request writes `texts[i]`, a block of tokens at a time, and ends there, at a stop string or at max_tokens.
+
+    Every token has log-probability -0.5. `gate` holds the engine back before each block but the first.
+    """
+
+    def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:
+        self.info = EngineInfo(base_model=base_model, max_context_length=400, max_lora_rank=8, vocab_size=260)
+        self.texts = texts
+        self.seen: list[Sample] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.withdrawn = threading.Event()
+        self._block = block
+        self._tokenizer: Tokenizer = byte_tokenizer()
+
+    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+        assert isinstance(op, Sample)
+        self.seen.append(op)
+        future: Future[OpResult] = Future()
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=self._write, args=(op, watcher, future), daemon=True).start()
+        return future
+
+    def stats(self) -> dict[str, object]:
+        return {}
+
+    def stop(self) -> None:
+        self.gate.set()
+
+    def prompt_text(self) -> str:
+        """The last prompt, read back."""
+        ids = self.seen[-1].prompt.tolist()
+        return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
+
+    def _write(self, op: Sample, watcher: Watcher | None, future: Future[OpResult]) -> None:
+        sequences = tuple(self._sequence(op, self.texts[index % len(self.texts)]) for index in range(op.num_samples))
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        for start in range(0, longest, self._block):
+            if start:
+                self.gate.wait()
+            if watcher is not None and not watcher.wanted():
+                self.withdrawn.set()
+                future.set_exception(WithdrawnError("withdrawn"))
+                return
+            for index, sequence in enumerate(sequences):
+                end = start + self._block
+                if watcher is not None and end < len(sequence.tokens):
+                    watcher.tokens(index, sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist())
+        future.set_result(SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=1))
+
+    def _sequence(self, op: Sample, text: str) -> SampledSequence:
+        tokens, reason = [*self._tokenizer.encode(text).ids, END], StopReason.STOP
+        if op.settings.stop_strings:
+            cut = find_stop(self._tokenizer, tokens, op.settings.stop_strings, new=len(tokens))
+            tokens = tokens[:cut]
+        if op.settings.max_tokens is not None and len(tokens) > op.settings.max_tokens:
+            tokens, reason = tokens[: op.settings.max_tokens], StopReason.LENGTH
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return SampledSequence(tokens=np.array(tokens, np.int32), logprobs=logprobs, stop_reason=reason)

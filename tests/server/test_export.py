@@ -1,0 +1,200 @@
+"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx_server import disk
+from skyrl_tx_server.base_model import fingerprint
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.errors import ServerError, UserError
+from skyrl_tx_server.export import main
+from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.lora import init_adapter
+from skyrl_tx_server.model.qwen3 import head_logits, hidden_states
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.steps.train import adam_from_arrays
+from tests.server.tiny_qwen3 import FIXTURES
+
+MAX_RANK = 4
+SAVED = "tinker://run/weights/last"
+
+
+def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
+    """A checkpoint's arrays: an adapter whose every factor is random."""
+    config = load_model_config(base)
+    random = np.random.default_rng(4)
+    arrays = adapter_to_arrays(init_adapter(config, spec, MAX_RANK), config, spec)
+    return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in arrays.items()}
+
+
+def save(root: Path, base: Path, spec: LoraSpec, name: str = "fixture/base") -> dict[str, np.ndarray]:
+    arrays = trained(base, spec)
+    store = CheckpointStore(root, name, fingerprint(base))
+    store.write("weights", "run", "last", arrays | {"optimizer.step": np.array(3, np.int32)}, spec, 3, {})
+    return arrays
+
+
+def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec) -> np.ndarray:
+    config = load_model_config(model_dir)
+    params = load_params(model_dir, config, "float32")
+    adapter = None if arrays is None else adapter_from_arrays(arrays, config, spec, MAX_RANK)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+    positions = np.tile(np.arange(24, dtype=np.int32), (2, 1))
+    hidden = hidden_states(config, params, adapter, tokens, positions, np.ones_like(tokens))
+    return np.asarray(head_logits(config, params, adapter, hidden))
+
+
+@pytest.mark.parametrize(("model", "spec"), [("tied", LoraSpec(rank=3)), ("untied", LoraSpec(rank=2, alpha=5.0, train_attn=False))])
+def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, model: str, spec: LoraSpec) -> None:
+    arrays = save(tmp_path, FIXTURES / model, spec)
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={FIXTURES / model}", f"output={tmp_path / 'merged'}"]
+    assert main(["merge", *options]) == 0
+    merged, both = logits(tmp_path / "merged", None, spec), logits(FIXTURES / model, arrays, spec)
+    assert np.abs(merged - both).max() < 1e-4 < np.abs(both - logits(FIXTURES / model, None, spec)).max()
+    assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
+
+
+def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None:
+    spec = LoraSpec(rank=3, alpha=7.5)
+    arrays = save(tmp_path, FIXTURES / "tied", spec)
+    output, back = tmp_path / "peft", "tinker://imported/weights/one"
+    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={output}"]) == 0
+    written = load_file(output / "adapter_model.safetensors")
+    assert written.keys() == arrays.keys() and {str(array.dtype) for array in written.values()} == {"float32"}
+    assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in written and "base_model.model.lm_head.lora_A.weight" in written
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (3, 7.5, "none")
+    modules = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == modules
+    base = [f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
+    assert main(["import", f"adapter={output}", *base, f"checkpoint={back}"]) == 0
+    info, imported = CheckpointStore(tmp_path, "local/tied", fingerprint(FIXTURES / "tied")).read(back)
+    assert info.lora == spec and info.step == 0
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(imported[name], array)
+    adam = adam_from_arrays(imported, load_model_config(FIXTURES / "tied"), spec, MAX_RANK)
+    assert int(adam.step) == 0 and not np.any(adam.second.layers.qkv.a)
+
+
+def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, FIXTURES / "untied", LoraSpec(rank=2))
+    here = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", "dtype=bfloat16"]
+    assert main(["adapter", *here, f"output={tmp_path / 'peft'}"]) == 0
+    assert main(["merge", *here, f"base_model={FIXTURES / 'untied'}", f"output={tmp_path / 'merged'}"]) == 0
+    files = [*(tmp_path / "peft").glob("*.safetensors"), *(tmp_path / "merged").glob("*.safetensors")]
+    assert len(files) == 1 + 2  # the base model's two shards stay two
+    assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
+
+
+def test_an_adapter_as_peft_names_it_in_memory_and_rslora_are_understood(tmp_path: Path) -> None:
+    arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
+    main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
+    renamed = {
+        name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): array for name, array in arrays.items()
+    }
+    save_file(renamed, tmp_path / "peft" / "adapter_model.safetensors")
+    change(tmp_path / "peft", use_rslora=True, lora_alpha=10)
+    back = "tinker://imported/sampler_weights/one"
+    assert (
+        main(
+            [
+                "import",
+                f"adapter={tmp_path / 'peft'}",
+                f"base_model={FIXTURES / 'tied'}",
+                f"checkpoints_dir={tmp_path}",
+                f"checkpoint={back}",
+            ]
+        )
+        == 0
+    )
+    info, imported = CheckpointStore(tmp_path, "local/tied").read(back)
+    assert info.lora == LoraSpec(rank=4, alpha=20.0, train_mlp=False, train_unembed=False)
+    assert imported.keys() == arrays.keys()
+
+
+def change(adapter: Path, **changes: object) -> None:
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+def without_v(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: array for name, array in tensors.items() if "v_proj" not in name}, adapter / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_v, "without its fellows"),
+        (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
+        (lambda adapter: change(adapter, r=2), "ask for (2,"),
+        (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
+    ],
+)
+def test_an_adapter_this_server_cannot_train_is_refused(tmp_path: Path, damage, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
+    main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
+    damage(tmp_path / "peft")
+    options = [f"adapter={tmp_path / 'peft'}", f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
+    assert main(["import", *options, "checkpoint=tinker://new/weights/one"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and message in printed
+    assert not CheckpointStore(tmp_path, "local/tied").exists("tinker://new/weights/one")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["marge"], "unknown command 'marge'; one of adapter, merge, import"),
+        (["adapter", "chekpoint=x"], "did you mean checkpoint=...?"),
+        (["adapter", "checkpoint=tinker://run/weights/last"], "missing option output"),
+        (["adapter", "checkpoint=tinker://run/weights/none", "output={out}"], "no checkpoint tinker://run/weights/none"),
+        (["adapter", f"checkpoint={SAVED}", "output={full}"], "not an empty directory"),
+        (["merge", f"checkpoint={SAVED}", "output={out}", "base_model={full}"], "not a readable safetensors model"),
+        (["merge", f"checkpoint={SAVED}", "output={out}", f"base_model={FIXTURES / 'untied'}"], "was made from other weights"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
+    named = [argument.format(out=tmp_path / "out", full=tmp_path) for argument in argv]
+    assert main([*named, *([f"checkpoints_dir={tmp_path}"] if len(argv) > 1 else [])]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_other_weights_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3), name="org/model")
+    with pytest.raises(UserError, match="made from other weights"):
+        CheckpointStore(tmp_path, "org/model", fingerprint(FIXTURES / "untied")).read(SAVED)
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_directory(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "tied", tmp_path / "copy")
+    assert fingerprint(copy) == fingerprint(FIXTURES / "tied")
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert fingerprint(copy) != fingerprint(FIXTURES / "tied")
+
+
+def test_a_full_disk_is_said_before_writing_and_costs_nothing_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
+    store = CheckpointStore(tmp_path, "fixture/base")
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: usage(free=1000))
+    for name, overwrite in (("last", True), ("next", False)):
+        with pytest.raises(ServerError, match="not enough disk space"):
+            store.write("weights", "run", name, arrays, LoraSpec(rank=3), 4, {}, overwrite)
+    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'out'}"]) == 2
+    assert not (tmp_path / "out").exists() and [info.name for info in store.list()] == ["last"]
+    assert store.read(SAVED)[0].step == 3

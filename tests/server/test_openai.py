@@ -1,0 +1,277 @@
+"""The official `openai` client against our doors on a loopback port; what the model writes is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from skyrl_tx_server.ops import LoraSpec, SamplingSettings
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from tests.fakes.server import fake_context, serving
+from tests.fakes.text_engine import END, TextEngine, save_tokenizer
+
+MODEL = "local/fake"
+HELLO = [{"role": "user", "content": "Hello"}]
+LS = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}}
+CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/é"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.fixture
+def engine() -> TextEngine:
+    return TextEngine(["Grüße, 世界!"])
+
+
+@pytest.fixture
+def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> Context:
+    made = fake_context(tmp_path, settings=HttpSettings(model_dir=model_dir))
+    made.engine.stop()  # type: ignore[attr-defined]
+    return replace(made, engine=engine)
+
+
+@pytest.fixture
+def client(context: Context) -> Iterator[openai.OpenAI]:
+    with serving(Lobby(context=context)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+        yield client
+
+
+def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[dict[str, str]], str | None]:
+    """Content, reasoning, tool calls and the reason of a streamed chat, put together as a client does."""
+    content, reasoning, reason, calls = "", "", None, {}
+    for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **options):  # type: ignore[call-overload]
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            calls[call.index] = {"name": call.function.name, "arguments": call.function.arguments}
+        reason = chunk.choices[0].finish_reason or reason
+    return content, reasoning, [calls[index] for index in sorted(calls)], reason
+
+
+def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, engine: TextEngine) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        max_completion_tokens=100,
+        n=2,
+    )
+    assert engine.prompt_text() == "<system>Be brief.<|im_end|><user>Hello<|im_end|><assistant>"
+    assert engine.seen[-1].settings == SamplingSettings(max_tokens=100, temperature=0.5, top_p=0.9, seed=7, stop_token_ids=(END,))
+    assert [choice.message.content for choice in reply.choices] == ["Grüße, 世界!"] * 2
+    assert [(choice.index, choice.finish_reason) for choice in reply.choices] == [(0, "stop"), (1, "stop")]
+    num_tokens = len("Grüße, 世界!".encode()) + 1
+    assert reply.usage is not None and reply.usage.completion_tokens == 2 * num_tokens
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 2 * num_tokens
+    assert reply.usage.prompt_tokens == len(engine.seen[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "num_calls", "reason"),
+    [
+        ("Grüße, 世界!", "Grüße, 世界!", "", 0, "stop"),
+        ("<think>\nHm, </thin\n</think>\n\nYes.", "Yes.", "Hm, </thin", 0, "stop"),
+        (f"I look.\n{CALL}", "I look.", "", 1, "tool_calls"),
+        (f"<think>\n<tool_call> no\n</think>\n\n{CALL}\n{CALL}", "", "<tool_call> no", 2, "tool_calls"),
+        ("<tool_call>\n{ls}\n</tool_call>", "<tool_call>\n{ls}\n</tool_call>", "", 0, "stop"),
+        ("a <tool_call> {", "a <tool_call> {", "", 0, "stop"),
+        ("a < b  ", "a < b  ", "", 0, "stop"),
+        ("<think", "<think", "", 0, "stop"),
+    ],
+)
+def test_stream_and_whole_say_the_same(
+    client: openai.OpenAI, engine: TextEngine, text: str, content: str, reasoning: str, num_calls: int, reason: str
+) -> None:
+    engine.texts = [text]
+    choice = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS]).choices[0]
+    whole_calls = [
+        {"name": call.function.name, "arguments": call.function.arguments}
+        for call in choice.message.tool_calls or []
+        if call.type == "function"
+    ]
+    assert [json.loads(call["arguments"]) for call in whole_calls] == [{"path": "/é"}] * num_calls
+    assert (choice.message.content or "", getattr(choice.message, "reasoning_content", ""), choice.finish_reason) == (
+        content,
+        reasoning,
+        reason,
+    )
+    assert streamed(client, tools=[LS]) == (content, reasoning, whole_calls, reason)
+
+
+def test_tools_reach_the_prompt_and_past_calls_go_back_as_objects(client: openai.OpenAI, engine: TextEngine) -> None:
+    past = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [past]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+    ]
+    client.chat.completions.create(model=MODEL, messages=messages, tools=[LS])  # type: ignore[arg-type]
+    expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|><tool>a<|im_end|><assistant>'
+    assert engine.prompt_text() == expected
+    client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS], tool_choice="none")
+    assert engine.prompt_text() == "<user>Hello<|im_end|><assistant>"
+
+
+def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: TextEngine) -> None:
+    client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert engine.prompt_text().endswith("<assistant><no>")
+
+
+def test_a_stop_string_ends_the_text_before_it_streamed_or_not(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.texts = ["one STO two STOP three"]
+    whole = client.completions.create(model=MODEL, prompt="x", stop=["STOP", "never"]).choices[0]
+    assert (whole.text, whole.finish_reason) == ("one STO two ", "stop")
+    chunks = list(client.completions.create(model=MODEL, prompt="x", stop="STOP", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "one STO two "
+    assert len(chunks) > 3
+
+
+def test_length_is_the_reason_when_max_tokens_ends_it(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Gr", "length")
+
+
+def test_logprobs_belong_to_every_sampled_token(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, max_tokens=2).choices[0]
+    assert chat.logprobs is not None and chat.logprobs.content is not None
+    assert [(token.token, token.logprob) for token in chat.logprobs.content] == [("G", -0.5), ("r", -0.5)]
+    text = client.completions.create(model=MODEL, prompt="x", logprobs=0, max_tokens=2).choices[0]
+    assert text.logprobs is not None
+    assert (text.logprobs.tokens, text.logprobs.token_logprobs, text.logprobs.text_offset) == (["G", "r"], [-0.5, -0.5], [0, 1])
+    chunks = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stream=True)
+    counts = [len(chunk.choices[0].logprobs.content or []) for chunk in chunks if chunk.choices[0].logprobs]
+    assert sum(counts) == len("Grüße, 世界!".encode()) + 1 and len(counts) > 3
+
+
+def test_token_ids_come_back_exactly_when_asked_for(client: openai.OpenAI, engine: TextEngine) -> None:
+    reply = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"return_token_ids": True}).model_dump()
+    assert reply["prompt_token_ids"] == engine.seen[-1].prompt.tolist()
+    assert reply["choices"][0]["token_ids"][-1] == END
+
+
+def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
+    assert [choice.index for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices] == [0, 1, 2, 3]
+    client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=3)
+    assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
+
+
+def test_a_stream_brings_tokens_while_the_model_still_writes(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.gate.clear()
+    stream = client.completions.create(model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True})
+    assert next(stream).choices[0].text == "Gr"  # half a letter is held back; the engine waits at the gate
+    engine.gate.set()
+    rest = list(stream)
+    assert rest[-1].choices == [] and rest[-1].usage is not None and rest[-1].usage.completion_tokens == len("Grüße, 世界!".encode()) + 1
+    assert "".join(chunk.choices[0].text for chunk in rest[:-1]) == "üße, 世界!"
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.texts = ["x" * 300]
+    engine.gate.clear()
+    stream = client.completions.create(model=MODEL, prompt="x", stream=True)
+    next(stream)
+    stream.close()
+    with pytest.raises(openai.NotFoundError):  # the server's loop has turned, so it has seen the other connection go
+        client.models.retrieve("nobody")
+    engine.gate.set()
+    assert engine.withdrawn.wait(10)
+
+
+def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.texts = ["x" * 300]
+    engine.gate.clear()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model=MODEL, prompt="x", timeout=0.3)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+    engine.gate.set()
+    assert engine.withdrawn.wait(10)
+
+
+def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
+    client: openai.OpenAI, context: Context, engine: TextEngine
+) -> None:
+    for kind in ("weights", "sampler_weights"):
+        context.checkpoints.write(kind, "run", "last", {"x": np.zeros(1, np.float32)}, LoraSpec(rank=2), 1, {})
+    session = context.registry.open_session(tags=[], user_metadata={}, display_name=None).session_id
+    context.registry.add_sampler(session, f"{session}:sample:0", model_path=None, weights=f"{session}:sample:0")
+    saved = "tinker://run/sampler_weights/last"
+    assert [model.id for model in client.models.list()] == [MODEL, f"{session}:sample:0", saved]
+    assert client.models.retrieve(MODEL).id == MODEL
+    for name, weights in ((MODEL, None), (f"{session}:sample:0", f"{session}:sample:0"), (saved, saved)):
+        assert client.models.retrieve(name).id == name
+        assert client.chat.completions.create(model=name, messages=HELLO).choices[0].message.content == "Grüße, 世界!"
+        assert engine.seen[-1].weights == weights
+    with pytest.raises(openai.BadRequestError, match="is a training checkpoint"):
+        client.chat.completions.create(model="tinker://run/weights/last", messages=HELLO)
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'") as refused:
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+    assert refused.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format: only"),
+        ({"tools": [LS], "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+        ({"tools": [LS], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+        ({"extra_body": {"guided_regex": "a+"}}, "unknown field guided_regex"),
+        ({"extra_body": {"chat_template_kwargs": {"shout": True}}}, "has no 'shout'"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "disagree"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"n": 0}, "n=0 must lie between 1"),
+        ({"temperature": -1}, "temperature=-1.0 must not be negative"),
+        ({"stop": [""]}, "stop must be a non-empty string"),
+        ({"reasoning_effort": "low"}, "use chat_template_kwargs"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "role 'critic'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": []}, "messages is missing"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_openais_shape(client: openai.OpenAI, options: dict[str, object], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | options))  # type: ignore[call-overload]
+    assert refused.value.type == "invalid_request_error" and message in refused.value.message
+
+
+def test_a_prompt_over_the_context_is_told_apart(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 400 tokens") as refused:
+        client.completions.create(model=MODEL, prompt="x" * 399, max_tokens=2)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model=MODEL, messages=HELLO, user="me", metadata={"a": "b"}, presence_penalty=0, logit_bias={}, response_format={"type": "text"}
+    )
+
+
+def test_tools_are_refused_where_the_template_has_no_place_for_them(
+    tmp_path: Path, context: Context, engine: TextEngine, model_dir: Path
+) -> None:
+    directory = save_tokenizer(tmp_path / "plain")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    plain = replace(context, settings=HttpSettings(model_dir=directory))
+    with serving(Lobby(context=plain)) as url:
+        reply = httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]})
+    assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]

@@ -1,0 +1,95 @@
+"""What an operator relies on: metrics, the API key, and https."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tinker
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Sample, SamplingSettings, TrainDatum
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.server import fake_context, fake_engine, serving
+
+KEY = "tml-secret"
+SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"\})? -?[0-9.e+]+')
+
+
+@pytest.fixture
+async def context(tmp_path: Path) -> AsyncIterator[Context]:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
+    yield context
+    fake_engine(context).stop()
+
+
+def http_of(context: Context) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(Lobby(context=context))), base_url="http://server")
+
+
+async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeExecutor())
+    engine.start()
+    tokens = np.arange(1, 6, dtype=np.int32)
+    engine.submit(CreateModel(model_id="m", lora=LoraSpec(rank=2))).result(10)
+    datum = TrainDatum(tokens=tokens, target_tokens=tokens)
+    engine.submit(ForwardBackward(model_id="m", data=(datum, datum), loss_fn=LossFn.CROSS_ENTROPY)).result(10)
+    engine.submit(ForwardBackward(model_id="m", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result(10)
+    engine.submit(Sample(weights=None, prompt=tokens, settings=SamplingSettings(max_tokens=3), num_samples=2)).result(10)
+    engine.stop()
+    programs = {"programs": {"forward_backward": 2, 'a "quoted" one': 1}, "device_bytes_in_use": 7}
+    monkeypatch.setattr(context.engine, "stats", lambda: engine.stats() | programs)
+    async with http_of(context) as http:
+        reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = reply.text.splitlines()
+    assert all(line.startswith("# ") or SAMPLE.fullmatch(line.replace('\\"', "")) for line in lines), reply.text
+    for expected in (
+        'skyrl_tx_tokens_total{kind="trained"} 10',
+        'skyrl_tx_tokens_total{kind="forward"} 5',
+        'skyrl_tx_tokens_total{kind="sampled"} 6',
+        'skyrl_tx_tokens_total{kind="prefilled"} 5',
+        'skyrl_tx_queue_depth{kind="sample"} 0',
+        "skyrl_tx_decode_slots 4",
+        "skyrl_tx_decode_slots_used 0",
+        'skyrl_tx_programs_total{program="forward_backward"} 2',
+        'skyrl_tx_programs_total{program="a \\"quoted\\" one"} 1',
+        'skyrl_tx_device_memory_bytes{kind="used"} 7',
+        "skyrl_tx_registry_sessions 0",
+    ):
+        assert expected in lines, reply.text
+    assert any(line.startswith("skyrl_tx_resident_memory_bytes ") for line in lines)
+
+
+async def test_every_route_but_health_wants_the_key(context: Context) -> None:
+    async with http_of(context) as http:
+        assert (await http.get("/api/v1/healthz")).status_code == 200
+        for path in ("/metrics", "/v1/models", "/api/v1/stats", "/api/v1/get_server_capabilities"):
+            for headers in ({}, {"x-api-key": "tml-wrong"}, {"authorization": "Bearer tml-secre"}):
+                reply = await http.get(path, headers=headers)
+                assert reply.status_code == 401 and "needs its API key" in reply.json()["detail"]
+            assert (await http.get(path, headers={"x-api-key": KEY})).status_code == 200
+            assert (await http.get(path, headers={"authorization": f"Bearer {KEY}"})).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_both_official_clients_bring_the_key(tmp_path: Path) -> None:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
+    with serving(Lobby(context=context)) as url:
+        rest = tinker.RestClient(base_url=url, api_key=KEY)
+        assert rest.get_server_capabilities().result().supported_models[0].model_name == "local/fake"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["local/fake"]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+    del rest
+    gc.collect()  # what the SDK leaves open, while its warnings are ignored

@@ -1,0 +1,48 @@
+import errno
+import os
+
+import pytest
+
+from src.durable import append_record, mend, records, replace_text
+from src.errors import StorageError
+
+
+def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    append_record(path, {"n": 1})
+    before = path.read_text()
+    real = os.write
+
+    def half(descriptor, data):
+        return real(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(StorageError, match=r"cannot write .*a.jsonl: No space left on device; make room or mend it, then resume the run"):
+        append_record(path, {"n": 2})
+    assert path.read_text() == before
+
+
+def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2')
+    assert records(path) == [{"n": 1}]
+    mend(path)
+    append_record(path, {"n": 3})
+    assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
+    assert records(tmp_path / "none.jsonl") == []
+    mend(tmp_path / "none.jsonl")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "sub" / "a.json"
+    replace_text(path, "one")
+    replace_text(path, "two")
+    assert path.read_text() == "two"
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        replace_text(path, "three")
+    assert path.read_text() == "two" and [child.name for child in path.parent.iterdir()] == ["a.json"]

@@ -1,0 +1,14 @@
+"""A run that is killed at any moment and resumed is the run that was never killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_sigkill_at_random_points_changes_nothing(tmp_path):
+    command = [sys.executable, "-m", "tests.fakes.killable", str(tmp_path), "12", "7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 of 13 runs ended as the unbroken one" in done.stdout

@@ -1,0 +1,51 @@
+from src.faults import FaultSettings, FaultState, diagnosis, from_record, to_record
+from src.trajectory import FailureKind, TrajectoryGroup
+from tests.fakes.trials import failure, task, trajectory
+
+SETTINGS = FaultSettings(quarantine_after=2, max_failure_rate=0.5)
+
+
+def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
+    return TrajectoryGroup(
+        task=task(name), trajectories=[trajectory(name)] * graded, failures=[failure(name, kind, "no tmux\nlong story")] * lost
+    )
+
+
+def test_a_task_is_quarantined_after_groups_in_a_row_without_a_graded_trial():
+    once = FaultState().after([group("a", lost=2), group("b", lost=1, graded=1)], SETTINGS)
+    assert once.strikes == {"a": 1} and not once.quarantined
+    assert once.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
+    twice = once.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
+    assert twice.quarantined == {"a": "verifier"}
+    assert not once.after([group("a", lost=2)], FaultSettings(quarantine_after=0, max_failure_rate=1)).quarantined
+
+
+def test_an_agent_that_fails_by_itself_is_no_ground_for_quarantine():
+    state = FaultState()
+    for _ in range(3):
+        state = state.after([group("a", lost=2, kind=FailureKind.AGENT)], SETTINGS)
+    assert not state.quarantined and not state.strikes
+
+
+def test_a_rate_needs_four_groups_and_forgets_old_ones():
+    bad, good = group("a", lost=4), group("b", graded=4)
+    assert not FaultState().after([bad, bad, bad], SETTINGS).is_rubble(SETTINGS)
+    assert not FaultState().after([bad, bad, good, good], SETTINGS).is_rubble(SETTINGS)  # half is not more than half
+    rubble = FaultState().after([good, bad, bad, bad], SETTINGS)
+    assert rubble.is_rubble(SETTINGS)
+    assert not rubble.after([good, good], SETTINGS).is_rubble(SETTINGS)
+    assert not FaultState().after([bad] * 4, SETTINGS).is_rubble(FaultSettings(quarantine_after=0, max_failure_rate=1))
+
+
+def test_the_diagnosis_names_the_commonest_cause_with_an_example():
+    groups = [group("a", lost=3), group("b", lost=2, kind=FailureKind.VERIFIER), group("c", lost=1), group("d", graded=1)]
+    assert diagnosis(FaultState().after(groups, SETTINGS), groups, SETTINGS) == (
+        "6 of the last 7 trials could not be graded, more than max_failure_rate=0.5: 4 by sandbox, 2 by verifier; e.g. no tmux; "
+        "mend that and resume"
+    )
+
+
+def test_the_state_survives_the_journal():
+    state = FaultState().after([group("a", lost=2), group("b", graded=1)], SETTINGS).after([group("a", lost=1)], SETTINGS)
+    assert from_record(to_record(state)) == FaultState(strikes={"a": 2}, quarantined={"a": "sandbox"}, recent=list(state.recent))
+    assert from_record({}) == FaultState(recent=[])

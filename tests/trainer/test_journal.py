@@ -1,0 +1,51 @@
+import pytest
+
+from src.durable import records
+from src.errors import ConfigError
+from src.journal import JOURNAL, Journal, Place, RunState, groups_trained
+
+HERE = Place(purpose="step", step=1, task="a", member=0)
+
+
+def test_a_successor_knows_what_its_predecessor_did(tmp_path):
+    first = Journal(tmp_path)
+    first.started(resumed_from=0)
+    assert first.admitted(HERE, policy_version=0, seed=7) == 1
+    assert first.admitted(HERE, policy_version=0, seed=7) == 2
+    first.finished(HERE, "graded")
+    assert not first.is_settled("step", 1)
+    first.trained(1, tasks=["a"], state={"strikes": {"b": 1}})
+    first.evaluated(0)
+    second = Journal(tmp_path)
+    assert second.is_settled("step", 1) and second.is_settled("eval", 0) and not second.is_settled("eval", 1)
+    assert second.state_after(1) == {"strikes": {"b": 1}} and second.state_after(0) == {}
+    assert second.admitted(HERE, policy_version=0, seed=7) == 3
+    assert first.progress == 2 and second.progress == 1  # what was trained may have to be trained again
+    second.ended(RunState.DONE)
+    admitted = records(tmp_path / JOURNAL)[1]
+    del admitted["at"]
+    place = {"purpose": "step", "step": 1, "task": "a", "member": 0}
+    assert admitted == {"event": "admitted", **place, "attempt": 1, "policy_version": 0, "seed": 7}
+    assert records(tmp_path / JOURNAL)[-1]["state"] == "done"
+
+
+def test_steps_after_the_checkpoint_that_was_taken_up_do_not_count_as_trained(tmp_path):
+    journal = Journal(tmp_path)
+    journal.started(resumed_from=0)
+    for step in (1, 2, 3):
+        journal.trained(step, tasks=["a", "b"], state={})
+    journal.started(resumed_from=1)
+    assert sorted(groups_trained(tmp_path)) == [(1, "a"), (1, "b")]
+    journal.trained(2, tasks=["a"], state={})
+    assert groups_trained(tmp_path) == {(1, "a"): 1, (1, "b"): 1, (2, "a"): 1}
+    journal.trained(2, tasks=["a"], state={})
+    assert groups_trained(tmp_path)[2, "a"] == 2
+
+
+def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
+    Journal(tmp_path).begun(3, ["a", "b"])
+    again = Journal(tmp_path)
+    again.begun(3, ["a", "b"])
+    with pytest.raises(ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"):
+        again.begun(3, ["a", "c"])
+    assert sum(record["event"] == "begun" for record in records(tmp_path / JOURNAL)) == 1

@@ -1,0 +1,163 @@
+"""A server that goes away under a running trainer: through the real SDK, against our server's HTTP side on a fake engine."""
+
+import asyncio
+import contextlib
+import gc
+import io
+import json
+import re
+import logging
+import socket
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from rich.console import Console
+
+from skyrl_tx_server.routes.border import Lobby
+from src.backend import connect
+from src.command_line import parse
+from src.console import Display
+from src.durable import records
+from src.errors import ServerLost
+from src.journal import groups_trained
+from src.run import Parts, run
+from src.tracking import is_wall_clock
+from tests.fakes.server import fake_context, serving
+from tests.fakes.trials import FakeTasks, task, trajectory
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def quick_and_quiet(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setattr("src.watchdog.PROBE_PERIOD_S", 0.05)
+    monkeypatch.setattr("src.backend.CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("src.run.RECONNECT_PERIOD_S", 0.1)
+    caplog.set_level(logging.CRITICAL)
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.unfreeze()
+
+
+class Bench:
+    """A run of the real trainer and SDK on a server that a test can stop and start again, at the same address and with the same disk."""
+
+    def __init__(self, path):
+        self.path = path
+        self.text = io.StringIO()
+        self.on_trial = None
+        self._server = contextlib.ExitStack()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.source = FakeTasks(train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play)
+
+    def start(self):
+        self.url = self._server.enter_context(serving(Lobby(context=fake_context(self.path / "checkpoints")), port=self.port))
+
+    def stop(self):
+        self._server.close()
+
+    async def go(self, *options):
+        argv = ["model_name=local/fake", "tasks_dir=t", "backend=skyrl-tx", f"skyrl_tx_url={self.url}", f"log_path={self.path / 'run'}"]
+        argv += ["batch_size=2", "group_size=2", "lora_rank=4", "max_tokens=4", "context_limit=64", "enable_summarize=false"]
+        argv += ["save_every=2", "retry_wait_sec=0.05", "server_timeout_sec=0.5", *options]
+        await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
+
+    @asynccontextmanager
+    async def _open(self, config, settings, display, source):
+        async with connect(settings) as endpoint:
+            yield Parts(source=self.source, backend=await endpoint.open_training())
+
+    async def _play(self, trial, policy):
+        turn = await policy.sample([1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[])
+        if self.on_trial is not None:
+            await self.on_trial(trial, policy)
+        return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
+
+    def metrics(self):
+        lines = records(self.path / "run/metrics.jsonl")
+        return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("waits", "noticed"),
+    [
+        (True, "server lost: playing step 4: the server at http://"),
+        (False, "server lost: training(: no model session-| step 4: the server at http://)"),  # whichever hears of it first
+    ],
+    ids=["while a trial waits", "when training goes on"],
+)
+async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_replayed(tmp_path, waits, noticed):
+    unbroken, bench = Bench(tmp_path / "a"), Bench(tmp_path / "b")
+    unbroken.start()
+    await unbroken.go()
+    unbroken.stop()
+    restarted = []
+
+    async def restart_in_step_four(trial, policy):
+        if policy.version == 3 and trial.task.id.startswith("t") and not restarted:
+            restarted.append(trial)
+            await asyncio.sleep(0.05)  # others of the step may finish meanwhile
+            await asyncio.to_thread(bench.stop)
+            bench.start()
+            if waits:
+                await asyncio.Event().wait()
+
+    bench.on_trial = restart_in_step_four
+    bench.start()
+    await asyncio.wait_for(bench.go("server_timeout_sec=30"), 60)
+    bench.stop()
+    assert restarted
+    assert json.dumps(bench.metrics()) == json.dumps(unbroken.metrics())
+    assert set(groups_trained(bench.path / "run").values()) == {1}
+    journal = records(bench.path / "run/journal.jsonl")
+    assert [line["resumed_from"] for line in journal if line["event"] == "started"] == [0, 2]
+    assert [line["step"] for line in journal if line["event"] == "trained"] == [1, 2, 3, 3, 4]
+    assert journal[-1]["event"] == "ended" and journal[-1]["state"] == "done"
+    again = journal[[line.get("resumed_from") for line in journal].index(2) :]
+    assert not [line for line in again if line["event"] == "admitted" and line["step"] == 3], "step 3 was on disk"
+    said = bench.text.getvalue()
+    assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
+
+
+async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_line(tmp_path):
+    bench = Bench(tmp_path)
+
+    async def pull_the_plug(trial, policy):
+        if policy.version == 1:
+            await asyncio.to_thread(bench.stop)
+            await policy.sample([1, 2], max_tokens=2, temperature=1.0, seed=1, stop=[])  # the SDK alone would try for minutes
+
+    bench.on_trial = pull_the_plug
+    bench.start()
+    started = time.monotonic()
+    with pytest.raises(
+        ServerLost, match=r"no server answers at .*; it stayed away for reconnect_timeout_sec=0.5; start it again and resume"
+    ) as error:
+        await asyncio.wait_for(bench.go("reconnect_timeout_sec=0.5"), 60)
+    assert time.monotonic() - started < 20
+    assert "\n" not in str(error.value)
+    assert records(bench.path / "run/journal.jsonl")[-1]["state"] == "server_lost"
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_it_can_be_told_not_to_wait(tmp_path):
+    bench = Bench(tmp_path)
+
+    async def pull_the_plug(trial, policy):
+        if policy.version == 1:
+            await asyncio.to_thread(bench.stop)
+            await asyncio.Event().wait()
+
+    bench.on_trial = pull_the_plug
+    bench.start()
+    with pytest.raises(
+        ServerLost, match=r"playing step 2: the server has not answered for server_timeout_sec=0\.5 .*start it again and resume"
+    ):
+        await asyncio.wait_for(bench.go("reconnect_timeout_sec=0"), 60)
+    assert "waiting up to" not in bench.text.getvalue()

@@ -1,0 +1,98 @@
+import asyncio
+
+import pytest
+
+from src.errors import BackendError, ServerLost
+from src.policy import Policy
+from src.watchdog import WatchdogSettings, WatchedPolicy, watching
+
+SETTINGS = WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=0.05)
+
+
+async def alive():
+    pass
+
+
+async def silent():
+    raise BackendError("no server answers")
+
+
+async def forgetful():
+    raise ServerLost("it knows us no more")
+
+
+async def for_ever(freed):
+    try:
+        await asyncio.Event().wait()
+    finally:
+        freed.append(True)
+
+
+async def test_answers_pass_through():
+    async with watching(alive, SETTINGS) as watchdog:
+        assert await watchdog.answer(asyncio.sleep(0, 7), "training") == 7
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
+    freed = []
+    async with watching(alive, SETTINGS) as watchdog:
+        with pytest.raises(BackendError, match=r"^saving: no answer within answer_timeout_sec=0.05$") as error:
+            await watchdog.answer(for_ever(freed), "saving")
+        assert not isinstance(error.value, ServerLost) and freed
+        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # has deadlines of its own
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [(silent, r"the server has not answered for server_timeout_sec=0.1 \(no server answers\)"), (forgetful, "it knows us no more")],
+)
+async def test_a_server_that_is_gone_ends_every_wait(check, message):
+    freed = []
+    async with watching(check, WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=60)) as watchdog:
+        waits = [watchdog.guard(for_ever(freed), "playing"), watchdog.answer(for_ever(freed), "training")]
+        errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
+    assert [type(error) for error in errors] == [ServerLost, ServerLost]
+    with pytest.raises(ServerLost, match=f"playing: {message}"):
+        raise errors[0]
+    assert len(freed) == 2 and len(asyncio.all_tasks()) == 1
+
+
+async def test_a_few_failed_probes_are_no_loss():
+    failures = iter([True, True, False, True])
+
+    async def shaky():
+        if next(failures, False):
+            raise BackendError("busy")
+
+    async with watching(shaky, WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=60)) as watchdog:
+        assert await watchdog.guard(asyncio.sleep(0.3, 7), "playing") == 7
+
+
+async def test_the_error_of_the_work_is_the_error_of_the_wait_and_cancelling_cancels_it():
+    freed = []
+    async with watching(alive, SETTINGS) as watchdog:
+        with pytest.raises(BackendError, match=r"^no server answers$"):
+            await watchdog.answer(silent(), "training")
+        waiting = asyncio.ensure_future(watchdog.guard(for_ever(freed), "playing"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert freed
+
+
+async def test_a_watched_policy_is_the_policy_with_a_deadline():
+    class Stuck(Policy):
+        async def sample(self, *args, **kwargs):
+            await asyncio.Event().wait()
+
+        async def logprobs(self, token_ids):
+            return [-1.0]
+
+    async with watching(alive, SETTINGS) as watchdog:
+        policy = WatchedPolicy(Stuck(None, 5), watchdog)
+        assert policy.version == 5 and await policy.logprobs([1, 2]) == [-1.0]
+        with pytest.raises(BackendError, match="sampling: no answer within"):
+            await policy.sample([1], max_tokens=1, temperature=1.0, seed=0, stop=[])
