@@ -5,8 +5,8 @@ import contextlib
 import gc
 import io
 import json
-import re
 import logging
+import re
 import socket
 import time
 from contextlib import asynccontextmanager
