@@ -28,7 +28,13 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def apply_chat_template(
-        self, conversation: Sequence[Message], *, tokenize: bool, add_generation_prompt: bool, enable_thinking: bool
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        enable_thinking: bool,
     ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -48,9 +54,12 @@ class Chat:
         eos = tokenizer.eos_token_id
         self.stop_token_ids: list[int] = [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """The whole conversation and the generation prompt, thinking off where the template knows `enable_thinking`."""
-        return self._encode(self._template(messages, generation_prompt=True))
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
+        """The whole conversation and the generation prompt, thinking off where the template knows `enable_thinking`.
+
+        `tools` are OpenAI schemas, which templates put before the first message; `extend` has no need of them.
+        """
+        return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
     def extend(self, prompt_ids: list[int], completion_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The next prompt: `prompt_ids + completion_ids` untouched, the turn's end, `messages`, the generation prompt.
@@ -78,9 +87,9 @@ class Chat:
             raise ConfigError("the tokenizer's chat template drops assistant messages; use an instruct model's tokenizer")
         return suffix
 
-    def _template(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    def _template(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Sequence[Mapping[str, object]] = ()) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt, enable_thinking=False
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt, enable_thinking=False
         )
 
     def _encode(self, text: str) -> list[int]:

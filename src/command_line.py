@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import chz
 from chz.tiepin import type_repr
 
-from src.config import TrainerConfig
+from src.config import REFUSED, TrainerConfig
 from src.errors import ConfigError
 
 # The option that opens each section of --help.
@@ -34,6 +34,8 @@ def parse(argv: Sequence[str]) -> TrainerConfig:
         name, equals, _ = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument!r} is not key=value; write {nearest(argument.lstrip('-'), known) or 'key'}=VALUE, or --help")
+        if name in REFUSED:
+            raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
         if name not in known:
             guess = nearest(name.lstrip("-"), known)
             raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {guess}?" if guess else "; --help lists them all"))

@@ -7,8 +7,35 @@ from typing import Literal
 
 import chz
 
+from src.advantages import Estimator
+from src.limits import LengthLimits
+
 CLOUD_CONTEXT_LIMIT = 32_000  # the seeds' limit for Tinker's cloud
 CLIPPED_LOSSES = ("ppo", "cispo")
+
+_NO_PENALTY = "the Tinker API samples without penalties; drop it"
+_SERVER_SIDE = "the server chooses it, not the client; drop it"
+_KL_IN_ADVANTAGES = "the KL penalty is part of the advantages; use kl_penalty_coef and kl_estimator"
+# Options of SkyRL and of the seeds that no Tinker endpoint can honour, each with what to do instead.
+REFUSED = {
+    "repetition_penalty": _NO_PENALTY,
+    "frequency_penalty": _NO_PENALTY,
+    "presence_penalty": _NO_PENALTY,
+    "min_p": "the Tinker API has no min_p; drop it",
+    "lora_alpha": _SERVER_SIDE,
+    "lora_dropout": _SERVER_SIDE,
+    "use_kl_loss": _KL_IN_ADVANTAGES,
+    "use_kl_in_reward": _KL_IN_ADVANTAGES,
+    "kl_loss_coef": _KL_IN_ADVANTAGES,
+    "value_clip": "there is no critic behind the Tinker API; drop it",
+    "critic_learning_rate": "there is no critic behind the Tinker API; drop it",
+    "eps_clip_low": "write loss_fn_config=clip_low_threshold=<1 - eps>",
+    "eps_clip_high": "write loss_fn_config=clip_high_threshold=<1 + eps>",
+    "clip_ratio_c": "the Tinker API has no dual clip; drop it",
+    "use_conversation_multi_turn": "conversations always have several messages; drop it",
+    "retokenize_chat_history": "sampled tokens are never encoded again; drop it",
+    "batched": "every trial is a conversation of its own; drop it",
+}
 
 
 @chz.chz
@@ -53,10 +80,13 @@ class TrainerConfig:
     loss_fn_config: list[str] | None = chz.field(
         default=None, doc="Loss settings as key=value,..., e.g. clip_low_threshold=0.8,clip_high_threshold=1.28"
     )
-    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"] = chz.field(
-        default="token_mean", doc="Mean over tokens, over trajectories' token means, or trajectories' token sums / context_limit"
+    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = chz.field(
+        default="token_mean",
+        doc="Mean over tokens, over trajectories' token means, trajectories' token sums / max_sequence_length, or prompts' token means",
     )
-    normalize_advantages_by_std: bool = chz.field(default=True, doc="Divide centred rewards by their group's standard deviation")
+    normalize_advantages_by_std: bool = chz.field(
+        default=True, doc="Divide centred rewards by their group's standard deviation; false turns grpo into dr_grpo"
+    )
     remove_constant_reward_groups: bool = chz.field(default=False, doc="Leave groups whose rewards are all equal out of the batch")
     min_group_size: int = chz.field(default=1, doc="Leave out groups with fewer graded trials")
     singleton_advantage: Literal["zero", "raw"] = chz.field(
@@ -65,16 +95,60 @@ class TrainerConfig:
     failed_trial_reward: Literal[0] | None = chz.field(
         default=None, doc="None: trials that could not be graded leave the group; 0: they count as reward 0 (SkyRL's behaviour)"
     )
-    apply_overlong_filtering: Literal["off", "stop_reason"] = chz.field(
-        default="off", doc="stop_reason: trajectories ended by a limit keep their reward in the group but train no token (DAPO)"
+    apply_overlong_filtering: Literal["off", "stop_reason", "eos"] = chz.field(
+        default="off",
+        doc="Trajectories that keep their reward in the group but train no token (DAPO): stop_reason: those ended by a limit; "
+        "eos: those whose last answer was cut",
     )
     kl_penalty_coef: float = chz.field(default=0.0, doc="Weight of the KL penalty towards the base model, inside the advantages")
+
+    # SkyRL's estimators, filters and corrections
+    advantage_estimator: Estimator = chz.field(
+        default="grpo",
+        doc="grpo: (r - mean) / std of the group; dr_grpo: r - mean; rloo: r - mean of the others; maxrl: (r - mean) / mean; "
+        "reinforce++: whitened over the batch's tokens",
+    )
+    zero_reward_on_non_stop: bool = chz.field(default=False, doc="Reward 0 for trajectories that a limit ended, before advantages")
+    zero_reward_on_length_threshold: bool = chz.field(
+        default=False, doc="Reward 0 for trajectories with an answer longer than max_assistant_response_tokens, before advantages"
+    )
+    max_assistant_response_tokens: int = chz.field(default=2048, doc="See zero_reward_on_length_threshold")
+    step_wise_trajectories: bool = chz.field(default=False, doc="Each turn is a training sequence of its own, as SkyRL's second mode")
+    kl_estimator: Literal["k1", "k2", "k3"] = chz.field(default="k1", doc="Schulman's estimator of the KL penalty, per token")
+    dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
+        default="off",
+        doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); replace: good groups stand for bad ones",
+    )
+    dynamic_sampling_max_batches: int = chz.field(default=30, doc="Batches one step may sample before the run stops; 0: no limit")
+    dynamic_sampling_min_replace_ratio: float = chz.field(
+        default=0.3, doc="replace: share of good groups above which no batch is sampled anew"
+    )
+    tis: Literal["off", "token", "sequence"] = chz.field(
+        default="off", doc="Truncated importance sampling between sampler and trainer, with one extra forward pass per step"
+    )
+    tis_cap: float | None = chz.field(default=None, doc="Largest ratio; None: 2 by token, 5 by sequence")
+    tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
+        default="off", doc="Train no token of a trajectory whose mean ratio, product of ratios or any single ratio is out of bounds"
+    )
+    tis_sequence_mask_low: float | None = chz.field(default=None, doc="Lower bound; None: 0.99 geometric, 0.5 product, 1e-4 outlier")
+    tis_sequence_mask_high: float | None = chz.field(default=None, doc="Upper bound; None: 1.01 geometric, 2 product, 100 outlier")
+    tis_token_mask_low: float | None = chz.field(default=None, doc="Train no token whose ratio is below; None: no bound")
+    tis_token_mask_high: float | None = chz.field(default=None, doc="Train no token whose ratio is above; None: no bound")
+    lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(default="constant", doc="How learning_rate falls to 0 by the end")
+    lr_warmup_steps: int = chz.field(default=0, doc="Steps over which the learning rate rises from 0, the last of them at its full height")
 
     max_turns: int | None = chz.field(default=None, doc="Turns per trial; None: no limit")
     temperature: float = chz.field(default=0.7, doc="Sampling temperature of training trials")
     max_tokens: int = chz.field(default=1024, doc="Tokens per answer")
     context_limit: int = chz.field(default=32_000, doc="Tokens of a whole conversation, the last answer included")
     max_length_stops: int = chz.field(default=3, doc="End a trial after this many answers in a row that were cut at max_tokens")
+    # SkyRL's length limits
+    max_input_length: int | None = chz.field(
+        default=None, doc="A longer conversation (strictly) is not answered any more; None: context_limit - 1, the last answer cut to fit"
+    )
+    max_generate_length: int | None = chz.field(default=None, doc="SkyRL's name for max_tokens; None: max_tokens")
+    max_sequence_length: int | None = chz.field(default=None, doc="Longer training sequences train no token; None: context_limit")
+    train_subagents: Literal["none", "all"] = chz.field(default="none", doc="all: also train what Terminus-2's summarising sub-agents say")
     enable_summarize: bool = chz.field(default=True, doc="Let Terminus-2 summarise its history when the context runs out")
     proactive_summarization_threshold: int = chz.field(default=8000, doc="Summarise once fewer tokens than this are free; 0: never ahead")
 
@@ -112,7 +186,7 @@ class TrainerConfig:
         at_least_one = ("lora_rank", "batch_size", "n_epochs", "num_substeps", "min_group_size", "max_tokens", "context_limit")
         for name in (*at_least_one, "max_length_stops", "n_parallel_envs"):
             _check(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_steps", "max_turns", "eval_group_size"):
+        for name in ("max_steps", "max_turns", "eval_group_size", "max_input_length", "max_generate_length", "max_sequence_length"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
         not_negative = ("save_every", "eval_every", "temperature", "kl_penalty_coef", "weight_decay", "grad_clip_norm")
@@ -145,16 +219,44 @@ class TrainerConfig:
                 f"context_limit={self.context_limit} exceeds backend=tinker's {CLOUD_CONTEXT_LIMIT}; lower it or use backend=skyrl-tx",
             )
 
+    @property
+    def length_limits(self) -> LengthLimits:
+        """Derived defaults follow what was given."""
+        return LengthLimits(
+            max_input_length=self.context_limit - 1 if self.max_input_length is None else self.max_input_length,
+            max_generate_length=self.max_generate_length or self.max_tokens,
+            max_sequence_length=self.max_sequence_length or self.context_limit,
+            context_limit=self.context_limit,
+        )
+
+    @property
+    def estimator(self) -> Estimator:
+        """The advantage estimator, once normalize_advantages_by_std has had its say."""
+        return "dr_grpo" if self.advantage_estimator == "grpo" and not self.normalize_advantages_by_std else self.advantage_estimator
+
     @chz.validate
     def _lengths_fit(self) -> None:
+        limits = self.length_limits
+        name = "max_tokens" if self.max_generate_length is None else "max_generate_length"
         _check(
-            self.max_tokens < self.context_limit,
-            f"max_tokens={self.max_tokens} leaves no room for a prompt in context_limit={self.context_limit}; lower max_tokens",
+            limits.max_generate_length < self.context_limit,
+            f"{name}={limits.max_generate_length} leaves no room for a prompt in context_limit={self.context_limit}; lower {name}",
+        )
+        _check(
+            limits.max_sequence_length <= self.context_limit,
+            f"max_sequence_length={limits.max_sequence_length} is above context_limit={self.context_limit}; lower it",
+        )
+        longest = limits.max_input_length + limits.max_generate_length
+        _check(
+            self.max_input_length is None or longest <= limits.max_sequence_length,
+            f"max_input_length={limits.max_input_length} + {name}={limits.max_generate_length} exceed "
+            f"max_sequence_length={limits.max_sequence_length}; lower max_input_length",
         )
         threshold = self.proactive_summarization_threshold
+        longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         _check(
-            not self.enable_summarize or threshold < self.context_limit - self.max_tokens,
-            f"proactive_summarization_threshold={threshold} would summarise every turn of context_limit={self.context_limit}; "
+            not self.enable_summarize or threshold < longest_input,
+            f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} tokens; "
             "lower it, or set enable_summarize=false",
         )
 
@@ -170,6 +272,33 @@ class TrainerConfig:
         _check(
             self.num_substeps <= self.batch_size * self.group_size,
             f"num_substeps={self.num_substeps} is more than the {self.batch_size * self.group_size} trajectories of a step; lower it",
+        )
+
+    @chz.validate
+    def _estimators_and_corrections_agree(self) -> None:
+        _check(
+            self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
+            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not {self.advantage_estimator}; drop it",
+        )
+        _check(
+            not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
+            "step_wise_trajectories=true and advantage_estimator=reinforce++ exclude each other; use another estimator",
+        )
+        _check(self.max_assistant_response_tokens >= 1, "max_assistant_response_tokens must be at least 1")
+        _check(self.lr_warmup_steps >= 0, f"lr_warmup_steps must not be negative, not {self.lr_warmup_steps}")
+        _check(self.dynamic_sampling_max_batches >= 0, "dynamic_sampling_max_batches must not be negative")
+        ratio = self.dynamic_sampling_min_replace_ratio
+        _check(0 <= ratio < 1, f"dynamic_sampling_min_replace_ratio must be at least 0 and below 1, not {ratio}")
+        _check(
+            not (self.dynamic_sampling != "off" and self.remove_constant_reward_groups),
+            f"dynamic_sampling={self.dynamic_sampling} handles groups of equal rewards already; drop remove_constant_reward_groups",
+        )
+        _check(self.tis != "off" or self.tis_cap is None, "tis_cap needs tis=token or tis=sequence")
+        _check(self.tis_cap is None or self.tis_cap > 0, f"tis_cap must be above 0, not {self.tis_cap}")
+        bounds = [self.tis_sequence_mask_low, self.tis_sequence_mask_high]
+        _check(
+            self.tis_sequence_mask != "off" or bounds == [None, None],
+            "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or outlier",
         )
 
     @chz.validate

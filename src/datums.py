@@ -46,6 +46,15 @@ def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequen
     return [sequence for sequence in sequences if sequence.num_sampled]
 
 
+def step_sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
+    """One sequence per turn, however the turns extend one another."""
+    return [_sequence([turn], advantage) for turn in turns if turn.completion_ids]
+
+
+def with_advantage(sequence: TokenSequence, advantage: float) -> TokenSequence:
+    return replace(sequence, advantages=np.where(sequence.sampled, np.float32(advantage), np.float32(0.0)))
+
+
 def scaled(sequence: TokenSequence, weight: float) -> TokenSequence:
     return replace(sequence, advantages=sequence.advantages * np.float32(weight))
 
@@ -67,7 +76,11 @@ def to_datum(sequence: TokenSequence) -> tinker.Datum:
 
 def to_datums(sequences: Iterable[TokenSequence]) -> list[tinker.Datum]:
     """Sequences whose advantages are all zero have no gradient and are not sent."""
-    return [to_datum(sequence) for sequence in sequences if sequence.advantages.any()]
+    return [to_datum(sequence) for sequence in sequences if has_gradient(sequence)]
+
+
+def has_gradient(sequence: TokenSequence) -> bool:
+    return bool(sequence.advantages.any())
 
 
 def _extends(turn: Turn, previous: Turn) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ class LearnerSettings:
     adam_eps: float
     weight_decay: float
     grad_clip_norm: float
+    lr_schedule: str = "constant"  # "constant" | "linear" | "cosine"
+    lr_warmup_steps: int = 0
+    num_steps: int = 1  # of the whole run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,11 +44,23 @@ class Learner:
         self._client = client
         self._settings = settings
 
-    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]]) -> dict[str, float]:
-        """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them."""
+    async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
+        """What the trainer says of each datum's tokens now, [T] with 0 for the first, which nothing predicts. One `forward` call."""
+        if not datums:
+            return []
+        with sdk_boundary("computing the trainer's logprobs"):
+            output = await self._client.forward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
+        return [np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32) for answer in output.loss_fn_outputs]
+
+    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1) -> dict[str, float]:
+        """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
+
+        `step`, from 1, is the batch's place in the learning-rate schedule.
+        """
         settings = self._settings
+        rate = learning_rate(settings, step=step)
         adam = tinker.AdamParams(
-            learning_rate=settings.learning_rate,
+            learning_rate=rate,
             beta1=settings.adam_beta1,
             beta2=settings.adam_beta2,
             eps=settings.adam_eps,
@@ -58,7 +74,7 @@ class Learner:
                 gradient = self._client.forward_backward(share, settings.loss_fn, dict(settings.loss_fn_config) or None)
                 queued.append((share, gradient, self._client.optim_step(adam)))
             outcomes = [(share, await gradient, await step) for share, gradient, step in queued]
-        metrics = {"optim/lr": settings.learning_rate, "optim/num_substeps": float(len(shares))}
+        metrics = {"optim/lr": rate, "optim/num_substeps": float(len(shares))}
         if not outcomes:
             return metrics
         tokens = [trained_tokens(share, output) for share, output, _ in outcomes]
@@ -67,6 +83,19 @@ class Learner:
             values = [step.metrics[name] for _, _, step in outcomes if step.metrics and name in step.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
         return metrics | agreement(tokens) | clipping(tokens, settings)
+
+
+def learning_rate(settings: LearnerSettings, *, step: int) -> float:
+    """The rate of one step: a straight rise to the full rate at step `lr_warmup_steps`, then the schedule, which ends one step short of 0.
+
+    With 4 steps after no warm-up, linear gives 1, 3/4, 1/2, 1/4 of the rate. A batch's substeps share its rate.
+    """
+    warmup = settings.lr_warmup_steps
+    if step <= warmup:
+        return settings.learning_rate * step / warmup
+    done = min(1.0, (step - warmup - 1) / max(1, settings.num_steps - warmup))
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.lr_schedule]
+    return settings.learning_rate * factor
 
 
 def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
+from src.datums import merge_turns
 from src.examples import Example
 from src.filters import DropReason
-from src.trajectory import FailureKind, Trajectory, TrajectoryGroup
+from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup
 
+TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
 SOLVED = 1.0  # the reward from which on a trial counts as a success
+
+logger = logging.getLogger(__name__)
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
@@ -22,28 +27,60 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     metrics = {f"trials/failed/{kind}": float(failures[kind]) for kind in FailureKind}
     metrics["trials/ungraded"] = float(failures.total())
     metrics |= {"trials/total": float(len(trajectories) + failures.total()), "trials/graded": float(len(trajectories))}
+    metrics |= {
+        f"rollouts/{name}": metrics[f"trials/{key}"] for name, key in (("total", "total"), ("valid", "graded"), ("invalid", "ungraded"))
+    }
+    metrics["generate/env_init_failures"] = float(failures[FailureKind.ENV_INIT_FAILED])
+    metrics["generate/trajectory_timeouts"] = float(
+        failures[FailureKind.TIMEOUT] + sum(trajectory.stop_reason in TIMEOUTS for trajectory in trajectories)
+    )
     if not trajectories:
         return metrics
     return metrics | reward_metrics(groups, group_size=group_size) | by_group(groups) | length_metrics(trajectories)
 
 
 def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """SkyRL's reward metrics in fleet's definitions: pass is any reward above 0, variances are population variances of groups of 2 or more.
+    """SkyRL's reward metrics in fleet's definitions, for all groups and, where tasks form families, for each family.
 
-    One success among four gives a variance of 0.1875, two give the largest, 0.25.
+    Upstream's mean of `max(r, 0)` over all trials has a name of its own, since fleet's `mean_positive_reward` is over positive rewards.
     """
     graded = [group.rewards for group in groups if group.trajectories]
     rewards = [reward for group in graded for reward in group]
-    positive = [reward for reward in rewards if reward > 0]
-    variances = [float(np.var(group)) for group in graded if len(group) > 1]
-    return {
+    families: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for group in groups:
+        if group.trajectories:
+            families[environment(group.task.id)].append(group.rewards)
+    metrics = {
         "env/all/reward/total": float(np.mean(rewards)),
         "env/all/success": float(np.mean([reward >= SOLVED for reward in rewards])),
         "reward/avg_raw_reward": float(np.mean(rewards)),
-        f"reward/avg_pass_at_{group_size}": float(np.mean([max(group) > 0 for group in graded])),
-        "reward/mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
-        "reward/variance_per_prompt": float(np.mean(variances)) if variances else 0.0,
-        "reward/signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
+        "reward/zero_reward_rate": float(np.mean([reward == 0 for reward in rewards])),
+        "reward/mean_clipped_at_zero": float(np.mean([max(reward, 0.0) for reward in rewards])),
+    }
+    for name, value in signal_metrics(graded, group_size=group_size).items():
+        metrics[f"reward/avg_{name}" if name.startswith("pass_at_") else f"reward/{name}"] = value
+    if len(families) < len(graded):
+        for family_name, rewards_P_G in sorted(families.items()):
+            signals = signal_metrics(rewards_P_G, group_size=group_size)
+            metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
+    return metrics
+
+
+def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
+    """What groups offer to learn from: pass is any reward above 0, variances are population variances of groups of 2 or more.
+
+    One success among four gives a variance of 0.1875, two give the largest, 0.25.
+
+    >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
+    0.09375
+    """
+    variances = [float(np.var(group)) for group in rewards_P_G if len(group) > 1]
+    positive = [reward for group in rewards_P_G for reward in group if reward > 0]
+    return {
+        f"pass_at_{group_size}": float(np.mean([max(group) > 0 for group in rewards_P_G])),
+        "variance_per_prompt": float(np.mean(variances)) if variances else 0.0,
+        "signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
+        "mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
     }
 
 
@@ -59,20 +96,23 @@ def by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Turns, sampled tokens, endings, and the mean of whatever the environment measured."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    tokens = np.array([sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in trajectories], dtype=float)
+    sampled = [sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in trajectories]
     versions = [turn.policy_version for turn in turns] or [0]
     metrics = {
         "env/all/turns": len(turns) / len(trajectories),
-        "tokens/sampled": float(tokens.sum()),
+        "tokens/sampled": float(sum(sampled)),
         "tokens/context_max": float(max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns), default=0)),
-        "generate/min_num_tokens": float(tokens.min()),
-        "generate/max_num_tokens": float(tokens.max()),
-        "generate/avg_num_tokens": float(tokens.mean()),
-        "generate/std_num_tokens": float(tokens.std()),
+        "generate/batch_num_seq": float(len(trajectories)),
         "sampling_client/step_min": float(min(versions)),
         "sampling_client/step_mean": float(np.mean(versions)),
         "sampling_client/step_max": float(max(versions)),
     }
+    rewards = [trajectory.reward for trajectory in trajectories]
+    metrics |= token_metrics([num_response_tokens(trajectory) for trajectory in trajectories], rewards)
+    metrics |= _statistics("generate/{}_assistant_tokens", sampled, ("avg", "min", "max", "std"))
+    metrics |= _statistics("generate/tokens_per_turn_{}", [len(turn.completion_ids) for turn in turns], ("mean", "std", "max"))
+    times = [trajectory.metrics["duration_s"] for trajectory in trajectories if "duration_s" in trajectory.metrics]
+    metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "max")) if times else {}
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
     measured: defaultdict[str, list[float]] = defaultdict(list)
@@ -80,6 +120,33 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.metrics.items():
             measured[name].append(value)
     return metrics | {f"environment/{name}": float(np.mean(values)) for name, values in sorted(measured.items())}
+
+
+def token_metrics(num_tokens: Sequence[int], rewards: Sequence[float]) -> dict[str, float]:
+    """SkyRL's response lengths: everything after a trajectory's first prompt. `non_zero` is any reward above 0, `zero` exactly 0.
+
+    An empty batch is six zeros and a warning.
+    """
+    if not num_tokens:
+        logger.warning("no trajectory to measure: the generate/ metrics are 0")
+    with_reward = [count for count, reward in zip(num_tokens, rewards, strict=True) if reward > 0]
+    without = [count for count, reward in zip(num_tokens, rewards, strict=True) if reward == 0]
+    return _statistics("generate/{}_num_tokens", num_tokens, ("min", "max", "avg", "std")) | {
+        "generate/avg_tokens_non_zero_rewards": float(np.mean(with_reward)) if with_reward else 0.0,
+        "generate/avg_tokens_zero_rewards": float(np.mean(without)) if without else 0.0,
+    }
+
+
+def num_response_tokens(trajectory: Trajectory) -> int:
+    """Tokens after the first prompt, sampled or observed; a rewritten history begins again behind its own first prompt."""
+    runs = merge_turns(trajectory.turns)
+    return sum(len(run[-1].prompt_ids) + len(run[-1].completion_ids) - len(run[0].prompt_ids) for run in runs)
+
+
+def _statistics(pattern: str, values: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    array = np.array(values or [0.0], dtype=float)
+    known = {"avg": array.mean(), "mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
+    return {pattern.format(name): float(known[name]) for name in names}
 
 
 def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReason]) -> dict[str, float]:
@@ -91,6 +158,10 @@ def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReas
         **{f"groups/dropped/{reason}": float(dropped[reason]) for reason in DropReason},
         "advantage/mean": float(np.mean(advantages)) if advantages else 0.0,
         "advantage/std": float(np.std(advantages)) if advantages else 0.0,
+        "loss/avg_raw_advantages": float(np.mean(advantages)) if advantages else 0.0,
+        "loss/avg_raw_advantages_abs": float(np.mean(np.abs(advantages))) if advantages else 0.0,
+        "loss/avg_final_rewards": float(np.mean([example.trajectory.reward for example in examples])) if examples else 0.0,
+        "rollouts/truncated_overlong": float(sum(example.num_too_long > 0 for example in examples)),
         "tokens/trained": float(sum(example.num_tokens for example in examples)),
         "tokens/in_batch": float(sum(len(sequence.tokens) for sequence in sequences)),
         "tokens/sequences": float(len(sequences)),
@@ -107,6 +178,15 @@ def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> d
     if len(families) < len(groups):
         metrics |= {f"test/env/{name}/reward/total": float(np.mean(rewards)) for name, rewards in sorted(families.items()) if rewards}
     return metrics
+
+
+def environment(task_id: str) -> str:
+    """The key of a task's metrics: its family, with no slash in it.
+
+    >>> environment("quickstart/count-lines-03")
+    'count-lines'
+    """
+    return family(task_id).replace("/", "_") or "unknown"
 
 
 def family(task_id: str) -> str:

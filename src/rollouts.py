@@ -41,7 +41,7 @@ class RolloutPlan:
     """How one batch of groups is played."""
 
     step: int
-    purpose: str  # "step" | "eval": part of the folder's name and of the seeds
+    purpose: str  # "step" | "refill-1", ... | "eval": part of the folder's name and of the seeds
     group_size: int
     temperature: float
     directory: Path

@@ -17,6 +17,7 @@ from src.backend import Backend, BackendSettings, address, connect
 from src.chat import Chat, load_chat
 from src.config import TrainerConfig, loss_settings, pairs, run_name
 from src.console import Display, outcome
+from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
@@ -24,9 +25,12 @@ from src.examples import AdvantageSettings
 from src.faults import FaultSettings
 from src.filters import FilterSettings
 from src.finished import FinishedRollouts
+from src.importance import ImportanceSettings
 from src.journal import Journal, RunState
+from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import ScheduleSettings, schedule
+from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
@@ -72,8 +76,10 @@ def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
         environment_type=config.environment_type,
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
         max_turns=config.max_turns,
-        max_tokens=config.max_tokens,
+        max_tokens=config.length_limits.max_generate_length,
         context_limit=config.context_limit,
+        max_input_length=config.max_input_length,
+        train_subagents=config.train_subagents,
         max_length_stops=config.max_length_stops,
         enable_summarize=config.enable_summarize,
         proactive_summarization_threshold=config.proactive_summarization_threshold,
@@ -172,7 +178,7 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
             watchdog=watchdog,
-            learner=Learner(parts.backend.training_client, learner_settings(config)),
+            learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
             rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished),
             finished=finished,
@@ -225,7 +231,7 @@ def narrow[View](config: TrainerConfig, view: type[View]) -> View:
     return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
-def learner_settings(config: TrainerConfig) -> LearnerSettings:
+def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:
     return LearnerSettings(
         loss_fn=config.loss_fn,
         loss_fn_config=loss_settings(config.loss_fn_config, loss_fn=config.loss_fn),
@@ -235,6 +241,9 @@ def learner_settings(config: TrainerConfig) -> LearnerSettings:
         adam_eps=config.adam_eps,
         weight_decay=config.weight_decay,
         grad_clip_norm=config.grad_clip_norm,
+        lr_schedule=config.lr_schedule,
+        lr_warmup_steps=config.lr_warmup_steps,
+        num_steps=num_steps,
     )
 
 
@@ -244,7 +253,6 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         log_path=log_path,
         group_size=config.group_size,
         temperature=config.temperature,
-        kl_penalty_coef=config.kl_penalty_coef,
         save_every=config.save_every,
         eval_every=config.eval_every,
         evaluation=EvaluationSettings(
@@ -252,7 +260,10 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
         filters=narrow(config, FilterSettings),
-        advantages=narrow(config, AdvantageSettings),
+        dynamic_sampling=narrow(config, DynamicSamplingSettings),
+        preparation=PreparationSettings(
+            advantages=narrow(config, AdvantageSettings), kl=narrow(config, KlSettings), importance=narrow(config, ImportanceSettings)
+        ),
         faults=narrow(config, FaultSettings),
     )
 

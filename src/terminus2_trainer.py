@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from src import checkpoints
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
-from src.datums import to_datums
+from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
 from src.errors import BackendError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.examples import AdvantageSettings, Example, examples_of, substeps, weighted
+from src.examples import Example, examples_of_batch
 from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
 from src.finished import FinishedRollouts
-from src.kl_penalty import penalised
 from src.learner import Learner
-from src.metrics import batch_metrics, group_metrics
+from src.metrics import group_metrics
 from src.pipeline import Batch
 from src.policy import Policy
+from src.preparation import PreparationSettings, prepare
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
 from src.run_folder import remove
@@ -45,12 +45,12 @@ class LoopSettings:
     log_path: Path
     group_size: int
     temperature: float
-    kl_penalty_coef: float
     save_every: int
     eval_every: int
     evaluation: EvaluationSettings
     filters: FilterSettings
-    advantages: AdvantageSettings
+    dynamic_sampling: DynamicSamplingSettings
+    preparation: PreparationSettings
     faults: FaultSettings
 
 
@@ -91,7 +91,7 @@ class Terminus2RLTrainer:
         """Every batch after `steps_done`. What was learned is saved on the way out, unless the weights or the files are in doubt."""
         try:
             policy = await self._policy()
-            reference = await self._reference() if self._settings.kl_penalty_coef > 0 else None
+            reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
             if self.steps_done == 0:
                 self._run_log.log(0, await self._evaluate(policy))
             elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_settled("eval", self.steps_done):
@@ -135,34 +135,42 @@ class Terminus2RLTrainer:
         num_retries: list[int] = []
         self._journal.begun(batch.step, [task.id for task in batch.tasks])
         played = time.monotonic()
-        groups = await self._play(batch, policy, num_retries, tasks)
-        kept, dropped = keep_groups(groups, settings.filters)
-        examples_P_G = [examples_of(group, settings.advantages, settings.filters) for group in kept]
+        play = partial(self._play, batch, policy, num_retries)
+        refills = [task for task in self._source.train if task.id not in quarantined]
+        state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
+        groups = state.played
+        kept, dropped = keep_groups(state.kept, settings.filters)
+        examples_P_G = examples_of_batch(kept, settings.preparation.advantages, settings.filters)
         self._record(batch, groups, examples_P_G)
         learned = time.monotonic()
         metrics |= group_metrics(groups, group_size=settings.group_size)
+        metrics |= sampling_metrics(state, settings.dynamic_sampling)
         metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
         metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
         await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
         metrics["time/update"] = time.monotonic() - learned
 
-    async def _play(self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task]) -> list[TrajectoryGroup]:
-        """The groups of `tasks`, whose losses have been reckoned with. Each group's retries are added to `num_retries`."""
+    async def _play(
+        self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task], attempt: int
+    ) -> list[TrajectoryGroup]:
+        """The groups of the step's tasks, or of its nth refill, whose losses have been reckoned with. Retries go into `num_retries`."""
         settings = self._settings
+        purpose = f"refill-{attempt}" if attempt else "step"
+        title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
         plan = RolloutPlan(
             step=batch.step,
-            purpose="step",
+            purpose=purpose,
             group_size=settings.group_size,
             temperature=settings.temperature,
-            directory=self._directory("step", batch.step),
+            directory=self._directory(purpose, batch.step),
         )
-        self._display.begin(f"step {batch.step}", num_groups=len(tasks), group_size=settings.group_size)
+        self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
 
         def on_group(finished: FinishedGroup) -> None:
             num_retries.append(finished.num_retries)
             self._display.group(finished)
 
-        groups = await self._watchdog.guard(self._rollouts.play(tasks, policy, plan, on_group), f"playing step {batch.step}")
+        groups = await self._watchdog.guard(self._rollouts.play(tasks, policy, plan, on_group), f"playing {title}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         self._reckon(groups, plan)
         return groups
@@ -192,19 +200,16 @@ class Terminus2RLTrainer:
         metrics: dict[str, float],
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
-        settings = self._settings
-        shares = substeps(examples_P_G, settings.advantages.num_substeps)
-        metrics |= batch_metrics(shares, dropped)
-        if reference is not None:
-            penalties = [await penalised(share, reference, coefficient=settings.kl_penalty_coef) for share in shares]
-            shares = [penalty.examples for penalty in penalties]
-            metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
-        weighted_shares = [weighted(share, settings.advantages) for share in shares]
-        datums = [to_datums(sequence for example in share for sequence in example.sequences) for share in weighted_shares]
-        metrics |= await self._watchdog.answer(self._learner.update(datums), f"training step {batch.step}")
+        metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
         trained = [group[0].trajectory.task_id for group in examples_P_G if group]
         self._journal.trained(batch.step, tasks=trained, state=to_record(self._faults))
         self.steps_done += 1
+
+    async def _update(
+        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
+    ) -> dict[str, float]:
+        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
+        return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
 
     async def _policy(self) -> Policy:
         policy = await self._watchdog.answer(self._backend.policy(self.steps_done), "preparing the weights for sampling")

@@ -23,11 +23,10 @@ from harbor.models.metric import UsageInfo
 
 from src.chat import Chat
 from src.errors import BackendError, TrainerError, boundary
+from src.generator import turn_seed
+from src.limits import LengthLimits
 from src.policy import Policy
 from src.trajectory import StopReason, Turn
-
-SEED_STRIDE = 1_000_003
-MAX_SEED = 2**31 - 1
 
 
 class EpisodeOver(BaseException):
@@ -44,8 +43,7 @@ class SamplingLimits:
 
     temperature: float
     seed: int
-    max_tokens: int  # per answer
-    context_limit: int  # of a conversation, its last answer included
+    lengths: LengthLimits
     max_length_stops: int  # cut or empty answers in a row
     summarize: bool  # whether the agent has an answer to a full context
 
@@ -56,7 +54,8 @@ class TinkerLLM(BaseLLM):
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
         self.turns: list[Turn] = []  # of the main conversation
-        self.subagent_turns: list[Turn] = []  # summaries and the like; not trained
+        self.subagent_turns: list[Turn] = []  # summaries and the like
+        self.all_turns: list[Turn] = []  # both, as they were sampled
         self.prefix_breaks = 0
         self.empty_completions = 0
         self._policy = policy
@@ -81,10 +80,12 @@ class TinkerLLM(BaseLLM):
         is_main = history is not None and not self._is_subagent
         messages = [*_pairs(history or []), ("user", prompt)]
         prompt_ids, known = self._prompt(messages)
-        room = self._limits.context_limit - len(prompt_ids)
-        if room < 1:
+        room = self._limits.lengths.room(len(prompt_ids))
+        if room == 0:
             raise self._overflow(is_main=is_main, tokens=len(prompt_ids))
-        turn = await self._sample(prompt_ids, max_tokens=min(self._limits.max_tokens, room))
+        turn = await self._sample(prompt_ids, max_tokens=room)
+        if turn.completion_ids:
+            self.all_turns.append(turn)
         content = self._chat.decode(turn.completion_ids)
         if is_main:
             self._record(turn, messages, known=known, content=content)
@@ -98,11 +99,12 @@ class TinkerLLM(BaseLLM):
 
     @override
     def get_model_context_limit(self) -> int:
-        return self._limits.context_limit
+        """The first length that is not answered, from which Terminus-2 counts back to where it summarises."""
+        return self._limits.lengths.max_input_length + 1
 
     @override
     def get_model_output_limit(self) -> int | None:
-        return self._limits.max_tokens
+        return self._limits.lengths.max_generate_length
 
     def count_tokens(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Tokens of a conversation so far, counted by the model's own tokenizer."""
@@ -132,7 +134,7 @@ class TinkerLLM(BaseLLM):
 
     async def _sample(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:
         self._calls += 1
-        seed = (self._limits.seed * SEED_STRIDE + self._calls) % MAX_SEED
+        seed = turn_seed(self._limits.seed, self._calls)
         try:
             with boundary(BackendError, "sampling"):
                 return await self._policy.sample(
@@ -163,7 +165,7 @@ class TinkerLLM(BaseLLM):
         # The second overflow in a row means that summarising did not help; Harbor would go on for ever.
         if is_main and (not self._limits.summarize or self._overflows_in_a_row > 1):
             return EpisodeOver(StopReason.CONTEXT_LENGTH)
-        return ContextLengthExceededError(f"{tokens} tokens do not fit in a context of {self._limits.context_limit}")
+        return ContextLengthExceededError(f"{tokens} tokens are over the limit of {self._limits.lengths.max_input_length}")
 
 
 def _pairs(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

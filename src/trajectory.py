@@ -17,6 +17,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"
     SESSION_CLOSED = "session_closed"  # the agent closed its own terminal
+    TIMEOUT = "timeout"  # the episode's own deadline
     FAILED = "failed"  # the trial could not be graded, and failed_trial_reward stands in for its reward
 
 
@@ -29,6 +30,8 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # the whole-trial deadline
     AGENT = "agent"
     HARBOR = "harbor"
+    ENV_INIT_FAILED = "env_init_failed"  # a message environment could not start
+    ENV_ERROR = "env_error"  # a message environment broke on the way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,7 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
+    turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

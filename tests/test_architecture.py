@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
-    {"trajectory", "errors", "durable"},
+    {"trajectory", "errors", "limits", "advantages", "durable"},
     {"config", "command_line", "chat"},
-    {"advantages", "filters", "datums", "examples", "metrics", "faults"},
-    {"policy", "backend", "tracking", "recorder", "checkpoints", "journal", "finished", "run_folder"},
+    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults"},
+    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "watchdog", "learner", "kl_penalty", "evaluation", "pipeline", "console"},
+    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console", "watchdog"},
     {"terminus2_trainer"},
     {"run", "train"},
 ]
@@ -31,7 +31,7 @@ SERVER_HTTP = [
 SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings", "memory_plan"}, {"slots"}, {"executor"}]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
-    "tinker": {"backend", "policy", "learner", "datums"},
+    "tinker": {"backend", "policy", "learner", "datums", "preparation"},
     "wandb": {"tracking"},
     "torch": set(),
     "tinker_cookbook": set(),

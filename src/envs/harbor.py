@@ -42,8 +42,10 @@ class HarborSettings:
     max_turns: int | None = None
     max_tokens: int = 1024  # per answer
     context_limit: int = 32_000  # of a conversation, the last answer included
+    max_input_length: int | None = None  # of a conversation that is still answered; None: whatever leaves room for a token
     max_length_stops: int = 3  # cut or empty answers in a row that end a trial
     enable_summarize: bool = True
+    train_subagents: str = "none"  # "none" | "all": whether the answers of summarising sub-agents are trained
     proactive_summarization_threshold: int = 8000
     trial_timeout_s: float | None = None  # None: two hours
     n_parallel_envs: int = 8

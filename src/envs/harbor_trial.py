@@ -17,6 +17,7 @@ from src.chat import Chat
 from src.envs.harbor import DEFAULT_TRIAL_TIMEOUT_S, HarborSettings
 from src.envs.harbor_agent import Session, registered
 from src.errors import BackendError, SandboxError, VerifierError
+from src.limits import LengthLimits
 from src.policy import Policy
 from src.rewards.verifier import score
 from src.tinker_llm import SamplingLimits, TinkerLLM
@@ -50,8 +51,12 @@ class HarborTrial:
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
-            max_tokens=settings.max_tokens,
-            context_limit=settings.context_limit,
+            lengths=LengthLimits(
+                max_input_length=settings.context_limit - 1 if settings.max_input_length is None else settings.max_input_length,
+                max_generate_length=settings.max_tokens,
+                max_sequence_length=settings.context_limit,
+                context_limit=settings.context_limit,
+            ),
             max_length_stops=settings.max_length_stops,
             summarize=settings.enable_summarize,
         )
@@ -115,7 +120,7 @@ class HarborTrial:
         assert stop_reason is not None, "a graded trial ended somehow"
         return Trajectory(
             task_id=self._task.id,
-            turns=llm.turns,
+            turns=llm.all_turns if self._settings.train_subagents == "all" else llm.turns,
             reward=reward,
             stop_reason=stop_reason,
             trial_name=self._name,

@@ -35,6 +35,16 @@ class BanditTrainingClient:
         self.sent: list[list[tinker.Datum]] = []
         self.adam: list[tinker.AdamParams] = []
 
+    def forward(self, data, loss_fn, loss_fn_config=None):
+        self.events.append("forward")
+        logprobs = log_softmax(self.logits)
+        targets = [datum.loss_fn_inputs["target_tokens"].to_numpy() for datum in data]
+        outputs = [
+            {"logprobs": tinker.TensorData.from_numpy(np.array([logprobs[t] if t < VOCAB else 0.0 for t in row], dtype=np.float32))}
+            for row in targets
+        ]
+        return Ready(tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={}))
+
     def forward_backward(self, data, loss_fn, loss_fn_config=None):
         self.events.append("forward_backward")
         self.sent.append(data)

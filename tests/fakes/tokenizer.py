@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from src.chat import Chat
+from src.chat import Chat, Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
@@ -36,3 +37,30 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def byte_chat() -> Chat:
     return Chat(byte_tokenizer())
+
+
+class ToyTokenizer:
+    """ChatML in single ids: 1 opens a message, 2 ends it, 3 is the newline, everything else is its code point; a role is its first letter.
+
+    >>> ToyTokenizer().encode("\x01u\nob\x02\n", add_special_tokens=False)
+    [1, 117, 3, 111, 98, 2, 3]
+    """
+
+    eos_token_id: int | None = 2
+
+    def apply_chat_template(
+        self, conversation: Sequence[Message], *, tools: object, tokenize: bool, add_generation_prompt: bool, enable_thinking: bool
+    ) -> str:
+        assert not tokenize and not enable_thinking
+        text = "".join(f"\x01{str(message['role'])[0]}\n{message['content']}\x02\n" for message in conversation)
+        return text + ("\x01a\n" if add_generation_prompt else "")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [3 if character == "\n" else ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return "".join("\n" if token == 3 else chr(token) for token in token_ids)
+
+
+def toy_chat() -> Chat:
+    return Chat(ToyTokenizer())

@@ -2,7 +2,7 @@ import chz
 import pytest
 
 from src.command_line import SECTIONS, help_text, parse
-from src.config import TrainerConfig, loss_settings, pairs, run_name
+from src.config import REFUSED, TrainerConfig, loss_settings, pairs, run_name
 from src.errors import ConfigError
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
@@ -67,6 +67,18 @@ def test_the_seeds_own_recipe_is_accepted():
         (["loss_fn_config=beta=0.1"], "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold"),
         (["loss_fn=dro"], "loss_fn=dro: not a value of"),
         (["loss_fn_config=clip_low_threshold=x"], "loss_fn_config clip_low_threshold needs a number, not 'x'"),
+        (["max_input_length=31000"], r"max_input_length=31000 \+ max_tokens=1024 exceed max_sequence_length=32000; lower max_input_length"),
+        (["max_input_length=30720", "max_generate_length=2048"], r"max_generate_length=2048 exceed max_sequence_length=32000"),
+        (["max_sequence_length=32001"], "max_sequence_length=32001 is above context_limit=32000"),
+        (["max_generate_length=32000"], "max_generate_length=32000 leaves no room"),
+        (["max_input_length=0"], "max_input_length must be at least 1"),
+        (["advantage_estimator=gae"], "advantage_estimator=gae: not a value of"),
+        (["advantage_estimator=rloo", "normalize_advantages_by_std=false"], "is for advantage_estimator=grpo, not rloo"),
+        (["advantage_estimator=reinforce++", "step_wise_trajectories=true"], "exclude each other"),
+        (["loss_reduction=token_mean_legacy"], "loss_reduction=token_mean_legacy: not a value of"),
+        (["dynamic_sampling=filter", "remove_constant_reward_groups=true"], "drop remove_constant_reward_groups"),
+        (["tis_cap=2"], "tis_cap needs tis=token or tis=sequence"),
+        (["tis_sequence_mask_low=0.5"], "need tis_sequence_mask="),
         (["failed_trial_reward=1"], "failed_trial_reward=1: not a value of"),
         (["a...=3"], "unknown option"),
     ],
@@ -108,3 +120,24 @@ def test_every_option_is_documented_and_sections_are_options():
     assert all(field._doc for field in fields.values())
     assert all(f"  {name} " in text for name in fields)
     assert set(SECTIONS) <= set(fields)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_tinker_endpoint_can_honour_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"^{name} cannot be honoured: .+") as error:
+        parse([*BASE, f"{name}=0.1"])
+    assert "\n" not in str(error.value)
+
+
+def test_skyrls_length_names_and_ours_mean_the_same():
+    limits = parse([*BASE, "max_input_length=28672", "max_generate_length=2048", "max_sequence_length=30720"]).length_limits
+    assert (limits.max_input_length, limits.max_generate_length, limits.max_sequence_length) == (28672, 2048, 30720)
+    default = parse([*BASE, "max_tokens=512", "context_limit=16000"]).length_limits
+    assert (default.max_input_length, default.max_generate_length, default.max_sequence_length) == (15999, 512, 16000)
+    assert default.room(15999) == 1 and default.room(16000) == 0 and default.room(100) == 512
+
+
+def test_the_switch_for_the_deviation_still_works():
+    assert parse(BASE).estimator == "grpo"
+    assert parse([*BASE, "normalize_advantages_by_std=false"]).estimator == "dr_grpo"
+    assert parse([*BASE, "advantage_estimator=rloo"]).estimator == "rloo"

@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 
-from src.examples import AdvantageSettings, examples_of, substeps, weighted
+from src.examples import AdvantageSettings, examples_of, examples_of_batch, substeps, weighted
 from src.filters import FilterSettings
-from src.kl_penalty import penalised
+from src.kl_penalty import KlSettings, kl_estimates, penalised
+from src.limits import LengthLimits
 from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import task, trajectory, turn
 
@@ -13,10 +15,10 @@ FILTERS = FilterSettings(
 
 def settings(**changes):
     options = {
-        "normalize_advantages_by_std": False,
+        "estimator": "dr_grpo",
         "singleton_advantage": "zero",
         "loss_reduction": "token_mean",
-        "context_limit": 10,
+        "length_limits": LengthLimits(max_input_length=5, max_generate_length=5, max_sequence_length=10, context_limit=10),
         "num_substeps": 1,
     }
     return AdvantageSettings(**(options | changes))
@@ -37,7 +39,12 @@ def token_advantages(example):
 
 @pytest.mark.parametrize(
     ("reduction", "first", "second", "total"),
-    [("token_mean", 0.125, -0.125, -0.5), ("sequence_mean", 0.25, -0.5 / 6, 0.0), ("seq_mean_token_sum_norm", 0.05, -0.05, -0.2)],
+    [
+        ("token_mean", 0.125, -0.125, -0.5),
+        ("sequence_mean", 0.25, -0.0833333, 0.0),
+        ("seq_mean_token_sum_norm", 0.05, -0.05, -0.2),
+        ("prompt_mean", 0.125, -0.125, -0.5),
+    ],
 )
 def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
     examples = weighted(examples_of(two_and_six(), settings(), FILTERS), settings(loss_reduction=reduction))
@@ -46,12 +53,58 @@ def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
     assert sum(map(sum, map(token_advantages, examples))) == pytest.approx(total, abs=1e-6)
 
 
-@pytest.mark.parametrize(("reduction", "first"), [("token_mean", 0.5), ("sequence_mean", 0.25), ("seq_mean_token_sum_norm", 0.05)])
-def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, first):
+@pytest.mark.parametrize(
+    ("reduction", "first", "total"), [("token_mean", 0.5, 1.0), ("sequence_mean", 0.25, 0.5), ("seq_mean_token_sum_norm", 0.05, 0.1)]
+)
+def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, first, total):
     examples = weighted(examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS), settings(loss_reduction=reduction))
     assert [example.advantage for example in examples] == [1, -1]
     assert token_advantages(examples[0]) == pytest.approx([first] * 2)
+    assert sum(token_advantages(examples[0])) == pytest.approx(total)
     assert examples[1].sequences == []
+
+
+@pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
+def test_l13_to_l15_a_sequence_over_the_limit_trains_nothing_and_still_counts(num_tokens, num_trained):
+    # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of it is trained.
+    long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
+    short = trajectory(reward=0, turns=[turn([1], [2])])
+    examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)
+    assert [example.num_too_long for example in examples] == [int(not num_trained), 0]
+    assert len(examples[0].sequences) == bool(num_trained)
+    assert [example.advantage for example in examples] == [0.5, -0.5]  # the reward still moves the group
+    assert len(weighted(examples, settings(loss_reduction="sequence_mean"))[1].sequences[0].advantages) == 2
+    assert token_advantages(weighted(examples, settings(loss_reduction="sequence_mean"))[1]) == [-0.25]
+
+
+def test_l15_a_prompt_alone_over_the_limit_is_counted_and_nothing_is_cut_from_the_wrong_end():
+    long = trajectory(reward=1, turns=[turn([1] * 12, [2])])
+    [example] = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long]), settings(), FILTERS)
+    assert example.sequences == [] and example.num_too_long == 1
+
+
+def test_s7_step_by_step_every_turn_is_an_example_with_its_trajectorys_advantage():
+    # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out here.
+    turns = [turn([1] * 3, [2, 3]), turn([1, 1, 1, 2, 3, 4], [5])]
+    members = [trajectory(reward=1, turns=turns), trajectory(reward=0, turns=[turn([1], [2])])]
+    group = TrajectoryGroup(task=task("a"), trajectories=members)
+    examples = examples_of(group, settings(step_wise_trajectories=True), FILTERS)
+    assert [len(example.sequences[0].tokens) for example in examples] == [5, 7, 2]
+    assert [example.advantage for example in examples] == [0.5, 0.5, -0.5]
+    assert [example.num_tokens for example in examples] == [2, 1, 1]
+    [whole, _] = examples_of(group, settings(), FILTERS)
+    assert whole.num_tokens == 3 and len(whole.sequences) == 1
+
+
+def test_reinforce_plus_plus_compares_over_the_batch():
+    groups = [
+        TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2, 3, 4])])]),
+        TrajectoryGroup(task=task("b"), trajectories=[trajectory("b", 0, [turn([1], [2, 3, 4])])]),
+    ]
+    [[first], [second]] = examples_of_batch(groups, settings(estimator="reinforce++"), FILTERS)
+    assert token_advantages(first) == pytest.approx([0.9128709] * 3)
+    assert token_advantages(second) == pytest.approx([-0.9128709] * 3)
+    assert (first.advantage, second.advantage) == pytest.approx((0.9128709, -0.9128709))
 
 
 def test_substeps_are_shares_of_whole_groups():
@@ -75,7 +128,18 @@ class Reference:
 async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
     members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)])]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), coefficient=0.1)
+    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx([-0.05])  # likelier than in the reference: pushed down
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
+async def test_kl_estimators_of_half_a_nat(estimator, value):
+    assert float(kl_estimates(np.array(-1 - -1.5), estimator=estimator)) == pytest.approx(value, abs=5e-8)
+    members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)])]
+    examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
+    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator))  # differences 0.5 and 0
+    assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
+    assert token_advantages(result.examples[1]) == pytest.approx([value / 2])
+    assert result.mean_kl == pytest.approx(0.25)

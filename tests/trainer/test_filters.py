@@ -1,8 +1,11 @@
+import logging
+from dataclasses import replace
+
 import pytest
 
-from src.filters import DropReason, FilterSettings, keep_groups, trains
+from src.filters import DropReason, FilterSettings, keep_groups, rewarded, trains
 from src.trajectory import StopReason, TrajectoryGroup
-from tests.fakes.trials import failure, task, trajectory
+from tests.fakes.trials import failure, task, trajectory, turn
 
 
 def settings(**changes):
@@ -25,6 +28,37 @@ def test_constant_groups_stay_unless_they_are_to_go():
     kept, dropped = keep_groups(groups, settings(remove_constant_reward_groups=True))
     assert kept == [groups[1]]
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
+
+
+def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_variance_to_miss():
+    kept, dropped = keep_groups([group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True))
+    assert kept == [group(1)]
+    assert dropped == {DropReason.CONSTANT_REWARD: 1}
+
+
+@pytest.mark.parametrize(
+    ("stop", "reward"), [("stop", 1), ("session_closed", 1), ("length", 0), ("context_length", 0), ("max_turns", 0), ("timeout", 0)]
+)
+def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
+    turns = [turn([1], [2])]
+    before = TrajectoryGroup(task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))])
+    [after] = rewarded([before], settings(zero_reward_on_non_stop=True))
+    assert after.rewards == [reward] and after.trajectories[0].turns == turns
+    assert trains(after.trajectories[0], settings())
+    assert before.rewards == [1]  # the raw reward stays what the metrics see
+
+
+def test_one_answer_over_the_threshold_costs_the_reward(caplog):
+    def saying(*lengths):
+        return trajectory(reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths])  # each with its end of turn
+
+    members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
+    with caplog.at_level(logging.INFO):
+        [after] = rewarded([TrajectoryGroup(task=task("a"), trajectories=members)], settings(zero_reward_on_length_threshold=True))
+    assert after.rewards == [1, 0, 1]
+    assert "Length filtering (individual response): Set 1/3 responses to zero reward (>2048 tokens)" in caplog.text
+    assert [member.turns for member in after.trajectories] == [member.turns for member in members]
+    assert rewarded([after], settings())[0] is after
 
 
 def test_a_group_without_a_grade_is_dropped_and_counted():
@@ -57,3 +91,11 @@ def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
 def test_overlong_filtering_masks_what_a_limit_ended(stop, kept):
     assert trains(trajectory(stop=stop), settings(apply_overlong_filtering="stop_reason")) is kept
     assert trains(trajectory(stop=stop), settings())
+
+
+def test_the_eos_rule_asks_only_how_the_last_answer_ended():
+    eos = settings(apply_overlong_filtering="eos")
+    ended, cut = turn([1], [2]), replace(turn([1], [2]), stop_reason=StopReason.LENGTH)
+    assert trains(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
+    assert not trains(trajectory(turns=[ended, cut], stop=StopReason.MAX_TURNS), eos)
+    assert not trains(trajectory(turns=[]), eos)

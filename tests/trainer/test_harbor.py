@@ -150,6 +150,14 @@ async def test_a_summary_starts_a_new_prefix_and_is_recorded_apart(tmp_path: Pat
     assert breaks == [False, True, False]
 
 
+async def test_a_summary_is_trained_where_it_is_asked_for(tmp_path: Path) -> None:
+    script = {"Here are the answers": SUMMARISED, "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)]}
+    outcome, policy = await play(tmp_path, script, source(**SUMMARISING, train_subagents="all"))
+    assert isinstance(outcome, Trajectory)
+    assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts  # every sampling call, in order
+    assert outcome.metrics["subagent_turns"] == 3 and len(outcome.turns) == 7
+
+
 async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
     folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 2\n")
     outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], source(folder))

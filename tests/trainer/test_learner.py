@@ -5,7 +5,7 @@ import pytest
 
 from src.datums import sequences_of, to_datums
 from src.errors import BackendError
-from src.learner import Learner, LearnerSettings
+from src.learner import Learner, LearnerSettings, learning_rate
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 
@@ -100,3 +100,32 @@ async def test_a_failing_server_is_a_backend_error():
     client.optim_step = lambda adam: fail()
     with pytest.raises(BackendError, match="training: OSError: gone"):
         await Learner(client, settings()).update([datums(3)])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "rates"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1]),  # SkyRL's first step has rate 0 and changes nothing; ours has not
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, [0.5, 1, 1, 0.5]),
+        ("cosine", 0, [1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
+    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup, num_steps=4)
+    assert [learning_rate(given, step=step) for step in range(1, 5)] == pytest.approx(rates)
+
+
+async def test_every_substep_of_a_batch_has_the_batchs_rate():
+    client = BanditTrainingClient()
+    metrics = await Learner(client, settings(lr_schedule="linear", num_steps=4)).update([datums(3), datums(2)], step=3)
+    assert [adam.learning_rate for adam in client.adam] == [0.25, 0.25]
+    assert metrics["optim/lr"] == 0.25
+
+
+async def test_the_trainers_own_logprobs_take_one_forward_call_and_no_gradient():
+    client = BanditTrainingClient()
+    [values] = await Learner(client, settings()).logprobs(datums(3))
+    assert client.events == ["forward"] and values.tolist() == pytest.approx([0, QUARTER])
+    assert client.gradient.tolist() == [0, 0, 0, 0]

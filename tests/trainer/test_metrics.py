@@ -2,8 +2,9 @@ from collections import Counter
 
 import pytest
 
+from src.examples import Example
 from src.filters import DropReason
-from src.metrics import batch_metrics, family, group_metrics, held_out_metrics
+from src.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
 from src.trajectory import FailureKind, StopReason, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -22,6 +23,84 @@ def test_reward_metrics_have_the_values_of_skyrl_in_fleets_definitions():
     assert metrics["reward/signal_ratio"] == 0.5
     assert metrics["reward/mean_positive_reward"] == pytest.approx(0.9166667)
     assert metrics["env/all/reward/total"] == metrics["reward/avg_raw_reward"] == pytest.approx(0.3125)
+    assert metrics["reward/mean_clipped_at_zero"] == 0.34375  # upstream's mean_positive_reward
+    assert metrics["reward/zero_reward_rate"] == 9 / 16
+
+
+def test_a_pass_is_a_positive_sum_as_in_fleet_and_not_a_positive_last_token_as_upstream():
+    token_level = [[1, 0], [0, 1], [0, 0]]  # upstream: 0.3333
+    groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_level)]
+    assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
+
+
+def test_every_environment_has_its_own_signal_where_tasks_form_families():
+    metrics = group_metrics([group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2)
+    names = {name.removeprefix("reward/copy/") for name in metrics if name.startswith("reward/copy/")}
+    assert names == {"pass_at_2", "variance_per_prompt", "signal_ratio", "mean_positive_reward"}
+    assert (metrics["reward/copy/pass_at_2"], metrics["reward/copy/variance_per_prompt"]) == (0.5, 0.125)
+    assert (metrics["reward/copy/signal_ratio"], metrics["reward/move/signal_ratio"]) == (0.5, 0)
+    assert not any(name.startswith("reward/a/") for name in group_metrics(FOUR, group_size=4))
+
+
+def test_response_lengths_have_the_values_of_skyrl():
+    metrics = token_metrics([2, 4, 1], [1.0, 0.0, -1.0])
+    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (1, 4)
+    assert metrics["generate/avg_num_tokens"] == pytest.approx(2.3333333)
+    assert metrics["generate/std_num_tokens"] == pytest.approx(1.2472191)
+    assert (metrics["generate/avg_tokens_non_zero_rewards"], metrics["generate/avg_tokens_zero_rewards"]) == (2, 4)
+
+
+def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
+    # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at all there.
+    members = [
+        trajectory("a", 1.0, [turn([1], [2, 3])]),
+        trajectory("a", 0.0, [turn([1], [2]), turn([1, 2, 9], [3, 4])]),
+        trajectory("a", -1.0, [], stop=StopReason.CONTEXT_LENGTH),
+    ]
+    metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=members)], group_size=3)
+    assert metrics["generate/avg_assistant_tokens"] == pytest.approx(1.6666667)
+    assert (metrics["generate/min_assistant_tokens"], metrics["generate/max_assistant_tokens"]) == (0, 3)
+    assert metrics["generate/tokens_per_turn_mean"] == pytest.approx(1.6666667)
+    assert metrics["generate/tokens_per_turn_max"] == 2
+    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (0, 4)  # SkyRL: 1, 4
+    assert metrics["generate/batch_num_seq"] == 3
+
+
+def test_nothing_to_measure_is_six_zeros_and_a_warning(caplog):
+    metrics = token_metrics([], [])
+    names = [
+        "min_num_tokens",
+        "max_num_tokens",
+        "avg_num_tokens",
+        "std_num_tokens",
+        "avg_tokens_non_zero_rewards",
+        "avg_tokens_zero_rewards",
+    ]
+    assert metrics == {f"generate/{name}": 0.0 for name in names}
+    assert "no trajectory to measure" in caplog.text
+
+
+def test_a_rewritten_history_is_measured_run_by_run():
+    broken = trajectory(turns=[turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), turn([1, 9, 9, 9], [7, 8])])
+    assert num_response_tokens(broken) == (2 + 1 + 1) + 2
+
+
+def test_starts_and_deadlines_that_failed_are_counted():
+    late = trajectory("a", 0, [turn([1], [2])], stop=StopReason.TIMEOUT)
+    failures = [failure(kind=FailureKind.ENV_INIT_FAILED), failure(kind=FailureKind.TIMEOUT)]
+    metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[late], failures=failures)], group_size=3)
+    assert (metrics["generate/env_init_failures"], metrics["generate/trajectory_timeouts"]) == (1, 2)
+    assert (metrics["rollouts/total"], metrics["rollouts/valid"], metrics["rollouts/invalid"]) == (3, 1, 2)
+    assert metrics["env/all/stop_reason/timeout"] == 1
+
+
+def test_what_the_update_is_made_of():
+    def example(advantage, reward, too_long=0):
+        return Example(trajectory=trajectory(reward=reward), advantage=advantage, sequences=[], num_too_long=too_long)
+
+    metrics = batch_metrics([[example(0.5, 1.0), example(-1.5, 0.0, too_long=1)]], Counter())
+    assert (metrics["loss/avg_raw_advantages"], metrics["loss/avg_raw_advantages_abs"]) == (-0.5, 1.0)
+    assert (metrics["loss/avg_final_rewards"], metrics["rollouts/truncated_overlong"]) == (0.5, 1)
 
 
 @pytest.mark.parametrize(("rewards", "variance"), [((1, 0, 0, 0), 0.1875), ((1, 1, 0, 0), 0.25), ((1,), 0.0)])
@@ -54,7 +133,11 @@ def test_lengths_and_endings():
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)
     assert metrics["env/all/turns"] == 1.5
     assert (metrics["tokens/sampled"], metrics["tokens/context_max"]) == (6, 6)
-    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"], metrics["generate/avg_num_tokens"]) == (2, 4, 3)
+    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"], metrics["generate/avg_num_tokens"]) == (
+        2,
+        5,
+        3.5,
+    )  # an observed token in between
     assert metrics["env/all/stop_reason/length"] == 0.5
     assert (metrics["sampling_client/step_min"], metrics["sampling_client/step_max"]) == (4, 5)
 

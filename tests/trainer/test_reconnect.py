@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import re
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -85,7 +86,10 @@ class Bench:
 
 @pytest.mark.parametrize(
     ("waits", "noticed"),
-    [(True, "playing step 4: the server at http://"), (False, "training: no model session-")],
+    [
+        (True, "server lost: playing step 4: the server at http://"),
+        (False, "server lost: training(: no model session-| step 4: the server at http://)"),  # whichever hears of it first
+    ],
     ids=["while a trial waits", "when training goes on"],
 )
 async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_replayed(tmp_path, waits, noticed):
@@ -118,7 +122,7 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
     again = journal[[line.get("resumed_from") for line in journal].index(2) :]
     assert not [line for line in again if line["event"] == "admitted" and line["step"] == 3], "step 3 was on disk"
     said = bench.text.getvalue()
-    assert f"server lost: {noticed}" in said and "was restarted" in said and "resuming after step 2" in said
+    assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
 
 
 async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_line(tmp_path):

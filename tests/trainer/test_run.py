@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import io
 import json
 import logging
@@ -73,6 +74,52 @@ async def test_the_bandit_learns_to_say_three(tmp_path):
     metrics = bench.lines("metrics.jsonl")
     assert metrics[0]["test/env/all/success"] < 0.5
     assert metrics[-1]["test/env/all/success"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["advantage_estimator=rloo"],
+        ["advantage_estimator=reinforce++", "normalize_advantages_by_std=true"],
+        ["tis=token", "loss_reduction=prompt_mean"],
+        ["step_wise_trajectories=true", "kl_penalty_coef=0.001", "kl_estimator=k3"],
+    ],
+)
+async def test_the_bandit_learns_with_every_family_of_options(tmp_path, options):
+    bench = Bench(tmp_path)
+    await bench.go("n_epochs=15", "eval_every=0", "eval_group_size=16", "temperature=1", *options)
+    metrics = bench.lines("metrics.jsonl")
+    assert metrics[-1]["test/env/all/success"] > 0.9
+    assert ("forward" in bench.backend.training_client.events) == ("tis=token" in options)
+    if "tis=token" in options:
+        assert metrics[1]["tis/mean_factor"] == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_differ(tmp_path):
+    calls = {"n": 0}
+
+    async def same_at_first(trial, policy):
+        calls["n"] += 1
+        number = calls["n"]
+        result = await say_a_token(trial, policy)
+        same = number <= 8  # the first batch of 2 groups of 4
+        return dataclasses.replace(result, reward=1.0 if same else float(number % 2))
+
+    bench = Bench(tmp_path, play=same_at_first)
+    bench.source.eval = ()
+    await bench.go("max_steps=1", "dynamic_sampling=filter")
+    [metrics] = [line for line in bench.lines("metrics.jsonl") if line["step"] == 1]
+    assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
+    assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
+    assert len(bench.lines("rollouts/step_000001.jsonl")) == 16  # what was played is recorded, learned from or not
+    assert (bench.path / "jobs" / "refill-1_000001").is_dir()
+    assert bench.backend.versions == [0, 1]  # re-sampling is not a step
+
+
+async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("n_epochs=2", "lr_schedule=linear", "lr_warmup_steps=1", "eval_every=0")
+    assert [line["optim/lr"] for line in bench.lines("metrics.jsonl")[1:]] == pytest.approx([2, 2, 4 / 3, 2 / 3])
 
 
 async def test_each_batch_is_played_by_the_weights_the_batch_before_made(tmp_path):

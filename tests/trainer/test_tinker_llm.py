@@ -7,12 +7,23 @@ from harbor.llms.base import ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
 
 from src.errors import BackendError
+from src.limits import LengthLimits
 from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
 from src.trajectory import StopReason, Turn
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
-LIMITS = SamplingLimits(temperature=0.7, seed=5, max_tokens=100, context_limit=2000, max_length_stops=2, summarize=True)
+
+def lengths(*, max_tokens: int = 100, context_limit: int = 2000, max_input_length: int | None = None) -> LengthLimits:
+    return LengthLimits(
+        max_input_length=context_limit - 1 if max_input_length is None else max_input_length,
+        max_generate_length=max_tokens,
+        max_sequence_length=context_limit,
+        context_limit=context_limit,
+    )
+
+
+LIMITS = SamplingLimits(temperature=0.7, seed=5, lengths=lengths(), max_length_stops=2, summarize=True)
 
 
 def llm_saying(*replies: str | Exception, limits: SamplingLimits = LIMITS) -> tuple[TinkerLLM, FakePolicy]:
@@ -86,23 +97,40 @@ async def test_empty_answers_are_counted_and_not_trained() -> None:
 
 
 async def test_the_last_answer_is_cut_where_the_context_ends() -> None:
-    llm, policy = llm_saying("x" * 300, limits=replace(LIMITS, context_limit=90))
+    llm, policy = llm_saying("x" * 300, limits=replace(LIMITS, lengths=lengths(context_limit=90)))
     await HarborChat(llm).chat("a")
     assert len(policy.calls[0].prompt_ids) + policy.calls[0].max_tokens == 90
     assert len(llm.turns[0].prompt_ids) + len(llm.turns[0].completion_ids) == 90
 
 
 async def test_a_full_context_ends_the_episode_or_asks_for_a_summary_once() -> None:
-    llm, _ = llm_saying("x", limits=replace(LIMITS, context_limit=150, summarize=False))
+    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150), summarize=False))
     with pytest.raises(EpisodeOver) as over:
         await HarborChat(llm).chat("a" * 200)
     assert over.value.cause == StopReason.CONTEXT_LENGTH
-    llm, _ = llm_saying("x", limits=replace(LIMITS, context_limit=150))
+    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
     with pytest.raises(ContextLengthExceededError):
         await HarborChat(llm).chat("a" * 200)
     with pytest.raises(EpisodeOver):
         await HarborChat(llm).chat("a" * 200)
     assert llm.turns == []
+
+
+async def test_harbor_has_skyrls_limit_on_what_is_still_answered() -> None:
+    llm, policy = llm_saying("x")
+    conversation = HarborChat(llm)
+    for _ in range(2):
+        await conversation.chat("a")
+    second = len(policy.calls[1].prompt_ids)
+    for max_input_length, num_answered in ((second, 2), (second - 1, 1)):
+        llm, policy = llm_saying("x", limits=replace(LIMITS, lengths=lengths(max_input_length=max_input_length), summarize=False))
+        assert llm.get_model_context_limit() == max_input_length + 1
+        conversation = HarborChat(llm)
+        with pytest.raises(EpisodeOver) as over:
+            for _ in range(3):
+                await conversation.chat("a")
+        assert over.value.cause == StopReason.CONTEXT_LENGTH
+        assert len(policy.calls) == num_answered
 
 
 async def test_a_rewritten_history_breaks_the_prefix_once_and_then_grows_exactly_again() -> None:
@@ -145,6 +173,7 @@ async def test_subagents_are_recorded_apart_and_leave_the_conversation_alone() -
     await llm.call("no history at all")
     await conversation.chat("b")
     assert len(llm.turns) == 2 and len(llm.subagent_turns) == 2 and llm.prefix_breaks == 0
+    assert llm.all_turns == [llm.turns[0], *llm.subagent_turns, llm.turns[1]]
 
 
 async def test_tokens_are_counted_by_the_models_tokenizer() -> None:

@@ -1,0 +1,205 @@
+"""run_episode: a policy and a message environment talk until one of them ends it, token in and token out.
+
+The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
+
+- the context is measured before each answer; one of exactly `max_input_length` tokens is still answered
+- an answer cut at `max_generate_length` is an answer like any other; only the last one's ending is the episode's
+- an episode that outgrows its context is not graded: it has the rewards given so far
+- what comes after the last answer is not part of the trajectory
+- an empty answer is shown to the environment and trains nothing
+
+    prompt -> answer -> observation -> prompt + answer + observation -> answer -> ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from src.chat import Chat, Message
+from src.errors import BackendError, boundary
+from src.limits import LengthLimits
+from src.policy import Policy
+from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+
+logger = logging.getLogger(__name__)
+
+SEED_STRIDE = 1_000_003
+MAX_SEED = 2**31 - 1
+CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What the agent sees first."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas, for the chat template
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """The environment's side of one exchange. Without messages the agent simply goes on."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class MessageEnv(Protocol):
+    """One attempt at one task, played in messages and used once."""
+
+    async def start(self) -> Opening:
+        """Whatever it raises becomes a `TrialFailure`: the attempt never was."""
+        ...
+
+    async def step(self, answer: str) -> Observation:
+        """React to an answer, which may be empty or cut off. A bad answer is worth an observation; what this raises is a failure."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the attempt holds; called exactly once, however it ended."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSettings:
+    """How one episode is played. With the same seed the same policy gives the same answers."""
+
+    temperature: float
+    seed: int
+    max_turns: int | None = None
+    timeout_s: float | None = None
+    step_wise: bool = False  # render the whole history for each answer, as the template shows it by then, instead of extending the tokens
+
+
+async def run_episode(
+    env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings, *, task_id: str, trial_name: str = ""
+) -> Trajectory | TrialFailure:
+    """Play one episode to its end. Never raises but for cancellation; `env` is closed either way."""
+    episode = _Episode(env, policy, chat, limits, settings)
+    started = time.monotonic()
+    failure: tuple[FailureKind, str] | None = None
+    try:
+        async with asyncio.timeout(settings.timeout_s) as deadline:
+            await episode.play()
+    except BackendError as error:
+        failure = (FailureKind.BACKEND, str(error))
+    except TimeoutError as error:
+        if not deadline.expired():
+            failure = (episode.blame, f"TimeoutError: {error}")
+        elif episode.blame == FailureKind.ENV_INIT_FAILED:
+            failure = (episode.blame, f"the environment did not start within {settings.timeout_s:g} s")
+        else:
+            episode.stop_reason = StopReason.TIMEOUT
+    except Exception as error:
+        failure = (episode.blame, f"{type(error).__name__}: {error}")
+    finally:
+        await _close(env)
+    if failure is not None:
+        return TrialFailure(task_id=task_id, kind=failure[0], message=failure[1], trial_name=trial_name)
+    return episode.trajectory(task_id, trial_name, duration_s=time.monotonic() - started)
+
+
+class _Episode:
+    """The state of one episode; `blame` is who is at work, for when that fails."""
+
+    def __init__(self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
+        self.blame = FailureKind.ENV_INIT_FAILED
+        self.stop_reason = StopReason.STOP
+        self._env, self._policy, self._chat = env, policy, chat
+        self._limits, self._settings = limits, settings
+        self._turns: list[Turn] = []
+        self._rewards: list[float] = []  # one per turn
+        self._reward = 0.0
+        self._num_answers = 0
+        self._num_empty = 0
+        self._num_cut = 0
+        self._metrics: dict[str, float] = {}
+
+    async def play(self) -> None:
+        opening = await self._env.start()
+        self.blame = FailureKind.ENV_ERROR
+        history = list(opening.messages)
+        prompt_ids = self._chat.render(history, tools=opening.tools)
+        while True:
+            room = self._limits.room(len(prompt_ids))
+            if room == 0:
+                self.stop_reason = StopReason.CONTEXT_LENGTH
+                return
+            if self._num_answers == self._settings.max_turns:
+                self.stop_reason = StopReason.MAX_TURNS
+                return
+            turn = await self._answer(prompt_ids, max_tokens=room)
+            text = self._chat.decode(turn.completion_ids)
+            observation = await self._env.step(text)
+            self._record(turn, observation)
+            if observation.is_done:
+                return
+            history += [{"role": "assistant", "content": text}, *observation.messages]
+            if self._settings.step_wise:
+                prompt_ids = self._chat.render(history, tools=opening.tools)
+            else:
+                prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, observation.messages)
+
+    def trajectory(self, task_id: str, trial_name: str, *, duration_s: float) -> Trajectory:
+        own = {
+            "duration_s": duration_s,
+            "empty_completions": float(self._num_empty),
+            "cut_answers": float(self._num_cut),
+            "input_overflow": float(self.stop_reason == StopReason.CONTEXT_LENGTH),
+        }
+        return Trajectory(
+            task_id=task_id,
+            turns=self._turns,
+            reward=self._reward,
+            stop_reason=self.stop_reason,
+            trial_name=trial_name,
+            metrics=self._metrics | own,
+            turn_rewards=self._rewards,
+        )
+
+    async def _answer(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:
+        settings, self._num_answers = self._settings, self._num_answers + 1
+        with boundary(BackendError, "sampling"):
+            turn = await self._policy.sample(
+                prompt_ids,
+                max_tokens=max_tokens,
+                temperature=settings.temperature,
+                seed=turn_seed(settings.seed, self._num_answers),
+                stop=self._chat.stop_token_ids,
+            )
+        self.stop_reason = turn.stop_reason
+        self._num_cut += turn.stop_reason == StopReason.LENGTH
+        return turn
+
+    def _record(self, turn: Turn, observation: Observation) -> None:
+        """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
+        self._reward += observation.reward
+        self._metrics |= observation.metrics
+        if turn.completion_ids:
+            self._turns.append(turn)
+            self._rewards.append(observation.reward)
+        else:
+            self._num_empty += 1
+            if self._rewards:
+                self._rewards[-1] += observation.reward
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """The seed of an episode's nth sampling call."""
+    return (seed * SEED_STRIDE + number) % MAX_SEED
+
+
+async def _close(env: MessageEnv) -> None:
+    """A failing or hanging `close` must not hide how the episode went."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await env.close()
+    except Exception:
+        logger.warning("an environment did not close", exc_info=True)

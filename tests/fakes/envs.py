@@ -1,0 +1,65 @@
+"""ScriptedEnv: a message environment that reacts from a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from src.chat import Message
+from src.generator import Observation, Opening
+
+
+def saying(*texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float) -> Observation:
+    """An observation of one message per text."""
+    return Observation(messages=[{"role": role, "content": text} for text in texts], reward=reward, is_done=is_done, metrics=metrics)
+
+
+def ending(reward: float = 1.0) -> Observation:
+    return Observation(reward=reward, is_done=True)
+
+
+class ScriptedEnv:
+    """Opens with `opening` and gives one observation per answer, whatever the answer; an exception in the script is raised.
+
+    A script that is over is an error of the test. `hang_at` is the step, from 1, that never returns; 0 is the start.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[Observation | Exception],
+        *,
+        opening: str | Sequence[Message] | Exception = "x",
+        tools: Sequence[Mapping[str, object]] = (),
+        hang_at: int | None = None,
+    ) -> None:
+        self.answers: list[str] = []
+        self.num_closed = 0
+        self.hangs = asyncio.Event()
+        self._script = script
+        self._opening = opening
+        self._tools = tools
+        self._hang_at = hang_at
+
+    async def start(self) -> Opening:
+        if self._hang_at == 0:
+            await self._hang()
+        if isinstance(self._opening, Exception):
+            raise self._opening
+        messages = [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
+        return Opening(messages=messages, tools=self._tools)
+
+    async def step(self, answer: str) -> Observation:
+        self.answers.append(answer)
+        if self._hang_at == len(self.answers):
+            await self._hang()
+        observation = self._script[len(self.answers) - 1]
+        if isinstance(observation, Exception):
+            raise observation
+        return observation
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    async def _hang(self) -> None:
+        self.hangs.set()
+        await asyncio.Event().wait()

@@ -1,0 +1,86 @@
+import random
+
+import pytest
+
+from src.dynamic_sampling import NOTHING, DynamicSamplingSettings, is_good, refill, sampled, sampling_metrics, with_bad_replaced
+from src.errors import TrainerError
+from src.trajectory import TrajectoryGroup
+from tests.fakes.trials import failure, task, trajectory
+
+
+def settings(kind, *, limit=30, ratio=0.3):
+    return DynamicSamplingSettings(
+        dynamic_sampling=kind, dynamic_sampling_max_batches=limit, dynamic_sampling_min_replace_ratio=ratio, seed=0
+    )
+
+
+def group(name, *rewards):
+    failures = [] if rewards else [failure()]
+    return TrajectoryGroup(task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=failures)
+
+
+def good(*names):
+    return [group(name, 1, 0) for name in names]
+
+
+def bad(*names):
+    return [group(name, 0, 0) for name in names]
+
+
+def names(groups):
+    return [each.task.id for each in groups]
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [((1, 0), True), ((1, 1), False), ((0.3, 0.3000001), False), ((1,), True), ((), False)])
+def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
+    assert is_good(group("a", *rewards)) is expected
+
+
+def test_filter_collects_over_batches_and_cuts_to_whole_groups():
+    first = sampled(NOTHING, [*good("a"), *bad("b")], settings("filter"), step=1, wanted=2)
+    assert not first.is_complete and names(first.kept) == ["a"]
+    second = sampled(first, good("c", "d"), settings("filter"), step=1, wanted=2)
+    assert second.is_complete and names(second.kept) == ["a", "c"]
+    metrics = sampling_metrics(second, settings("filter"))
+    assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"], metrics["dynamic_sampling/surplus_groups"]) == (
+        2,
+        1,
+        1,
+    )
+
+
+def test_replace_puts_good_groups_in_bad_places():
+    state = sampled(NOTHING, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, wanted=4)
+    assert state.is_complete and state.num_copies == 2
+    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {"a", "b"}  # none taken twice
+
+
+def test_replace_draws_freely_when_good_groups_are_fewer():
+    kept = with_bad_replaced([*good("a"), *bad("x", "y")], random.Random(0))
+    assert names(kept) == ["a", "a", "a"]
+
+
+def test_replace_needs_strictly_more_than_the_ratio():
+    batch = [*good("a", "b", "c"), *bad(*"tuvwxyz")]
+    assert not sampled(NOTHING, batch, settings("replace", ratio=0.3), step=1, wanted=10).is_complete
+    assert sampled(NOTHING, batch, settings("replace", ratio=0.29), step=1, wanted=10).is_complete
+
+
+def test_too_many_batches_stop_the_run_with_a_reason():
+    state = sampled(NOTHING, bad("a"), settings("filter", limit=2), step=7, wanted=1)
+    with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had equal rewards"):
+        sampled(state, bad("b"), settings("filter", limit=2), step=7, wanted=1)
+    unlimited = state
+    for _ in range(50):
+        unlimited = sampled(unlimited, bad("b"), settings("filter", limit=0), step=7, wanted=1)
+
+
+def test_off_keeps_everything():
+    groups = [*good("a"), *bad("b")]
+    assert sampled(NOTHING, groups, settings("off"), step=1, wanted=2).kept == groups
+
+
+def test_a_refill_depends_on_seed_step_and_attempt_alone():
+    tasks = list(range(20))
+    assert refill(tasks, 4, seed=0, step=1, attempt=1) == refill(tasks, 4, seed=0, step=1, attempt=1)
+    assert refill(tasks, 4, seed=0, step=1, attempt=1) != refill(tasks, 4, seed=0, step=1, attempt=2)

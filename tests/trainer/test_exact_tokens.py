@@ -1,0 +1,188 @@
+"""Whatever a conversation goes through, every weighted token was sampled by the engine at that position with that logprob."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from harbor.llms.base import ContextLengthExceededError
+from harbor.llms.chat import Chat as HarborChat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.chat import Chat
+from src.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
+from src.generator import EpisodeSettings, run_episode
+from src.limits import LengthLimits
+from src.policy import Policy
+from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
+from src.trajectory import StopReason, Trajectory, Turn
+from tests.fakes.envs import ScriptedEnv, saying
+from tests.fakes.tokenizer import byte_chat, toy_chat
+
+CHATS = {"thinking is stripped from history": byte_chat(), "history stays": toy_chat()}
+
+
+class Engine(Policy):
+    """Samples random ids, thinking and stray control tokens among them, and remembers every sample with its logprobs.
+
+    Some answers are empty, some are cut, and some do not survive decoding and encoding.
+    """
+
+    def __init__(self, chat: Chat, seed: int) -> None:
+        self.version = 0
+        self.said: list[Turn] = []
+        self._chat = chat
+        self._rng = random.Random(seed)
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        rng = self._rng
+        text = rng.choice(["", "ok", "<think>why\n</think>\n\nso", "<think>cut off", "a\n", " b", "é€", "</think>"])
+        ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
+        if rng.random() < 0.2:
+            ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that alone is no text
+        if rng.random() < 0.85:
+            ids = [*ids, self._chat.turn_end_id]
+        ids = ids[:max_tokens]
+        turn = Turn(
+            prompt_ids=list(prompt_ids),
+            completion_ids=ids,
+            logprobs=[-rng.uniform(0.001, 20) for _ in ids],
+            stop_reason=StopReason.STOP if ids and ids[-1] == self._chat.turn_end_id else StopReason.LENGTH,
+            policy_version=0,
+        )
+        self.said.append(turn)
+        return turn
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A token that a datum trains: what precedes it, what it is, and how likely it was said to be."""
+
+    context: tuple[int, ...]
+    token: int
+    logprob: float
+
+
+def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[Weighted]:
+    """Read back from the datums, as the server would."""
+    found = []
+    for sequence in sequences:
+        datum = to_datum(sequence)
+        inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
+        tokens = datum.model_input.to_ints()
+        for position, advantage in enumerate(inputs["advantages"]):
+            if advantage:
+                found.append(Weighted(tuple(tokens[: position + 1]), inputs["target_tokens"][position], inputs["logprobs"][position]))
+            else:
+                assert inputs["logprobs"][position] == 0
+    return found
+
+
+def sampled_tokens(turns: Sequence[Turn]) -> list[Weighted]:
+    return [
+        Weighted(tuple(turn.prompt_ids + turn.completion_ids[:k]), token, float(np.float32(logprob)))
+        for turn in turns
+        for k, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True))
+    ]
+
+
+def assert_exact(trained: Sequence[Turn], said: Sequence[Turn]) -> list[TokenSequence]:
+    """Every sampled token of `said` is trained exactly once, where and as it was sampled; nothing else is."""
+    sequences = sequences_of(trained, advantage=1.0)
+    expected = Counter(sampled_tokens(said))
+    assert Counter(weighted_tokens(sequences)) == expected
+    assert Counter(weighted_tokens(step_sequences_of(trained, advantage=1.0))) == expected
+    return sequences
+
+
+# What happens between two answers of a Terminus-2 trial.
+EVENTS = st.lists(st.sampled_from(["observe", "observe", "observe", "summarise", "rewind", "subagent", "forget"]), min_size=1, max_size=10)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), events=EVENTS, name=st.sampled_from(list(CHATS)), max_tokens=st.integers(1, 12))
+def test_every_trained_token_of_a_terminal_trial_was_sampled_there(seed: int, events: list[str], name: str, max_tokens: int) -> None:
+    chat = CHATS[name]
+    engine = Engine(chat, seed)
+    lengths = LengthLimits(max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700)
+    limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
+    llm = TinkerLLM(policy=engine, chat=chat, limits=limits, model_name="m")
+    rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
+
+    apart = {id(turn) for turn in llm.subagent_turns}
+    main = [turn for turn in engine.said if turn.completion_ids and id(turn) not in apart]
+    assert llm.turns == main
+    sequences = assert_exact(llm.turns, main)
+    assert llm.prefix_breaks <= rewrites
+    assert len(sequences) <= llm.prefix_breaks + 1  # an unbroken trial is one datum
+    everything = [turn for turn in engine.said if turn.completion_ids]
+    assert llm.all_turns == everything
+    assert_exact(llm.all_turns, everything)  # train_subagents=all
+
+
+async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int:
+    """Plays the events; the number of times the history was rewritten."""
+    conversation, rewrites = HarborChat(llm), 0
+    try:
+        for event in events:
+            messages = conversation.messages
+            if event == "summarise" and messages:
+                with llm.recording_apart():
+                    await llm.call("summarise", message_history=messages)
+                conversation._messages = [messages[0], {"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
+                rewrites += 1
+            elif event == "rewind" and len(messages) > 2:
+                conversation._messages = messages[: 2 * rng.randrange(1, len(messages) // 2)] if len(messages) > 3 else messages[:2]
+                rewrites += 1
+            elif event == "forget":
+                conversation._messages = []
+                rewrites += 1
+            elif event == "subagent":
+                await llm.call("a question of its own")
+            await conversation.chat(f"$ {rng.randrange(10)}")
+    except (EpisodeOver, ContextLengthExceededError):
+        pass
+    return rewrites
+
+
+OBSERVATIONS = st.lists(
+    st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.sampled_from(["", "ok", "<think>x</think>y", "\n"])), max_size=3), max_size=6
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    observations=OBSERVATIONS,
+    name=st.sampled_from(list(CHATS)),
+    generate=st.integers(1, 12),
+    max_input=st.integers(20, 300),
+    step_wise=st.booleans(),
+)
+def test_every_trained_token_of_an_episode_was_sampled_there(
+    seed: int, observations: list[list[tuple[str, str]]], name: str, generate: int, max_input: int, step_wise: bool
+) -> None:
+    chat = CHATS[name]
+    engine = Engine(chat, seed)
+    script = [saying(*(text for _, text in each), role=each[0][0] if each else "user") for each in observations]
+    script.append(saying(reward=1.0, is_done=True))
+    limits = LengthLimits(
+        max_input_length=max_input,
+        max_generate_length=generate,
+        max_sequence_length=max_input + generate,
+        context_limit=max_input + generate,
+    )
+    episode = EpisodeSettings(temperature=1.0, seed=seed, step_wise=step_wise)
+    trajectory = asyncio.run(run_episode(ScriptedEnv(script), engine, chat, limits, episode, task_id="a"))
+    assert isinstance(trajectory, Trajectory)
+    said = [turn for turn in engine.said if turn.completion_ids]
+    sequences = assert_exact(trajectory.turns, said)
+    assert step_wise or len(sequences) <= 1
+    assert all(len(turn.prompt_ids) <= max_input for turn in engine.said)
+    assert all(len(sequence.tokens) <= limits.max_sequence_length for sequence in sequences)
+    assert trajectory.reward == (trajectory.stop_reason != StopReason.CONTEXT_LENGTH)

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from src.datums import scaled, sequences_of
+from src.examples import Example
+from src.importance import ImportanceSettings, corrected, correction
+from tests.fakes.trials import trajectory, turn
+
+OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)
+
+
+def settings(**changes):
+    options = dict.fromkeys(
+        ["tis_cap", "tis_sequence_mask_low", "tis_sequence_mask_high", "tis_token_mask_low", "tis_token_mask_high"], None
+    )
+    return ImportanceSettings(**({"tis": "off", "tis_sequence_mask": "off"} | options | changes))
+
+
+def test_token_ratios_are_capped():
+    result = correction(OLD, SAMPLED, settings(tis="token"))
+    assert result.factors.tolist() == pytest.approx([2.0, 1.0, 0.67032], abs=5e-6)
+    assert result.num_capped / 3 == pytest.approx(1 / 3)
+    assert correction(OLD, SAMPLED, settings(tis="token", tis_cap=3.0)).factors[0] == pytest.approx(2.7182818)
+
+
+def test_a_sequence_has_one_ratio():
+    assert correction(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx([1.8221189] * 3, abs=2e-7)  # to float32
+    capped = correction(OLD, SAMPLED, settings(tis="sequence", tis_cap=1.5))
+    assert capped.factors.tolist() == [1.5] * 3 and capped.num_capped == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "is_masked"),
+    [
+        ("geometric", {}, True),  # exp(0.2) > 1.01
+        ("product", {}, False),  # 0.5 <= 1.822 <= 2
+        ("outlier", {"tis_sequence_mask_high": 2.0}, True),  # e > 2
+        ("outlier", {}, False),
+        ("product", {"tis_sequence_mask_low": 1.9}, True),
+    ],
+)
+def test_a_sequence_out_of_bounds_is_masked_as_a_whole(kind, bounds, is_masked):
+    result = correction(OLD, SAMPLED, settings(tis_sequence_mask=kind, **bounds))
+    assert result.is_masked is is_masked
+    assert result.factors.tolist() == [0.0 if is_masked else 1.0] * 3
+
+
+def test_the_token_mask_keeps_its_bounds():
+    result = correction(OLD, SAMPLED, settings(tis_token_mask_low=0.5, tis_token_mask_high=2.0))
+    assert result.factors.tolist() == [0, 1, 1]
+    same = correction(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
+    assert same.factors.tolist() == [1]  # equality stays
+
+
+def test_ratios_do_not_overflow():
+    result = correction(np.array([900.0, -900.0]), np.zeros(2), settings(tis="token", tis_cap=1e9))
+    assert np.isfinite(result.factors).all() and result.factors[0] == pytest.approx(np.exp(20))
+
+
+def example(*turns, advantage=1.0):
+    return Example(trajectory=trajectory(turns=turns), advantage=advantage, sequences=sequences_of(turns, advantage=advantage))
+
+
+def test_a_correction_scales_advantages_and_replaces_logprobs_at_sampled_tokens_only():
+    one = example(turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0)
+    old = np.array([9.0, -1.0, -1.0, 9.0, -3.0], dtype=np.float32)
+    [[changed]], metrics = corrected([[one]], [old], settings(tis="token"))
+    [sequence] = changed.sequences
+    assert sequence.logprobs.tolist() == [0, -1, -1, 0, -3]
+    assert sequence.advantages.tolist() == pytest.approx([0, 2, 2, 0, 2 * np.exp(-2)])
+    assert metrics["tis/capped_fraction"] == 0
+
+
+def test_a_trajectory_in_two_sequences_has_one_product_of_ratios():
+    broken = example(turn([1], [10], logprob=-1.0), turn([5], [50], logprob=-1.0))
+    still = example(turn([1], [10]), advantage=0.0)
+    olds = [np.array([0.0, -0.5], dtype=np.float32), np.array([0.0, -0.7], dtype=np.float32)]
+    [[_, changed]], _ = corrected([[still, broken]], olds, settings(tis="sequence"))
+    assert [sequence.advantages[1] for sequence in changed.sequences] == pytest.approx([np.exp(0.8)] * 2)
+
+
+def test_a_positive_factor_commutes_with_the_loss_reduction():
+    one = example(turn([1], [10], logprob=-1.0))
+    halved = Example(trajectory=one.trajectory, advantage=1.0, sequences=[scaled(one.sequences[0], 0.5)])
+    old = [np.array([0.0, -0.9], dtype=np.float32)]
+    [[whole]], _ = corrected([[one]], old, settings(tis="token"))
+    [[half]], _ = corrected([[halved]], old, settings(tis="token"))
+    assert half.sequences[0].advantages.tolist() == pytest.approx((whole.sequences[0].advantages / 2).tolist())
