@@ -38,6 +38,7 @@ from skyrl_tx_server.ops import (
     ForwardBackwardResult,
     LoadWeights,
     LoraSpec,
+    LossFn,
     Op,
     OpResult,
     OptimStep,
@@ -114,6 +115,7 @@ class DeviceExecutor:
             block=settings.decode_block,
             dtype=dtype,
             model_dir=settings.model_dir,
+            tempered_logprobs=settings.tempered_logprobs,
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
@@ -194,6 +196,9 @@ class DeviceExecutor:
         for number, packed in enumerate(batches):
             if number:
                 yield
+            if op.loss_fn is LossFn.GSPO:
+                first = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
+                packed = packed.with_sequence_ratios(op.data, np.asarray(first.logprobs))
             if gradient is None:
                 outputs = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
             else:

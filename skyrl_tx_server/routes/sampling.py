@@ -64,6 +64,10 @@ def _submit(context: Context, sample: SampleRequest, *, weights: str | None, ses
         settings=sample.settings,
         num_samples=sample.num_samples,
         prompt_logprobs=sample.prompt_logprobs,
+        topk_prompt_logprobs=sample.topk_prompt_logprobs,
+        topk_sample_logprobs=sample.topk_sample_logprobs,
+        target_prompt_tokens=sample.target_prompt_tokens,
+        prompt_logprobs_last_n=sample.prompt_logprobs_last_n,
     )
     key = None
     name = f"sample-{uuid.uuid4().hex}"

@@ -386,22 +386,10 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
 
 
 REFUSALS = {
-    "gspo": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"), "use one of: cross_entropy"),
+    "gspo without its mask": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"), "needs the input sequence_ratio_mask"),
     "stable_reinforce": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "stable_reinforce"), "use one of: cross_entropy"),
     "dimuon": (lambda t, s, r: t.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW"),
     "loss setting": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "ppo", {"tag": "x"}), "unknown setting 'tag'"),
-    "2-D targets": (
-        lambda t, s, r: t.forward_backward(
-            [
-                types.Datum(
-                    model_input=prompt(1, 2),
-                    loss_fn_inputs={"target_tokens": np.ones((2, 3), np.int64), "weights": np.ones((2, 3), np.float32)},
-                )
-            ],
-            "cross_entropy",
-        ),
-        "one target per position",
-    ),
     "image": (
         lambda t, s, r: t.forward_backward(
             [
@@ -423,8 +411,14 @@ REFUSALS = {
     "not finite": (lambda t, s, r: t.forward_backward([datum([1, 2], [1.0, float("nan")])], "cross_entropy"), "not finite"),
     "vocabulary": (lambda t, s, r: t.forward_backward([datum([1, 64])], "cross_entropy"), "outside this model's vocabulary of 64"),
     "datum too long": (lambda t, s, r: t.forward_backward([datum([1] * 129)], "cross_entropy"), "context window of 128"),
-    "topk_prompt_logprobs": (lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=2), "topk"),
-    "topk_sample_logprobs": (lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_sample_logprobs=2), "topk"),
+    "top-k too large": (
+        lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=65),
+        "topk_prompt_logprobs=65 must lie between 0 and 64",
+    ),
+    "alternative tokens": (
+        lambda t, s, r: s.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2),
+        "sample from each prefix instead",
+    ),
     "prompt too long": (
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),
         r"Prompt length plus max_tokens exceeds the model's context window: 100 \+ 50 > 128",
