@@ -235,7 +235,7 @@ class DeviceExecutor:
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
             raise UserError(f"{op.path} holds sampler weights only; load a training checkpoint made by save_state")
         info, arrays = self._store.read(op.path)
-        if model is not None and model.lora != info.lora:
+        if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:  # SDKs up to 0.36 make the model without a seed
             raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
         loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
         if op.optimizer:

@@ -107,6 +107,19 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
+def test_a_checkpoint_is_loaded_into_a_model_made_with_another_seed(engine: Engine, checkpoints_dir: Path):
+    """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into it."""
+    create(engine, "m")
+    train(engine, "m")
+    path = run(engine, SaveWeights(model_id="m", name="a")).path
+    create(engine, "other", replace(LORA, seed=99))
+    assert run(engine, LoadWeights(model_id="other", path=path, optimizer=True)).lora == LORA
+    assert_identical(state(engine, "other", checkpoints_dir), state(engine, "m", checkpoints_dir))
+    create(engine, "smaller", replace(LORA, rank=2))
+    with pytest.raises(UserError, match="holds another adapter"):
+        run(engine, LoadWeights(model_id="smaller", path=path, optimizer=True))
+
+
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_only: bool):
     """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came back."""
