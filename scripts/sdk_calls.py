@@ -281,8 +281,13 @@ def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, s
     calls.required("rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions)
     calls.required("rest.get_session", lambda: rest.get_session(session_id), lambda session: run_id in session.training_run_ids)
     calls.required("rest.get_sampler", lambda: rest.get_sampler(sampler_id))
-    calls.refused("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state), "no accounts")
-    calls.refused("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state), "no accounts")
+    calls.required("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state))
+    calls.required(
+        "rest.list_checkpoints (public)",
+        lambda: rest.list_checkpoints(run_id),
+        lambda page: [checkpoint.public for checkpoint in page.checkpoints] == [True, False],
+    )
+    calls.required("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state))
     external = f"tinker://{run_id}/external_weights/e1"
     calls.refused("rest.get_external_weights_urls", lambda: rest.get_external_weights_urls(external), "does not export")
     calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")

@@ -83,4 +83,4 @@ async def housekeep(context: Context) -> None:
         with contextlib.suppress(NotFoundError):  # deleted by hand
             await asyncio.to_thread(context.checkpoints.delete, path)
             logger.info("deleted %s: its time to live is over", path)
-        context.ledger.set_expiry(path, None)
+        context.ledger.forget(path)

@@ -280,7 +280,7 @@ def _checkpoint_to_json(context: Context, info: CheckpointInfo) -> dict[str, obj
         "time": info.created_at.isoformat(),
         "tinker_path": info.path,
         "size_bytes": info.size_bytes,
-        "public": False,
+        "public": info.path in context.ledger.public,
         "user_metadata": info.user_metadata,
         "expires_at": None if expires_at is None else expires_at.isoformat(),
     }
@@ -310,8 +310,22 @@ async def list_checkpoints(context: Context, request: Request) -> Reply:
 async def delete_checkpoint(context: Context, request: Request) -> Reply:
     path = _path_of(request)
     await asyncio.to_thread(context.checkpoints.delete, path)
-    context.ledger.set_expiry(path, None)
+    context.ledger.forget(path)
     return None
+
+
+async def publish(context: Context, request: Request) -> Reply:
+    """A mark that listings show. There are no accounts: who reaches this server may read every checkpoint, marked or not."""
+    return _mark(context, _path_of(request), public=True)
+
+
+async def unpublish(context: Context, request: Request) -> Reply:
+    return _mark(context, _path_of(request), public=False)
+
+
+def _mark(context: Context, path: str, *, public: bool) -> None:
+    context.checkpoints.info(path)  # refuses a path that does not exist
+    context.ledger.set_public(path, public)
 
 
 async def set_ttl(context: Context, request: Request) -> Reply:
@@ -341,5 +355,7 @@ ENDPOINTS = (
     Endpoint(method="GET", path=RUN + "/checkpoints", handler=list_run_checkpoints),
     Endpoint(method="GET", path="/api/v1/checkpoints", handler=list_checkpoints),
     Endpoint(method="PUT", path=CHECKPOINT + "/ttl", handler=set_ttl),
+    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=publish),
+    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=unpublish),
     Endpoint(method="DELETE", path=CHECKPOINT, handler=delete_checkpoint),
 )

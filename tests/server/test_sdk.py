@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tinker
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, OptimStep, Sample, SaveWeights, UnloadModel
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context
@@ -227,6 +231,50 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(client: tinker.Servi
         client.create_sampling_client(model_path=path).result().sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result()
 
 
+def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
+    client: tinker.ServiceClient, rest: tinker.RestClient, context: Context, tmp_path: Path
+) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    path = training.save_state("0001").result().path
+    marks = []
+    for act in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
+        act(path).result()
+        marks.append([checkpoint.public for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints])
+        assert Ledger(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
+    assert marks == [[True], [False]]
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert context.ledger.public == set()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        rest.publish_checkpoint_from_tinker_path(path).result()
+
+
+def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    path = training.save_state("0001").result().path
+    run_id = training.model_id
+    sampler = training.save_weights_for_sampler("s1").result().path
+
+    def command(*words: str) -> str:
+        environment = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "COLUMNS": "400"}
+        done = CliRunner().invoke(main_cli, words, env=environment)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert run_id in command("run", "list") and "Rank 4" in command("run", "info", run_id)
+    listed = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
+    assert {checkpoint["tinker_path"] for checkpoint in listed} == {path, sampler}
+    assert all(checkpoint["size_bytes"] > 0 for checkpoint in listed)
+    assert "weights/0001" in command("checkpoint", "list", "--run-id", run_id)
+    command("checkpoint", "publish", path)
+    command("checkpoint", "set-ttl", path, "--ttl", "7200")
+    assert "Yes" in command("checkpoint", "info", path)
+    command("checkpoint", "unpublish", path)
+    command("checkpoint", "delete", "--yes", sampler)
+    (left,) = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
+    assert left["tinker_path"] == path and left["expires_at"] is not None
+
+
 def test_capabilities_and_sessions(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (MODEL, 128, True, True)
@@ -422,10 +470,6 @@ REFUSALS = {
     "prompt too long": (
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),
         r"Prompt length plus max_tokens exceeds the model's context window: 100 \+ 50 > 128",
-    ),
-    "publish": (
-        lambda t, s, r: r.publish_checkpoint_from_tinker_path("tinker://r/weights/0001"),
-        "no accounts to publish",
     ),
     "external": (lambda t, s, r: t.save_weights_external("e1"), "does not export weights over HTTP"),
     "bad name": (lambda t, s, r: t.save_state("a b"), "checkpoint name"),
