@@ -198,7 +198,11 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
     )
     calls.refused("forward_backward(image chunk)", lambda: training.forward_backward([with_image()], "cross_entropy"), "text-only")
     calls.refused("optim_step(DimuonParams)", lambda: training.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW")
-    calls.refused("save_weights_external", lambda: training.save_weights_external("e1"), "does not export")
+    calls.required(
+        "save_weights_external",
+        lambda: training.save_weights_external("e1", ttl_seconds=3600),
+        lambda saved: saved.path.endswith("/external_weights/e1"),
+    )
     custom_loss_call(calls, training)
 
 
@@ -275,7 +279,7 @@ def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, s
         lambda: rest.get_weights_info_by_tinker_path(state),
         lambda info: info.train_unembed is False,
     )
-    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 2)
+    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 3)
     calls.required("rest.list_user_checkpoints", lambda: rest.list_user_checkpoints())
     calls.required("rest.set_checkpoint_ttl_from_tinker_path", lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200))
     calls.required("rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions)
@@ -285,11 +289,16 @@ def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, s
     calls.required(
         "rest.list_checkpoints (public)",
         lambda: rest.list_checkpoints(run_id),
-        lambda page: [checkpoint.public for checkpoint in page.checkpoints] == [True, False],
+        lambda page: [checkpoint.public for checkpoint in page.checkpoints] == [False, True, False],
     )
     calls.required("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state))
     external = f"tinker://{run_id}/external_weights/e1"
-    calls.refused("rest.get_external_weights_urls", lambda: rest.get_external_weights_urls(external), "does not export")
+    calls.required(
+        "rest.get_external_weights_urls",
+        lambda: rest.get_external_weights_urls(external),
+        lambda found: sorted(found.urls) == ["adapter_config.json", "adapter_model.safetensors"],
+    )
+    calls.required("rest.delete_checkpoint_from_tinker_path (external)", lambda: rest.delete_checkpoint_from_tinker_path(external))
     calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")
     calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no projects")
     calls.refused("rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces")
@@ -333,7 +342,7 @@ def make_calls(url: str, calls: Calls) -> None:
     if restored is not None:
         calls.required("optim step of the restored client", lambda: restored.optim_step(types.AdamParams(learning_rate=1e-3)))
     calls.refused(
-        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "training checkpoint"
+        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "no sampler checkpoint"
     )
     calls.required("create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model))
     named = calls.required("create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path))

@@ -177,6 +177,14 @@ class SaveSampler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveExternal:
+    """The model's current adapter, for use elsewhere, at tinker://<model_id>/external_weights/<name>. Result: `WeightsSaved`."""
+
+    model_id: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnloadModel:
     """Free a model's adapter, gradient and optimizer. Its snapshots stay. Result: `Done`."""
 
@@ -208,7 +216,9 @@ class Sample:
     prompt_logprobs_last_n: int | None = None  # report prompt and top-k log-probabilities of the last n prompt tokens only
 
 
-Op = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | UnloadModel | DropSnapshot | Sample
+Op = (
+    CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | SaveExternal | UnloadModel | DropSnapshot | Sample
+)
 """Everything the engine executes. Ops of one `model_id` run in submission order."""
 
 

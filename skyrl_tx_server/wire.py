@@ -660,7 +660,8 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
         case OptimStepResult():
             return {"metrics": _json_metrics(result.metrics)}
         case WeightsSaved():
-            return {"type": kind, "path": result.path, **extra}
+            size = {"size_bytes": result.size_bytes} if kind == "save_weights_external" else {}
+            return {"type": kind, "path": result.path, **size, **extra}
         case WeightsLoaded():
             return {"type": kind, "model_id": result.model_id, **extra}
         case Done():

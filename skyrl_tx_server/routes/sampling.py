@@ -39,7 +39,7 @@ def _weights(context: Context, *, base_model: str | None, model_path: str | None
         return None
     info = context.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
-        raise UserError(f"{model_path} is a training checkpoint; sample from the path that save_weights_for_sampler returns")
+        raise UserError(f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns")
     context.check_base_model(info.base_model)
     return model_path
 

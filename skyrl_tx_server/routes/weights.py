@@ -20,7 +20,7 @@ from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.training import begin_model, model_key
 from skyrl_tx_server.wire import Fields, check_optimizer_config, check_ttl
 
-CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler"}
+CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------
@@ -37,12 +37,12 @@ async def save_weights(context: Context, request: Request) -> Reply:
     fields.ignore("type")
     fields.finish()
     model = context.registry.model(model_id)
-    path = _named(model_id, CheckpointKind.TRAINING, name)
+    path = named(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
         if not overwrite:
-            _check_free(context, path)
+            check_free(context, path)
         return context.engine.submit(op)
 
     request_id = context.futures.submit(
@@ -50,7 +50,7 @@ async def save_weights(context: Context, request: Request) -> Reply:
         kind="save_weights",
         key=model_key(model_id, seq_id),
         session_id=model.session_id,
-        when_done=lambda outcome: _note_expiry(context, path, ttl_seconds, outcome),
+        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
     )
     return {"request_id": request_id, "model_id": model_id}
 
@@ -81,11 +81,11 @@ async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
 def _save_named_sampler(
     context: Context, model: Model, name: str, seq_id: int | None, ttl_seconds: int | None, user_metadata: dict[str, str]
 ) -> Reply:
-    path = _named(model.model_id, CheckpointKind.SAMPLER, name)
+    path = named(model.model_id, CheckpointKind.SAMPLER, name)
     op = SaveSampler(model_id=model.model_id, name=name, weights=path, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
-        _check_free(context, path)
+        check_free(context, path)
         return context.engine.submit(op)
 
     request_id = context.futures.submit(
@@ -93,7 +93,7 @@ def _save_named_sampler(
         kind="save_weights_for_sampler",
         key=model_key(model.model_id, seq_id),
         session_id=model.session_id,
-        when_done=lambda outcome: _note_expiry(context, path, ttl_seconds, outcome),
+        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
     )
     return {"request_id": request_id, "model_id": model.model_id}
 
@@ -123,7 +123,7 @@ def _save_snapshot(
     return {"request_id": request_id, "model_id": model.model_id}
 
 
-def _named(model_id: str, kind: CheckpointKind, name: str) -> str:
+def named(model_id: str, kind: CheckpointKind, name: str) -> str:
     if "/" in name:
         raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
     path = checkpoint_path(model_id, kind, name)
@@ -131,12 +131,12 @@ def _named(model_id: str, kind: CheckpointKind, name: str) -> str:
     return path
 
 
-def _check_free(context: Context, path: str) -> None:
+def check_free(context: Context, path: str) -> None:
     if context.checkpoints.exists(path):
         raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
 
 
-def _note_expiry(context: Context, path: str, ttl_seconds: int | None, outcome: Outcome) -> None:
+def note_expiry(context: Context, path: str, ttl_seconds: int | None, outcome: Outcome) -> None:
     if outcome.error is None:
         context.ledger.set_expiry(path, None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds))
 
@@ -181,7 +181,7 @@ def _training_checkpoint(context: Context, path: str) -> LoraSpec:
     """The LoRA of a checkpoint that this server can train on."""
     info = context.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
-        raise UserError(f"{path} holds sampler weights, without optimizer state; load the path that save_state returned")
+        raise UserError(f"{path} holds weights without optimizer state; load the path that save_state returned")
     context.check_base_model(info.base_model)
     if info.lora.rank > context.limits.max_lora_rank:
         raise UserError(

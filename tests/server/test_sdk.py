@@ -9,10 +9,13 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+import safetensors.numpy
 import tinker
 from click.testing import CliRunner
 from tinker import types
@@ -23,7 +26,7 @@ from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, OptimStep, Sample, SaveWeights, UnloadModel
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context
-from tests.fakes.engine import UNLUCKY_TOKEN, FakeEngine
+from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
 from tests.fakes.server import fake_context, fake_engine, serving
 
 MODEL = "local/fake"
@@ -275,6 +278,27 @@ def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None
     assert left["tinker_path"] == path and left["expires_at"] is not None
 
 
+def test_weights_are_downloaded_in_pefts_layout(client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    saved = training.save_weights_external("e1", ttl_seconds=3600).result()
+    assert saved.path == f"tinker://{training.model_id}/external_weights/e1"
+    found = rest.get_external_weights_urls(saved.path).result()
+    assert timedelta(minutes=55) < found.expires - datetime.now(UTC) < timedelta(minutes=65)
+    files = {name: httpx.get(address) for name, address in found.urls.items()}
+    assert json.loads(files["adapter_config.json"].content)["r"] == 4
+    tensors = safetensors.numpy.load(files["adapter_model.safetensors"].content)
+    assert tensors.keys() == FACTORS.keys()
+    for response in files.values():
+        assert int(response.headers["content-length"]) == len(response.content)
+    address = found.urls["adapter_config.json"]
+    assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404  # a later end, with the old signature
+    assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
+    (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    assert httpx.get(address).status_code == 404
+
+
 def test_capabilities_and_sessions(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (MODEL, 128, True, True)
@@ -471,7 +495,11 @@ REFUSALS = {
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),
         r"Prompt length plus max_tokens exceeds the model's context window: 100 \+ 50 > 128",
     ),
-    "external": (lambda t, s, r: t.save_weights_external("e1"), "does not export weights over HTTP"),
+    "encrypted": (lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]), "encrypt the files after"),
+    "URLs of a training checkpoint": (
+        lambda t, s, r: r.get_external_weights_urls(f"tinker://{t.model_id}/external_weights/none"),
+        "no checkpoint",
+    ),
     "bad name": (lambda t, s, r: t.save_state("a b"), "checkpoint name"),
     "taken name": (lambda t, s, r: t.save_state("x").result() and t.save_state("x"), "exists already"),
     "unknown checkpoint": (lambda t, s, r: t.load_state(f"tinker://{t.model_id}/weights/none"), "no checkpoint"),
