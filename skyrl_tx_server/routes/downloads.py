@@ -118,5 +118,5 @@ def _written(checkpoints: CheckpointStore, path: str) -> Path:
 ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/save_weights_external", handler=save_weights_external),
     Endpoint(method="GET", path=RUN + "/checkpoints/external_weights/{name}/external_weights_urls", handler=external_weights_urls),
-    Endpoint(method="GET", path="/api/v1/downloads/{run_id}/{name}/{file}", handler=download),
+    Endpoint(method="GET", path="/api/v1/downloads/{run_id}/{name}/{file}", handler=download, needs_key=False),
 )

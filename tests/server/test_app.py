@@ -424,3 +424,19 @@ async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(http: httpx
     assert "sequences" in await result(http, begun) and "sequences" in await result(http, other)
     assert "withdrawn" in str((await result(http, waiting))["error"])
     assert [int(op.prompt[0]) for op in engine.of_type(Sample)] == [1, 3]
+
+
+async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
+    """The command line fetches the files with nothing but their URLs."""
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    key = {"x-api-key": "tml-secret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
+        model_id = await make_model(http, await open_session(http))
+        saved = await result(http, await post(http, "save_weights_external", model_id=model_id, path="e1"))
+        urls = (await http.get(f"training_runs/{model_id}/checkpoints/external_weights/e1/external_weights_urls")).json()["urls"]
+        assert saved["path"] == f"tinker://{model_id}/external_weights/e1"
+        del http.headers["x-api-key"]
+        assert (await http.get(urls["adapter_config.json"])).json()["r"] == 4
+        assert (await http.get("training_runs")).status_code == 401
+    fake_engine(context).stop()
