@@ -123,17 +123,34 @@ def datum(length: int = 6) -> types.Datum:
     return make_datum([types.EncodedTextChunk(tokens=tokens.tolist())], target_tokens=np.roll(tokens, -1), weights=weights)
 
 
-def rl_datum() -> types.Datum:
+def rl_datum(**others: np.ndarray) -> types.Datum:
     """For the losses that take the sampler's log-probabilities and advantages."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
-        [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])], target_tokens=np.arange(2, 8), logprobs=logprobs, advantages=advantages
+        [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])],
+        target_tokens=np.arange(2, 8),
+        logprobs=logprobs,
+        advantages=advantages,
+        **others,
     )
 
 
 def two_dimensional() -> types.Datum:
     chunk = types.EncodedTextChunk(tokens=[1, 2, 3, 4])
-    return make_datum([chunk], target_tokens=np.ones((4, 3), np.int64), weights=np.ones((4, 3), np.float32))
+    return make_datum([chunk], target_tokens=np.ones((4, 2), np.int64), weights=np.ones((4, 2), np.float32))
+
+
+def sparse() -> types.Datum:
+    """Three targets per position, two of them named in all."""
+    crow_indices, col_indices = [0, 1, 1, 2, 2], [2, 0]
+    layout = {"shape": [4, 3], "sparse_crow_indices": crow_indices, "sparse_col_indices": col_indices}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3, 4]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=[5, 6], dtype="int64", **layout),
+            "weights": types.TensorData(data=[0.5, 0.5], dtype="float32", **layout),
+        },
+    )
 
 
 def with_image() -> types.Datum:
@@ -164,21 +181,28 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         ),
         lambda response: "grad_norm" in (response.metrics or {}),
     )
-    calls.refused("forward_backward(gspo)", lambda: training.forward_backward(rl, "gspo"), "use one of")
+    gspo = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
+    calls.required("forward_backward(gspo)", lambda: training.forward_backward(gspo, "gspo", dict(clips)), finite)
+    calls.refused("forward_backward(gspo without mask)", lambda: training.forward_backward(rl, "gspo"), "sequence_ratio_mask")
     calls.refused("forward_backward(stable_reinforce)", lambda: training.forward_backward(rl, "stable_reinforce"), "use one of")
     calls.refused(
         "forward_backward(ppo, unknown setting)",
         lambda: training.forward_backward(rl, "ppo", {**clips, "tag": "x"}),
         "unknown setting",
     )
-    calls.refused(
-        "forward_backward([N, K] targets)",
-        lambda: training.forward_backward([two_dimensional()], "cross_entropy"),
-        "one target per position",
+    shape_of = lambda output: [entry["logprobs"].shape for entry in output.loss_fn_outputs]  # noqa: E731
+    calls.required(
+        "forward_backward([N, K] targets beside [N])",
+        lambda: training.forward_backward([two_dimensional(), datum(4), sparse()], "cross_entropy"),
+        lambda output: finite(output) and shape_of(output) == [[4, 2], [4], [4, 3]],
     )
     calls.refused("forward_backward(image chunk)", lambda: training.forward_backward([with_image()], "cross_entropy"), "text-only")
     calls.refused("optim_step(DimuonParams)", lambda: training.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW")
-    calls.refused("save_weights_external", lambda: training.save_weights_external("e1"), "does not export")
+    calls.required(
+        "save_weights_external",
+        lambda: training.save_weights_external("e1", ttl_seconds=3600),
+        lambda saved: saved.path.endswith("/external_weights/e1"),
+    )
     custom_loss_call(calls, training)
 
 
@@ -209,10 +233,35 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     calls.required("compute_logprobs", lambda: named.compute_logprobs(prompt), lambda logprobs: logprobs[0] is None and len(logprobs) == 4)
     calls.required("SamplingClient.get_base_model", lambda: Ready(value=named.get_base_model()))
     one = types.SamplingParams(max_tokens=1)
-    calls.refused("sample(topk_prompt_logprobs)", lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2), "not supported")
-    calls.refused("sample(topk_sample_logprobs)", lambda: named.sample(prompt, 1, one, topk_sample_logprobs=2), "not supported")
-    targets = types.TensorData(data=[1, 2, 3], dtype="int64", shape=[3, 1])
-    calls.refused("sample(target_prompt_logprobs)", lambda: named.sample(prompt, 1, one, target_prompt_logprobs=targets), "not supported")
+    calls.required(
+        "sample(topk_prompt_logprobs)",
+        lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2),
+        lambda response: [entry and len(entry) for entry in response.topk_prompt_logprobs] == [None, 2, 2, 2],
+    )
+    calls.required(
+        "sample(topk_sample_logprobs)",
+        lambda: named.sample(prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3),
+        lambda response: [s.topk_logprobs[0][0][0] for s in response.sequences] == [s.tokens[0] for s in response.sequences],
+    )
+    dense = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
+    calls.required(
+        "sample(target_prompt_logprobs)",
+        lambda: named.sample(prompt, 1, one, target_prompt_logprobs=dense),
+        lambda response: [logprob < 0 for logprob in response.target_prompt_logprobs.data] == [True, True, False],
+    )
+    own = types.TensorData(
+        data=[6, 8], dtype="int64", shape=[3, 50], sparse_crow_indices=[0, 1, 1, 2], sparse_col_indices=[40, 2]
+    )  # the prompt's own tokens, so that its logprobs are the answer
+    calls.required(
+        "sample(target_prompt_logprobs, sparse)",
+        lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=own),
+        lambda response: np.allclose(response.target_prompt_logprobs.data, [response.prompt_logprobs[at] for at in (1, 3)], atol=1e-3),
+    )
+    calls.required(
+        "sample(prompt_logprobs_last_n)",
+        lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, prompt_logprobs_last_n=2),
+        lambda response: [logprob is None for logprob in response.prompt_logprobs] == [True, True, False, False],
+    )
     calls.refused("sample(prompt_alt_tokens_k)", lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2), "not supported")
     calls.refused(
         "sample(prompt too long)",
@@ -230,16 +279,26 @@ def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, s
         lambda: rest.get_weights_info_by_tinker_path(state),
         lambda info: info.train_unembed is False,
     )
-    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 2)
+    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 3)
     calls.required("rest.list_user_checkpoints", lambda: rest.list_user_checkpoints())
     calls.required("rest.set_checkpoint_ttl_from_tinker_path", lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200))
     calls.required("rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions)
     calls.required("rest.get_session", lambda: rest.get_session(session_id), lambda session: run_id in session.training_run_ids)
     calls.required("rest.get_sampler", lambda: rest.get_sampler(sampler_id))
-    calls.refused("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state), "no accounts")
-    calls.refused("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state), "no accounts")
+    calls.required("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state))
+    calls.required(
+        "rest.list_checkpoints (public)",
+        lambda: rest.list_checkpoints(run_id),
+        lambda page: [checkpoint.public for checkpoint in page.checkpoints] == [False, True, False],
+    )
+    calls.required("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state))
     external = f"tinker://{run_id}/external_weights/e1"
-    calls.refused("rest.get_external_weights_urls", lambda: rest.get_external_weights_urls(external), "does not export")
+    calls.required(
+        "rest.get_external_weights_urls",
+        lambda: rest.get_external_weights_urls(external),
+        lambda found: sorted(found.urls) == ["adapter_config.json", "adapter_model.safetensors"],
+    )
+    calls.required("rest.delete_checkpoint_from_tinker_path (external)", lambda: rest.delete_checkpoint_from_tinker_path(external))
     calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")
     calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no projects")
     calls.refused("rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces")
@@ -283,7 +342,7 @@ def make_calls(url: str, calls: Calls) -> None:
     if restored is not None:
         calls.required("optim step of the restored client", lambda: restored.optim_step(types.AdamParams(learning_rate=1e-3)))
     calls.refused(
-        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "training checkpoint"
+        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "no sampler checkpoint"
     )
     calls.required("create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model))
     named = calls.required("create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path))

@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx_server.errors import NotFoundError
-from skyrl_tx_server.routes import futures, metrics, openai, refused, sampling, service, sessions, training, weights
+from skyrl_tx_server.routes import downloads, futures, metrics, openai, refused, sampling, service, sessions, training, weights
 from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
 from skyrl_tx_server.routes.context import Context
 
 logger = logging.getLogger(__name__)
 
-# `refused` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# `refused` and `downloads` before `weights`: their longer paths end in a word that `{checkpoint_id:path}` would swallow.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *service.ENDPOINTS,
     *sessions.ENDPOINTS,
@@ -27,6 +27,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *training.ENDPOINTS,
     *sampling.ENDPOINTS,
     *refused.ENDPOINTS,
+    *downloads.ENDPOINTS,
     *weights.ENDPOINTS,
     *openai.ENDPOINTS,
     *metrics.ENDPOINTS,
@@ -83,4 +84,4 @@ async def housekeep(context: Context) -> None:
         with contextlib.suppress(NotFoundError):  # deleted by hand
             await asyncio.to_thread(context.checkpoints.delete, path)
             logger.info("deleted %s: its time to live is over", path)
-        context.ledger.set_expiry(path, None)
+        context.ledger.forget(path)

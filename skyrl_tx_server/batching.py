@@ -11,7 +11,7 @@ first-fit into rows of a bucketed length; segment ids keep them apart and 0 mark
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,11 +50,15 @@ class Placement:
     row: int
     start: int
     length: int
+    num_targets: int | None  # per position; None: one, and the datum's arrays have no axis for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """Sequences laid out in one `TrainShape`; every array is [rows, length]. Inputs a loss does not read are zero."""
+    """Sequences laid out in one `TrainShape`; every array is [rows, length]. Inputs a loss does not read are zero.
+
+    Data with several targets per position have targets and weights [rows, length, K], the other two loss inputs [rows, length, 1].
+    """
 
     tokens: np.ndarray  # int32
     positions: np.ndarray  # int32, from 0 in every segment
@@ -64,6 +68,18 @@ class PackedBatch:
     sampler_logprobs: np.ndarray  # float32
     advantages: np.ndarray  # float32
     placements: tuple[Placement, ...]
+
+    def with_sequence_ratios(self, data: Sequence[TrainDatum], logprobs: np.ndarray) -> PackedBatch:
+        """The batch for gspo, from the model's own `logprobs` [rows, length]: s in place of the sampler's (see `steps/losses.py`)."""
+        ratios = np.zeros_like(self.sampler_logprobs)
+        for place in self.placements:
+            datum = data[place.datum]
+            assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, "checked before packing"
+            span = (place.row, slice(place.start, place.start + place.length))
+            counts = datum.sequence_ratio_mask != 0
+            if counts.any():
+                ratios[span] = np.mean((logprobs[span] - datum.logprobs)[counts], dtype=np.float64)
+        return replace(self, sampler_logprobs=ratios)
 
 
 def check_data(data: Sequence[TrainDatum], *, vocab_size: int, max_context_length: int) -> None:
@@ -88,17 +104,31 @@ def pack(data: Sequence[TrainDatum], shapes: Sequence[TrainShape]) -> list[Packe
     longest = max(len(datum.tokens) for datum in data)
     shape = next(shape for shape in shapes if shape.length >= longest)
     rows = _first_fit([len(datum.tokens) for datum in data], capacity=shape.length)
-    return [_lay_out(data, rows[first : first + shape.rows], shape) for first in range(0, len(rows), shape.rows)]
+    width = _target_width(data)
+    return [_lay_out(data, rows[first : first + shape.rows], shape, width) for first in range(0, len(rows), shape.rows)]
 
 
 def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """One array per datum, in the order given to `pack`, from one [rows, length] array per batch."""
+    """One array per datum, shaped like its targets and in the order given to `pack`, from one array per batch, shaped like the batch's."""
     found = {
-        place.datum: array[place.row, place.start : place.start + place.length]
+        place.datum: _cut_out(array[place.row, place.start : place.start + place.length], place.num_targets)
         for batch, array in zip(batches, values, strict=True)
         for place in batch.placements
     }
     return tuple(found[index] for index in range(len(found)))
+
+
+def _cut_out(values: np.ndarray, num_targets: int | None) -> np.ndarray:
+    """[N] or [N, K] of a datum's own K, from [N] or [N, K of the batch]."""
+    if values.ndim == 1:
+        return values
+    return values[:, 0] if num_targets is None else values[:, :num_targets]
+
+
+def _target_width(data: Sequence[TrainDatum]) -> int | None:
+    """Targets per position that hold every datum's: a power of two, as each is a program. None: no datum has an axis for them."""
+    widths = [datum.target_tokens.shape[1] for datum in data if datum.target_tokens.ndim > 1]
+    return 1 << (max(widths) - 1).bit_length() if widths else None
 
 
 def _first_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
@@ -115,10 +145,12 @@ def _first_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     return rows
 
 
-def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: TrainShape) -> PackedBatch:
+def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: TrainShape, width: int | None) -> PackedBatch:
     size = (shape.rows, shape.length)
-    tokens, positions, segment_ids, targets = (np.zeros(size, np.int32) for _ in range(4))
-    weights, sampler_logprobs, advantages = (np.zeros(size, np.float32) for _ in range(3))
+    tokens, positions, segment_ids = (np.zeros(size, np.int32) for _ in range(3))
+    sampler_logprobs, advantages = (np.zeros(size if width is None else (*size, 1), np.float32) for _ in range(2))
+    targets = np.zeros(size if width is None else (*size, width), np.int32)
+    weights = np.zeros(targets.shape, np.float32)
     placements = []
     for row, members in enumerate(rows):
         start = 0
@@ -128,13 +160,15 @@ def _lay_out(data: Sequence[TrainDatum], rows: Sequence[Sequence[int]], shape: T
             tokens[span] = datum.tokens
             positions[span] = np.arange(length)
             segment_ids[span] = segment
-            targets[span] = datum.target_tokens
-            weights[span] = 1.0 if datum.weights is None else datum.weights
+            num_targets = datum.target_tokens.shape[1] if datum.target_tokens.ndim > 1 else None
+            own = span if width is None else (*span, 0 if num_targets is None else slice(num_targets))
+            targets[own] = datum.target_tokens
+            weights[own] = 1.0 if datum.weights is None else datum.weights
             if datum.logprobs is not None:
                 sampler_logprobs[span] = datum.logprobs
             if datum.advantages is not None:
                 advantages[span] = datum.advantages
-            placements.append(Placement(datum=index, row=row, start=start, length=length))
+            placements.append(Placement(datum=index, row=row, start=start, length=length, num_targets=num_targets))
             start += length
     return PackedBatch(
         tokens=tokens,

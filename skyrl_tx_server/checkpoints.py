@@ -1,6 +1,6 @@
 """Checkpoints on disk: one directory per tinker:// path, complete or absent.
 
-Layout: `<root>/<run_id>/<weights|sampler_weights>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays are
+Layout: `<root>/<run_id>/<kind>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays are
 written and fsynced first under a fresh name; renaming `checkpoint.json` into place is what makes the checkpoint exist, so a crash leaves
 either the old one or the new one, and an overwrite is never half done. The JSON records the arrays' size and SHA-256: a torn or foreign
 directory is refused by name.
@@ -40,6 +40,7 @@ class CheckpointKind(StrEnum):
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"  # to be downloaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
 
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Split tinker://<run>/<weights|sampler_weights>/<name>; UserError for anything else."""
+    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; UserError for anything else."""
     segments = path.removeprefix("tinker://").split("/")
     kinds = [str(kind) for kind in CheckpointKind]
     if not path.startswith("tinker://") or len(segments) != 3 or segments[1] not in kinds:
@@ -85,6 +86,11 @@ class CheckpointStore:
 
     def exists(self, path: str) -> bool:
         return (self._directory(path) / RECORD_NAME).is_file()
+
+    def directory(self, path: str) -> Path:
+        """Where an existing checkpoint lies; what is put beside its files is deleted with it."""
+        self.info(path)
+        return self._directory(path)
 
     def info(self, path: str) -> CheckpointInfo:
         """NotFoundError when there is none; UserError when the record is torn or not ours."""

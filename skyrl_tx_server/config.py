@@ -27,6 +27,7 @@ class EngineSettings:
     decode_block: int
     train_tokens_per_batch: int
     max_snapshots: int
+    tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
@@ -69,6 +70,10 @@ class ServerConfig:
     )
     decode_slots: int = chz.field(default=32, doc="Sequences decoded at once")
     decode_block: int = chz.field(default=16, doc="Decode steps per device dispatch")
+    sampled_logprobs: Literal["model", "tempered"] = chz.field(
+        default="model",
+        doc="Log-probabilities of sampled tokens: the model's own (temperature 1), or of the tempered distribution they were drawn from",
+    )
     train_tokens_per_batch: int = chz.field(default=8192, doc="Padded tokens per training micro-batch")
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
     tensor_parallel: int = chz.field(default=1, doc="Devices to shard over; only 1 so far")
@@ -129,6 +134,7 @@ class ServerConfig:
             decode_block=self.decode_block,
             train_tokens_per_batch=self.train_tokens_per_batch,
             max_snapshots=self.max_snapshots,
+            tempered_logprobs=self.sampled_logprobs == "tempered",
         )
 
 

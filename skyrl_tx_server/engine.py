@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult
+from skyrl_tx_server.ops import Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
 from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class Admission:
     prompt_logprobs: np.ndarray | None  # [P] float32
     prompt_cache_hit_tokens: int
     finished: Sequence[FinishedRow]  # rows that were over after their first token
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    target_prompt_logprobs: Cells | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +126,7 @@ class _Sampling:
     watcher: Watcher | None = None  # None: the result is all that is asked for
     reported: dict[int, int] = field(default_factory=dict)  # how many tokens of each sample the watcher has seen
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    prompt_logprobs: np.ndarray | None = None
-    prompt_cache_hit_tokens: int = 0
+    admission: Admission | None = None  # of its first rows
 
 
 class Engine:
@@ -267,9 +268,7 @@ class Engine:
         else:
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
             self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
-            if admit.first == 0:
-                sampling.prompt_logprobs = admission.prompt_logprobs
-                sampling.prompt_cache_hit_tokens = admission.prompt_cache_hit_tokens
+            sampling.admission = sampling.admission or admission
             self._collect(admission.finished)
             self._report([admit.ticket])
 
@@ -290,10 +289,14 @@ class Engine:
             self._counts["tokens_sampled"] += len(row.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
                 del self._sampling[row.ticket]
+                admission = sampling.admission
+                assert admission is not None, "rows finish after they are admitted"
                 result = SampleResult(
                     sequences=tuple(sampling.sequences[index] for index in range(sampling.op.num_samples)),
-                    prompt_logprobs=sampling.prompt_logprobs,
-                    prompt_cache_hit_tokens=sampling.prompt_cache_hit_tokens,
+                    prompt_logprobs=admission.prompt_logprobs,
+                    prompt_cache_hit_tokens=admission.prompt_cache_hit_tokens,
+                    topk_prompt_logprobs=admission.topk_prompt_logprobs,
+                    target_prompt_logprobs=admission.target_prompt_logprobs,
                 )
                 self._resolve(row.ticket, result)
         if rows:

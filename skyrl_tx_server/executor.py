@@ -38,11 +38,13 @@ from skyrl_tx_server.ops import (
     ForwardBackwardResult,
     LoadWeights,
     LoraSpec,
+    LossFn,
     Op,
     OpResult,
     OptimStep,
     OptimStepResult,
     Sample,
+    SaveExternal,
     SaveSampler,
     SaveWeights,
     UnloadModel,
@@ -114,6 +116,7 @@ class DeviceExecutor:
             block=settings.decode_block,
             dtype=dtype,
             model_dir=settings.model_dir,
+            tempered_logprobs=settings.tempered_logprobs,
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
@@ -160,6 +163,8 @@ class DeviceExecutor:
                 return self._save(op)
             case SaveSampler():
                 return self._save_sampler(op)
+            case SaveExternal():
+                return self._save_external(op)
             case UnloadModel():
                 self._model(op.model_id)
                 del self._models[op.model_id]
@@ -194,6 +199,9 @@ class DeviceExecutor:
         for number, packed in enumerate(batches):
             if number:
                 yield
+            if op.loss_fn is LossFn.GSPO:
+                first = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
+                packed = packed.with_sequence_ratios(op.data, np.asarray(first.logprobs))
             if gradient is None:
                 outputs = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
             else:
@@ -228,9 +236,9 @@ class DeviceExecutor:
         else:
             model = self._model(op.model_id)
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
-            raise UserError(f"{op.path} holds sampler weights only; load a training checkpoint made by save_state")
+            raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
         info, arrays = self._store.read(op.path)
-        if model is not None and model.lora != info.lora:
+        if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:  # SDKs up to 0.36 make the model without a seed
             raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
         loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
         if op.optimizer:
@@ -265,6 +273,12 @@ class DeviceExecutor:
             CheckpointKind.SAMPLER, op.model_id, op.name, arrays, model.lora, int(model.adam.step), op.user_metadata, overwrite=False
         )
         self._snapshots.put(path, model.adapter, on_disk=True)
+        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+
+    def _save_external(self, op: SaveExternal) -> WeightsSaved:
+        model = self._model(op.model_id)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
+        info = self._store.write(CheckpointKind.EXTERNAL, op.model_id, op.name, arrays, model.lora, int(model.adam.step), {})
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:

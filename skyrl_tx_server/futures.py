@@ -159,10 +159,17 @@ class FutureStore:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
             if entry.session_id == session_id:
-                entry.abandoned = True
-                entry.running.cancel()
-                if entry.outcome is not None:
-                    self._count_as_delivered(request_id, entry)
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody will come for the result: withdraw the request if it has not begun. An unknown id is none that could be withdrawn."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        entry.abandoned = True
+        entry.running.cancel()
+        if entry.outcome is not None:
+            self._count_as_delivered(request_id, entry)
 
     def close(self) -> None:
         """Let go of every waiting poll: the server is stopping."""
@@ -183,7 +190,7 @@ class FutureStore:
         entry = self._entries[request_id]
         result, error = None, None
         if done.cancelled():
-            error = ServerError(f"{entry.kind} was withdrawn before it began: its session ended")
+            error = ServerError(f"{entry.kind} was withdrawn before it began: its client cancelled it, or its session ended")
         elif (raised := done.exception()) is None:
             result = done.result()
         elif isinstance(raised, ServerError):

@@ -1,4 +1,4 @@
-"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, and when checkpoints expire.
+"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, when checkpoints expire, which are public.
 
 One line of JSON per fact in `<checkpoints_dir>/ledger.jsonl`, appended and never rewritten; a later line about the same thing wins, and a
 torn last line (the machine lost power) is skipped.
@@ -33,6 +33,7 @@ class Ledger:
         self._file = file
         self.runs: dict[str, TrainingRun] = {}  # in the order of their making
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
+        self.public: set[str] = set()  # tinker:// paths
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         for line in filter(None, file.read_text().splitlines()):
@@ -44,6 +45,8 @@ class Ledger:
             if "run_id" in fact:
                 run = TrainingRun(**{**fact, "lora": LoraSpec(**fact["lora"]), "created_at": datetime.fromisoformat(fact["created_at"])})
                 self.runs[run.run_id] = run
+            elif "public" in fact:
+                (self.public.add if fact["public"] else self.public.discard)(fact["path"])
             elif fact["expires_at"] is None:
                 self.expiries.pop(fact["path"], None)
             else:
@@ -68,6 +71,16 @@ class Ledger:
         else:
             self.expiries[path] = expires_at
         self._append({"path": path, "expires_at": None if expires_at is None else expires_at.isoformat()})
+
+    def set_public(self, path: str, public: bool) -> None:
+        if public != (path in self.public):
+            (self.public.add if public else self.public.discard)(path)
+            self._append({"path": path, "public": public})
+
+    def forget(self, path: str) -> None:
+        """The checkpoint is gone; one that takes its name begins anew."""
+        self.set_expiry(path, None)
+        self.set_public(path, False)
 
     def expired(self) -> list[str]:
         now = datetime.now(UTC)

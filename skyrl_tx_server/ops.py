@@ -15,6 +15,10 @@ LORA_ALPHA = 32.0
 """LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without Regret")."""
 
 
+NO_LOGPROB = -99999.0
+"""What the contract writes, with token 0, at a position of a top-k that has none."""
+
+
 class LossFn(StrEnum):
     """The losses this server computes; formulas in `steps/losses.py`."""
 
@@ -23,6 +27,7 @@ class LossFn(StrEnum):
     PPO = "ppo"
     CISPO = "cispo"
     DRO = "dro"
+    GSPO = "gspo"
 
 
 class StopReason(StrEnum):
@@ -59,10 +64,11 @@ class TrainDatum:
     """One sequence to train on. `tokens`, `target_tokens` and every loss input have the same length N."""
 
     tokens: np.ndarray  # [N] int32
-    target_tokens: np.ndarray  # [N] int32
-    weights: np.ndarray | None = None  # [N] float32; None means one everywhere (cross_entropy only)
+    target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
+    weights: np.ndarray | None = None  # float32, shaped like the targets; None means one everywhere (cross_entropy only)
     logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
+    sequence_ratio_mask: np.ndarray | None = None  # [N] float32; where it is not 0 a token counts in the sequence's ratio (gspo)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +83,30 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_at_eos: bool = True  # the client gave no `stop` at all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cells:
+    """A matrix, dense or sparse (CSR): a reply keeps the layout of its request."""
+
+    values: np.ndarray  # flat: every cell, row by row, or the listed ones
+    shape: tuple[int, int]
+    crow_indices: np.ndarray | None = None  # [rows + 1] int64, where each row's listed cells begin; None: dense
+    col_indices: np.ndarray | None = None  # int64, one per value; None: dense
+
+    def rows(self) -> np.ndarray:
+        """The row of each value, ascending."""
+        if self.crow_indices is None:
+            return np.repeat(np.arange(self.shape[0]), self.shape[1])
+        return np.repeat(np.arange(self.shape[0]), np.diff(self.crow_indices))
+
+    def dense(self) -> np.ndarray:
+        """The whole matrix; cells that are not listed are 0."""
+        if self.crow_indices is None:
+            return self.values.reshape(self.shape)
+        matrix = np.zeros(self.shape, self.values.dtype)
+        matrix[self.rows(), self.col_indices] = self.values
+        return matrix
 
 
 # --- operations -------------------------------------------------------------------------------------------------
@@ -147,6 +177,14 @@ class SaveSampler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveExternal:
+    """The model's current adapter, for use elsewhere, at tinker://<model_id>/external_weights/<name>. Result: `WeightsSaved`."""
+
+    model_id: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnloadModel:
     """Free a model's adapter, gradient and optimizer. Its snapshots stay. Result: `Done`."""
 
@@ -172,9 +210,15 @@ class Sample:
     settings: SamplingSettings
     num_samples: int = 1
     prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0  # how many of the likeliest tokens to report at every prompt position; 0 is off
+    topk_sample_logprobs: int = 0  # the same at every sampled position
+    target_prompt_tokens: Cells | None = None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
+    prompt_logprobs_last_n: int | None = None  # report prompt and top-k log-probabilities of the last n prompt tokens only
 
 
-Op = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | UnloadModel | DropSnapshot | Sample
+Op = (
+    CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | SaveExternal | UnloadModel | DropSnapshot | Sample
+)
 """Everything the engine executes. Ops of one `model_id` run in submission order."""
 
 
@@ -194,7 +238,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
-    logprobs: tuple[np.ndarray, ...]  # one [N] float32 per datum: log p(target) at every position, weighted or not
+    logprobs: tuple[np.ndarray, ...]  # float32, one per datum and shaped like its targets: log p(target), weighted or not
     metrics: dict[str, float]  # keys of the form "name:reduction"; always "loss:sum"
 
 
@@ -210,10 +254,19 @@ class WeightsSaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TopkLogprobs:
+    """The k likeliest tokens at each of n positions, likeliest first. A position without a context is all token 0 at `NO_LOGPROB`."""
+
+    token_ids: np.ndarray  # [n, k] int32
+    logprobs: np.ndarray  # [n, k] float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSequence:
     tokens: np.ndarray  # [n] int32, the stop token included
-    logprobs: np.ndarray  # [n] float32, of the untempered, unfiltered distribution
+    logprobs: np.ndarray  # [n] float32; whether of the tempered distribution is the server's setting, of the filtered one never
     stop_reason: StopReason
+    topk: TopkLogprobs | None = None  # None when not asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +274,8 @@ class SampleResult:
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None when not asked for
     prompt_cache_hit_tokens: int
+    topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None when not asked for
+    target_prompt_logprobs: Cells | None = None  # float32, laid out like the op's targets, 0 where they are -1
 
 
 OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

@@ -24,9 +24,10 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.qwen3 import Params
-from skyrl_tx_server.ops import Sample, SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
 from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, Rows, RowSettings, decode_block, prefill
+from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import find_stop, load_tokenizer
 
 
@@ -43,6 +44,7 @@ class _Row:
     stop_tokens: tuple[int, ...]
     prompt: np.ndarray  # [P] int32
     max_tokens: int
+    topk: int  # likeliest tokens to report at each of its tokens
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -77,6 +79,7 @@ class DecodeSlots:
         block: int,
         dtype: np.dtype,
         model_dir: Path,
+        tempered_logprobs: bool,
     ) -> None:
         self._config = config
         self._params = params
@@ -84,6 +87,7 @@ class DecodeSlots:
         self._max_context_length = max_context_length
         self._dtype = np.dtype(dtype)
         self._model_dir = model_dir
+        self._tempered = tempered_logprobs
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
         self._prefix_ends = prefix_ends(max_context_length)
@@ -91,6 +95,7 @@ class DecodeSlots:
         self._rows: list[_Row | None] = [None] * num_slots
         self._parked: dict[int, _Contents] = {}  # what rows that left have left in their slots, longest ago first
         self._tokenizer: Tokenizer | None = None
+        self._scorer = Scorer(config=config, params=params, lengths=self._prefill_lengths)
         self._cache: KVCache = self._empty_cache()
 
     @property
@@ -122,6 +127,7 @@ class DecodeSlots:
                 stop_tokens=stop_tokens,
                 prompt=op.prompt,
                 max_tokens=max_tokens,
+                topk=op.topk_sample_logprobs,
             )
             for index, adapter_slot in zip(range(first, first + count), adapter_slots, strict=True)
         ]
@@ -130,6 +136,7 @@ class DecodeSlots:
             self._parked.pop(slot, None)
             self._rows[slot] = row
         try:
+            topk, targets = self._score_prompt(op, adapter_slots[0]) if first == 0 else (None, None)
             logprobs, tokens, token_logprobs = self._prefill(op, slots, rows, prefix)
         except Exception as error:
             for slot in slots:
@@ -144,6 +151,8 @@ class DecodeSlots:
             prompt_logprobs=logprobs if op.prompt_logprobs else None,
             prompt_cache_hit_tokens=prefix.length if prefix else 0,
             finished=[row for row in finished if row is not None],
+            topk_prompt_logprobs=topk,
+            target_prompt_logprobs=targets,
         )
 
     def decode(self) -> Sequence[FinishedRow]:
@@ -215,13 +224,28 @@ class DecodeSlots:
         settings = self._row_settings([*rows, *[None] * padding])
         segments = self._segments(bucket(cached, self._prefix_ends)) if cached else 0
         self._cache, outputs = prefill(
-            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments
+            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments, tempered=self._tempered
         )
         host = jax.device_get(outputs)
         logprobs = np.full(len(op.prompt), np.nan, np.float32)
         if not cached:
-            logprobs[1:] = host.logprobs[: len(op.prompt) - 1]
+            begin = max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))
+            logprobs[begin:] = host.logprobs[begin - 1 : len(op.prompt) - 1]
         return logprobs, host.first_tokens, host.first_logprobs
+
+    def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
+        """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
+        if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
+            return None, None
+        topk, targets = self._scorer.run(
+            self._bank.arrays, adapter_slot, op.prompt, top=op.topk_prompt_logprobs, targets=op.target_prompt_tokens
+        )
+        if not op.topk_prompt_logprobs:
+            return None, targets
+        topk = at_prompt_positions(topk)
+        unasked = 0 if op.prompt_logprobs_last_n is None else len(op.prompt) - op.prompt_logprobs_last_n
+        topk.token_ids[:unasked], topk.logprobs[:unasked] = 0, NO_LOGPROB
+        return topk, targets
 
     def _decode(self, live: Sequence[tuple[int, _Row]]) -> tuple[np.ndarray, np.ndarray]:
         rows = Rows(
@@ -247,6 +271,7 @@ class DecodeSlots:
             steps=self._block,
             segments=self._segments(max(int(rows.positions[slot]) for slot, _ in live)),
             one_adapter=bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
+            tempered=self._tempered,
         )
         host = jax.device_get(outputs)
         return host.tokens, host.logprobs
@@ -290,11 +315,22 @@ class DecodeSlots:
                 length, reason = cut, StopReason.STOP
         if reason is None:
             return None
+        topk = self._topk(row, length) if row.topk else None
         self._free(slot)
         sequence = SampledSequence(
-            tokens=np.array(row.tokens[:length], np.int32), logprobs=np.array(row.logprobs[:length], np.float32), stop_reason=reason
+            tokens=np.array(row.tokens[:length], np.int32),
+            logprobs=np.array(row.logprobs[:length], np.float32),
+            stop_reason=reason,
+            topk=topk,
         )
         return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
+
+    def _topk(self, row: _Row, length: int) -> TopkLogprobs:
+        """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
+        text = np.array([*row.prompt, *row.tokens[: length - 1]], np.int32)
+        temperature = row.settings.temperature if self._tempered and row.settings.temperature > 0 else 1.0
+        topk, _ = self._scorer.run(self._bank.arrays, row.adapter_slot, text, top=row.topk, temperature=temperature)
+        return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
 
     def _free(self, slot: int) -> None:
         """The row of `slot` is complete; what it computed stays for others to begin from."""

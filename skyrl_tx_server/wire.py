@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
+    NO_LOGPROB,
     AdamSettings,
+    Cells,
     Done,
     ForwardBackwardResult,
     LoraSpec,
@@ -23,6 +25,7 @@ from skyrl_tx_server.ops import (
     OptimStepResult,
     SampleResult,
     SamplingSettings,
+    TopkLogprobs,
     TrainDatum,
     WeightsLoaded,
     WeightsSaved,
@@ -30,6 +33,11 @@ from skyrl_tx_server.ops import (
 
 MAX_SAMPLES_PER_REQUEST = 4096
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 1024
+"""Tokens per position that a top-k or a target list may name."""
+MAX_CELLS = 1 << 24
+"""Cells of one matrix, so that a few bytes of sparse request cannot ask for gigabytes."""
+MAX_REQUEST_CELLS = 1 << 26
 TEN_YEARS_S = 315_360_000
 
 LOSS_INPUTS = {
@@ -38,18 +46,20 @@ LOSS_INPUTS = {
     LossFn.PPO: frozenset({"target_tokens", "logprobs", "advantages"}),
     LossFn.CISPO: frozenset({"target_tokens", "logprobs", "advantages"}),
     LossFn.DRO: frozenset({"target_tokens", "logprobs", "advantages"}),
+    LossFn.GSPO: frozenset({"target_tokens", "logprobs", "advantages", "sequence_ratio_mask"}),
 }
 LOSS_CONFIG = {
     LossFn.PPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
     LossFn.CISPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
     LossFn.DRO: frozenset({"beta"}),
+    LossFn.GSPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
 }
 INPUT_HINTS = {
     "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
     "weights": "only cross_entropy takes weights; fold them into the advantages",
     "clip_low_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
     "clip_high_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
-    "sequence_ratio_mask": "it belongs to gspo, which this server does not compute",
+    "sequence_ratio_mask": "it belongs to gspo",
 }
 
 
@@ -86,6 +96,10 @@ class SampleRequest:
     num_samples: int
     settings: SamplingSettings
     prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    topk_sample_logprobs: int
+    target_prompt_tokens: Cells | None
+    prompt_logprobs_last_n: int | None
 
 
 class Fields:
@@ -344,14 +358,11 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields = Fields(body, "asample")
-    fields.refuse("topk_prompt_logprobs", "set include_prompt_logprobs=True for the log-probabilities of the prompt's own tokens")
-    fields.refuse("topk_sample_logprobs", "each sampled token's own log-probability is always returned")
-    fields.refuse("target_prompt_logprobs", "use forward(..., 'cross_entropy') to score chosen targets, one per position")
-    fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead")
-    fields.refuse("prompt_logprobs_last_n", "leave it out and cut the end off the full prompt logprobs")
+    fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
     # Stability records are read by stable_reinforce alone, which is refused by name.
     fields.ignore("type", "record_stability_info")
     num_samples = fields.optional_integer("num_samples")
+    targets = fields.anything("target_prompt_logprobs")
     request = SampleRequest(
         sampler_id=fields.optional_text("sampling_session_id"),
         seq_id=fields.optional_integer("seq_id"),
@@ -361,6 +372,10 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         num_samples=1 if num_samples is None else num_samples,
         settings=parse_sampling_params(fields.mapping("sampling_params"), limits),
         prompt_logprobs=fields.flag("prompt_logprobs", False),
+        topk_prompt_logprobs=fields.optional_integer("topk_prompt_logprobs") or 0,
+        topk_sample_logprobs=fields.optional_integer("topk_sample_logprobs") or 0,
+        target_prompt_tokens=None if targets is None else parse_cells(targets, "target_prompt_logprobs"),
+        prompt_logprobs_last_n=fields.optional_integer("prompt_logprobs_last_n"),
     )
     fields.finish()
     if not 1 <= request.num_samples <= MAX_SAMPLES_PER_REQUEST:
@@ -373,7 +388,31 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
             "Prompt length plus max_tokens exceeds the model's context window: "
             f"{request.prompt.size} + {wanted} > {limits.max_context_length}"
         )
-    return request
+    for name, k in (("topk_prompt_logprobs", request.topk_prompt_logprobs), ("topk_sample_logprobs", request.topk_sample_logprobs)):
+        if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size):
+            raise UserError(f"asample: {name}={k} must lie between 0 and {min(MAX_TOP_K, limits.vocab_size)}")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < request.prompt.size):
+        raise UserError(f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and len(prompt) - 1")
+    if request.target_prompt_tokens is None:
+        return request
+    return replace(request, target_prompt_tokens=_check_prompt_targets(request.target_prompt_tokens, request.prompt.size, limits))
+
+
+def _check_prompt_targets(targets: Cells, prompt_length: int, limits: Limits) -> Cells:
+    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is asked."""
+    where = "target_prompt_logprobs"
+    if targets.shape[0] != prompt_length - 1:
+        raise UserError(f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token after the first")
+    if targets.values.dtype.kind not in "iu":
+        raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
+    asked = targets.values[targets.values != -1]
+    if not asked.size:
+        raise UserError(f"{where}: it names no token; leave it out")
+    check_tokens(asked, where, limits)
+    if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
+        raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")
+    return replace(targets, values=targets.values.astype(np.int32))
 
 
 # --- training data ----------------------------------------------------------------------------------------------
@@ -414,12 +453,11 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
         if name not in expected:
             hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
             raise UserError(f"{where}: loss {loss_fn.value} does not use the input {name!r}; {hint}")
-        if array.ndim != 1:
-            raise UserError(
-                f"{where}: {name} has shape {list(array.shape)}; this server takes one target per position; repeat the datum per target"
-            )
-        if array.size != tokens.size:
-            raise UserError(f"{where}: {name} has {array.size} entries for {tokens.size} model_input tokens; they must be equal")
+        if array.ndim != 1 and (array.ndim != 2 or loss_fn is not LossFn.CROSS_ENTROPY):
+            takes = "[N] or [N, K]" if loss_fn is LossFn.CROSS_ENTROPY else "[N]: only cross_entropy takes several targets per position"
+            raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
+        if len(array) != tokens.size:
+            raise UserError(f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must be equal")
     missing = expected - set(inputs) - {"weights"}
     if missing:
         raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
@@ -430,12 +468,19 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
     targets = inputs["target_tokens"]
     if targets.dtype.kind not in "iu":
         raise UserError(f"{where}: target_tokens must be int64, got {targets.dtype}")
+    if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TOP_K:
+        raise UserError(f"{where}: {targets.shape[1]} targets per position; they must be 1 to {MAX_TOP_K}")
+    if "weights" in inputs and inputs["weights"].shape != targets.shape:
+        raise UserError(
+            f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens {list(targets.shape)}; they must be equal"
+        )
     return TrainDatum(
         tokens=tokens,
         target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
         weights=_finite(inputs, "weights", where),
         logprobs=_finite(inputs, "logprobs", where),
         advantages=_finite(inputs, "advantages", where),
+        sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
 
 
@@ -449,26 +494,73 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
     return values
 
 
-def parse_tensor(body: object, where: str) -> np.ndarray:
-    """A JSON TensorData. SDK 0.24 and older may leave dtype and shape out."""
+def check_request_cells(data: Sequence[TrainDatum]) -> None:
+    """Called after each datum, before the next one is unfolded."""
+    if sum(datum.target_tokens.size for datum in data) > MAX_REQUEST_CELLS:
+        raise UserError(f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
+
+
+def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str) -> Cells:
+    """A checked sparse matrix; crow_indices and col_indices are int64."""
+    wrong = UserError(f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape {list(shape)}")
+    if len(shape) != 2 or min(shape) < 0 or shape[1] >= 1 << 31 or crow_indices.ndim != 1 or len(crow_indices) != shape[0] + 1:
+        raise wrong
+    counts = np.diff(crow_indices)
+    if crow_indices[0] != 0 or crow_indices[-1] != len(values) or len(col_indices) != len(values) or (counts < 0).any():
+        raise wrong
+    if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
+        raise wrong
+    cells = Cells(values=values, shape=(int(shape[0]), int(shape[1])), crow_indices=crow_indices, col_indices=col_indices)
+    places = cells.rows() * shape[1] + col_indices
+    if len(np.unique(places)) != len(places):
+        raise UserError(f"{where}: a cell is listed twice")
+    return cells
+
+
+def dense_array(cells: Cells, where: str) -> np.ndarray:
+    if cells.shape[0] * cells.shape[1] > MAX_CELLS:
+        raise UserError(f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a smaller one")
+    return cells.dense()
+
+
+def parse_cells(body: object, where: str) -> Cells:
+    """A JSON TensorData of two dimensions, dense or sparse."""
+    tensor = parse_tensor(body, where)
+    if isinstance(tensor, Cells):
+        return tensor
+    if tensor.ndim != 2:
+        raise UserError(f"{where}: expected a matrix, got the shape {list(tensor.shape)}")
+    return Cells(values=tensor.reshape(-1), shape=(tensor.shape[0], tensor.shape[1]))
+
+
+def parse_tensor(body: object, where: str) -> np.ndarray | Cells:
+    """A JSON TensorData; `Cells` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
     if isinstance(body, list):
         body = {"data": body}
     fields = Fields(body, where)
-    if fields.items("sparse_crow_indices") or fields.items("sparse_col_indices"):
-        raise UserError(f"{where}: sparse tensors are not supported by this server; send a dense 1-D tensor")
+    is_sparse = fields.anything("sparse_crow_indices") is not None
+    crow_indices = integers(fields.items("sparse_crow_indices"), f"{where}: sparse_crow_indices")
+    col_indices = integers(fields.items("sparse_col_indices"), f"{where}: sparse_col_indices")
     dtype = fields.optional_text("dtype")
     if dtype not in (None, "int64", "float32"):
         raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
+    shape = integers(fields.items("shape"), f"{where}: shape")
     try:
         array = np.asarray(fields.items("data"), dtype=None if dtype is None else np.dtype(dtype))
-        shape = integers(fields.items("shape"), where)
-        array = array.reshape(shape.tolist()) if shape.size else array
+        array = array.reshape(shape.tolist()) if shape.size and not is_sparse else array
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: data does not match its dtype and shape") from None
     if array.dtype.kind not in "iuf":
         raise UserError(f"{where}: data must be numbers")
     fields.finish()
+    if is_sparse:
+        return cells_from_csr(array.reshape(-1), crow_indices, col_indices, shape.tolist(), where)
     return array
+
+
+def _parse_dense_tensor(body: object, where: str) -> np.ndarray:
+    tensor = parse_tensor(body, where)
+    return dense_array(tensor, where) if isinstance(tensor, Cells) else tensor
 
 
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
@@ -480,9 +572,10 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     for index, datum_body in enumerate(inner.items("data")):
         datum = Fields(datum_body, f"datum {index}")
         tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
-        inputs = {name: parse_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
+        inputs = {name: _parse_dense_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
         datum.finish()
         data.append(check_datum(index, tokens, inputs, loss_fn, limits))
+        check_request_cells(data)
     request = TrainRequest(
         model_id=fields.text("model_id"),
         seq_id=fields.optional_integer("seq_id"),
@@ -520,6 +613,21 @@ def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
     return {name: _json_float(value) for name, value in metrics.items()}
 
 
+def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
+    """None at a position without a context."""
+    return [
+        None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
+        for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
+    ]
+
+
+def _json_cells(cells: Cells) -> dict[str, object]:
+    sparse: dict[str, object] = {}
+    if cells.crow_indices is not None and cells.col_indices is not None:
+        sparse = {"sparse_crow_indices": cells.crow_indices.tolist(), "sparse_col_indices": cells.col_indices.tolist()}
+    return {"data": _json_floats(cells.values), "dtype": "float32", "shape": list(cells.shape), **sparse}
+
+
 def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
     """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not (ids)."""
     match result:
@@ -531,17 +639,20 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
                         "stop_reason": sequence.stop_reason.value,
                         "tokens": sequence.tokens.tolist(),
                         "logprobs": _json_floats(sequence.logprobs),
+                        **({} if sequence.topk is None else {"topk_logprobs": _json_topk(sequence.topk)}),
                     }
                     for sequence in result.sequences
                 ],
                 "prompt_logprobs": None if result.prompt_logprobs is None else _nullable(result.prompt_logprobs),
+                "topk_prompt_logprobs": None if result.topk_prompt_logprobs is None else _json_topk(result.topk_prompt_logprobs),
+                "target_prompt_logprobs": None if result.target_prompt_logprobs is None else _json_cells(result.target_prompt_logprobs),
                 "prompt_cache_hit_tokens": result.prompt_cache_hit_tokens,
             }
         case ForwardBackwardResult():
             return {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
-                    {"logprobs": {"data": _json_floats(logprobs), "dtype": "float32", "shape": [int(logprobs.size)]}}
+                    {"logprobs": {"data": _json_floats(logprobs.reshape(-1)), "dtype": "float32", "shape": list(logprobs.shape)}}
                     for logprobs in result.logprobs
                 ],
                 "metrics": _json_metrics(result.metrics),
@@ -549,7 +660,8 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
         case OptimStepResult():
             return {"metrics": _json_metrics(result.metrics)}
         case WeightsSaved():
-            return {"type": kind, "path": result.path, **extra}
+            size = {"size_bytes": result.size_bytes} if kind == "save_weights_external" else {}
+            return {"type": kind, "path": result.path, **size, **extra}
         case WeightsLoaded():
             return {"type": kind, "model_id": result.model_id, **extra}
         case Done():
@@ -561,8 +673,14 @@ def result_size(result: OpResult) -> int:
     match result:
         case SampleResult():
             prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
-            return 200 + prompt + sum(200 + sequence.tokens.nbytes + sequence.logprobs.nbytes for sequence in result.sequences)
+            targets = 0 if result.target_prompt_logprobs is None else 4 * result.target_prompt_logprobs.values.nbytes
+            sequences = sum(200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences)
+            return 200 + prompt + targets + _topk_size(result.topk_prompt_logprobs) + sequences
         case ForwardBackwardResult():
             return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)
         case _:
             return 500
+
+
+def _topk_size(topk: TopkLogprobs | None) -> int:
+    return 0 if topk is None else topk.token_ids.nbytes + topk.logprobs.nbytes

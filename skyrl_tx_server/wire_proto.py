@@ -5,15 +5,36 @@ SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an un
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import ForwardBackwardResult, LossFn, OpResult, SampleResult, StopReason, TrainDatum
+from skyrl_tx_server.ops import (
+    Cells,
+    ForwardBackwardResult,
+    LossFn,
+    OpResult,
+    SampleResult,
+    StopReason,
+    TopkLogprobs,
+    TrainDatum,
+)
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.wire import Limits, TrainRequest, check_datum, check_loss_config, check_tokens, parse_loss_fn
+from skyrl_tx_server.wire import (
+    Limits,
+    TrainRequest,
+    cells_from_csr,
+    check_datum,
+    check_loss_config,
+    check_request_cells,
+    check_tokens,
+    dense_array,
+    parse_loss_fn,
+)
 
 MEDIA_TYPE = "application/x-protobuf"
 
@@ -43,12 +64,16 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         raise UserError("forward_backward: model_id is missing")
     if not request.data:
         raise UserError("forward_backward: data is empty; send at least one datum")
+    data: list[TrainDatum] = []
+    for index, datum in enumerate(request.data):
+        data.append(_datum(index, datum, loss_fn, limits))
+        check_request_cells(data)
     return TrainRequest(
         model_id=request.model_id,
         seq_id=request.seq_id or None,  # proto3 cannot tell 0 from unset; the SDK counts from 1
         loss_fn=loss_fn,
         loss_fn_config=check_loss_config(loss_fn, config),
-        data=tuple(_datum(index, datum, loss_fn, limits) for index, datum in enumerate(request.data)),
+        data=tuple(data),
         forward_only=request.forward_only,
     )
 
@@ -68,10 +93,18 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
 
 
 def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        raise UserError(f"{where}: sparse tensors are not supported by this server; send a dense 1-D tensor (one target per position)")
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{where}: unknown dtype {tensor.dtype}; use float32 or int64")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr, index_dtype = tensor.sparse_csr, np.dtype("<i8")
+        cells = cells_from_csr(
+            _from_bytes(csr.values, _DTYPES[tensor.dtype], where),
+            _from_bytes(csr.crow_indices, index_dtype, where),
+            _from_bytes(csr.col_indices, index_dtype, where),
+            list(tensor.shape),
+            where,
+        )
+        return dense_array(cells, where)
     array = _from_bytes(tensor.dense, _DTYPES[tensor.dtype], where)
     if not tensor.shape:
         return array
@@ -116,23 +149,51 @@ def _sample(result: SampleResult) -> pb.SampleResponse:
             stop_reason=_STOP_REASONS[sequence.stop_reason],
             tokens=sequence.tokens.astype("<i4").tobytes(),
             logprobs=sequence.logprobs.astype("<f4").tobytes(),
+            topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
         )
     if result.prompt_logprobs is not None:
         response.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
+    if result.topk_prompt_logprobs is not None:
+        response.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt_logprobs))
+    if result.target_prompt_logprobs is not None:
+        response.target_prompt_logprobs.CopyFrom(_float_cells(result.target_prompt_logprobs))
     return response
 
 
+def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=topk.token_ids.astype("<i4").tobytes(), logprobs=topk.logprobs.astype("<f4").tobytes(), k=k, length=length
+    )
+
+
+def _float_cells(cells: Cells) -> pb.Tensor:
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=cells.shape)
+    values = cells.values.astype("<f4").tobytes()
+    if cells.crow_indices is None or cells.col_indices is None:
+        tensor.dense = values
+    else:
+        crow_indices, col_indices = (indices.astype("<i8").tobytes() for indices in (cells.crow_indices, cells.col_indices))
+        tensor.sparse_csr.CopyFrom(pb.SparseCsr(values=values, crow_indices=crow_indices, col_indices=col_indices))
+    return tensor
+
+
 def _forward_backward(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
-    """One record for all datums: their log-probabilities end to end, cut apart by byte offsets."""
+    """One record per run of datums with equally many targets per position: their log-probabilities end to end, cut by byte offsets."""
     bare = [name for name in result.metrics if ":" not in name]
     assert not bare, f"metrics need the form name:reduction, got {bare}"
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(result.metrics)
-    offsets = np.concatenate([[0], np.cumsum([4 * logprobs.size for logprobs in result.logprobs], dtype=np.int64)])
-    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(result.logprobs))
-    record.fields["logprobs"].CopyFrom(
-        pb.BatchedTensor(
-            data=np.concatenate(result.logprobs).astype("<f4").tobytes(), offsets=offsets.astype("<i8").tobytes(), dtype=pb.DTYPE_FLOAT32
+    for trailing_shape, run in itertools.groupby(result.logprobs, key=lambda logprobs: logprobs.shape[1:]):
+        parts = [logprobs.reshape(-1) for logprobs in run]
+        offsets = np.concatenate([[0], np.cumsum([4 * part.size for part in parts], dtype=np.int64)])
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
+        record.fields["logprobs"].CopyFrom(
+            pb.BatchedTensor(
+                data=np.concatenate(parts).astype("<f4").tobytes(),
+                offsets=offsets.astype("<i8").tobytes(),
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=trailing_shape,
+            )
         )
-    )
     return output

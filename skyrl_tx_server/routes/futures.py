@@ -1,4 +1,4 @@
-"""retrieve_future: the long poll through which every result and every failure reaches the client."""
+"""retrieve_future, the long poll through which every result and every failure reaches the client, and cancel_future."""
 
 from __future__ import annotations
 
@@ -38,4 +38,17 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
     return result_to_json(outcome.kind, outcome.result, outcome.extra)
 
 
-ENDPOINTS = (Endpoint(method="POST", path="/api/v1/retrieve_future", handler=retrieve_future, log_level=logging.DEBUG),)
+async def cancel_future(context: Context, request: Request) -> Reply:
+    """Sent when a client gives a sample up. Work that waits is withdrawn; what has begun finishes, and its result is not kept."""
+    fields = Fields(await read_json(context, request), "cancel_future")
+    request_id = fields.text("request_id")
+    fields.ignore("type")
+    fields.finish()
+    context.futures.cancel(request_id)
+    return None
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/retrieve_future", handler=retrieve_future, log_level=logging.DEBUG),
+    Endpoint(method="POST", path="/api/v1/cancel_future", handler=cancel_future),
+)

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.routes.border import Endpoint, Handler, Reply, read_body
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.routes.weights import CHECKPOINT, RUN
+from skyrl_tx_server.routes.weights import CHECKPOINT
 
 
 def _refuse(message: str) -> Handler:
@@ -18,18 +18,13 @@ def _refuse(message: str) -> Handler:
     return refuse
 
 
-_EXPORT = "this server does not export weights over HTTP; every checkpoint lies as safetensors under its checkpoints_dir"
-_PUBLISH = "this server has no accounts to publish a checkpoint to; copy the checkpoint's directory from its checkpoints_dir"
+_ARCHIVE = "use save_weights_external, or `python -m skyrl_tx_server.export` on the server's machine"
+_COPY = "this server has no accounts to copy a checkpoint to; copy the checkpoint's directory from its checkpoints_dir"
 _FLAG = "this server does not offer it, and its client/config says so"
 
 ENDPOINTS = (
-    Endpoint(method="POST", path="/api/v1/save_weights_external", handler=_refuse(f"save_weights_external: {_EXPORT}")),
-    Endpoint(method="GET", path=RUN + "/external_weights/{name}/external_weights_urls", handler=_refuse(f"external weights: {_EXPORT}")),
-    Endpoint(method="GET", path=CHECKPOINT + "/external_weights_urls", handler=_refuse(f"external weights: {_EXPORT}")),
-    Endpoint(method="GET", path=CHECKPOINT + "/archive", handler=_refuse(f"checkpoint archive: {_EXPORT}")),
-    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=_refuse(f"publish: {_PUBLISH}")),
-    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=_refuse(f"unpublish: {_PUBLISH}")),
-    Endpoint(method="POST", path="/api/v1/copy_weights", handler=_refuse(f"copy_weights: {_PUBLISH}")),
+    Endpoint(method="GET", path=CHECKPOINT + "/archive", handler=_refuse(f"this server makes no archives: {_ARCHIVE}")),
+    Endpoint(method="POST", path="/api/v1/copy_weights", handler=_refuse(f"copy_weights: {_COPY}")),
     Endpoint(
         method="PUT",
         path="/api/v1/sessions/{session_id}/project",
@@ -45,7 +40,6 @@ ENDPOINTS = (
         method="POST", path="/api/v1/create_custom_loss", handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom")
     ),
     Endpoint(method="POST", path="/api/v1/retrieve_futures", handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future")),
-    Endpoint(method="POST", path="/api/v1/cancel_future", handler=_refuse(f"cancel_future: {_FLAG}")),
     Endpoint(method="POST", path="/api/v1/join_sampling_session", handler=_refuse(f"join_sampling_session: {_FLAG}")),
     Endpoint(
         method="POST", path="/api/v1/auth/token", handler=_refuse("this server needs no token; any API key that begins with tml- will do")

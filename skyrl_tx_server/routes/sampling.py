@@ -39,7 +39,7 @@ def _weights(context: Context, *, base_model: str | None, model_path: str | None
         return None
     info = context.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
-        raise UserError(f"{model_path} is a training checkpoint; sample from the path that save_weights_for_sampler returns")
+        raise UserError(f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns")
     context.check_base_model(info.base_model)
     return model_path
 
@@ -64,6 +64,10 @@ def _submit(context: Context, sample: SampleRequest, *, weights: str | None, ses
         settings=sample.settings,
         num_samples=sample.num_samples,
         prompt_logprobs=sample.prompt_logprobs,
+        topk_prompt_logprobs=sample.topk_prompt_logprobs,
+        topk_sample_logprobs=sample.topk_sample_logprobs,
+        target_prompt_tokens=sample.target_prompt_tokens,
+        prompt_logprobs_last_n=sample.prompt_logprobs_last_n,
     )
     key = None
     name = f"sample-{uuid.uuid4().hex}"

@@ -34,7 +34,7 @@ async def client_config(context: Context, request: Request) -> Reply:
 
 async def dynamic_config(context: Context, request: Request) -> Reply:
     await read_body(context, request)
-    return {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 async def telemetry(context: Context, request: Request) -> Reply:

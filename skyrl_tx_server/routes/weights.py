@@ -20,7 +20,7 @@ from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.training import begin_model, model_key
 from skyrl_tx_server.wire import Fields, check_optimizer_config, check_ttl
 
-CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler"}
+CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------
@@ -37,12 +37,12 @@ async def save_weights(context: Context, request: Request) -> Reply:
     fields.ignore("type")
     fields.finish()
     model = context.registry.model(model_id)
-    path = _named(model_id, CheckpointKind.TRAINING, name)
+    path = named(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
         if not overwrite:
-            _check_free(context, path)
+            check_free(context, path)
         return context.engine.submit(op)
 
     request_id = context.futures.submit(
@@ -50,7 +50,7 @@ async def save_weights(context: Context, request: Request) -> Reply:
         kind="save_weights",
         key=model_key(model_id, seq_id),
         session_id=model.session_id,
-        when_done=lambda outcome: _note_expiry(context, path, ttl_seconds, outcome),
+        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
     )
     return {"request_id": request_id, "model_id": model_id}
 
@@ -81,11 +81,11 @@ async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
 def _save_named_sampler(
     context: Context, model: Model, name: str, seq_id: int | None, ttl_seconds: int | None, user_metadata: dict[str, str]
 ) -> Reply:
-    path = _named(model.model_id, CheckpointKind.SAMPLER, name)
+    path = named(model.model_id, CheckpointKind.SAMPLER, name)
     op = SaveSampler(model_id=model.model_id, name=name, weights=path, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
-        _check_free(context, path)
+        check_free(context, path)
         return context.engine.submit(op)
 
     request_id = context.futures.submit(
@@ -93,7 +93,7 @@ def _save_named_sampler(
         kind="save_weights_for_sampler",
         key=model_key(model.model_id, seq_id),
         session_id=model.session_id,
-        when_done=lambda outcome: _note_expiry(context, path, ttl_seconds, outcome),
+        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
     )
     return {"request_id": request_id, "model_id": model.model_id}
 
@@ -123,7 +123,7 @@ def _save_snapshot(
     return {"request_id": request_id, "model_id": model.model_id}
 
 
-def _named(model_id: str, kind: CheckpointKind, name: str) -> str:
+def named(model_id: str, kind: CheckpointKind, name: str) -> str:
     if "/" in name:
         raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
     path = checkpoint_path(model_id, kind, name)
@@ -131,12 +131,12 @@ def _named(model_id: str, kind: CheckpointKind, name: str) -> str:
     return path
 
 
-def _check_free(context: Context, path: str) -> None:
+def check_free(context: Context, path: str) -> None:
     if context.checkpoints.exists(path):
         raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
 
 
-def _note_expiry(context: Context, path: str, ttl_seconds: int | None, outcome: Outcome) -> None:
+def note_expiry(context: Context, path: str, ttl_seconds: int | None, outcome: Outcome) -> None:
     if outcome.error is None:
         context.ledger.set_expiry(path, None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds))
 
@@ -181,7 +181,7 @@ def _training_checkpoint(context: Context, path: str) -> LoraSpec:
     """The LoRA of a checkpoint that this server can train on."""
     info = context.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
-        raise UserError(f"{path} holds sampler weights, without optimizer state; load the path that save_state returned")
+        raise UserError(f"{path} holds weights without optimizer state; load the path that save_state returned")
     context.check_base_model(info.base_model)
     if info.lora.rank > context.limits.max_lora_rank:
         raise UserError(
@@ -280,7 +280,7 @@ def _checkpoint_to_json(context: Context, info: CheckpointInfo) -> dict[str, obj
         "time": info.created_at.isoformat(),
         "tinker_path": info.path,
         "size_bytes": info.size_bytes,
-        "public": False,
+        "public": info.path in context.ledger.public,
         "user_metadata": info.user_metadata,
         "expires_at": None if expires_at is None else expires_at.isoformat(),
     }
@@ -310,8 +310,22 @@ async def list_checkpoints(context: Context, request: Request) -> Reply:
 async def delete_checkpoint(context: Context, request: Request) -> Reply:
     path = _path_of(request)
     await asyncio.to_thread(context.checkpoints.delete, path)
-    context.ledger.set_expiry(path, None)
+    context.ledger.forget(path)
     return None
+
+
+async def publish(context: Context, request: Request) -> Reply:
+    """A mark that listings show. There are no accounts: who reaches this server may read every checkpoint, marked or not."""
+    return _mark(context, _path_of(request), public=True)
+
+
+async def unpublish(context: Context, request: Request) -> Reply:
+    return _mark(context, _path_of(request), public=False)
+
+
+def _mark(context: Context, path: str, *, public: bool) -> None:
+    context.checkpoints.info(path)  # refuses a path that does not exist
+    context.ledger.set_public(path, public)
 
 
 async def set_ttl(context: Context, request: Request) -> Reply:
@@ -341,5 +355,7 @@ ENDPOINTS = (
     Endpoint(method="GET", path=RUN + "/checkpoints", handler=list_run_checkpoints),
     Endpoint(method="GET", path="/api/v1/checkpoints", handler=list_checkpoints),
     Endpoint(method="PUT", path=CHECKPOINT + "/ttl", handler=set_ttl),
+    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=publish),
+    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=unpublish),
     Endpoint(method="DELETE", path=CHECKPOINT, handler=delete_checkpoint),
 )

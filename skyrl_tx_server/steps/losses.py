@@ -7,6 +7,10 @@ With lp = log p(target), q the sampler's logprob, A the advantage, w the weight 
     ppo                   -min(r * A, clip(r, low, high) * A)
     cispo                 -stop_gradient(clip(r, low, high)) * lp * A
     dro                   -(lp * A - beta / 2 * (lp - q)^2)
+    gspo                  -min(r' * A, clip(r', low, high) * A)   with   r' = exp(s + lp - stop_gradient(lp))
+
+gspo's s is one number per sequence, the mean of stop_gradient(lp) - q over its mask (Zheng et al., arXiv:2507.18071, in the token form).
+It needs every logprob of the sequence before the first loss, so a forward pass computes it and the caller passes it in place of q.
 
 `low` and `high` are absolute bounds on the ratio, 0.8 and 1.2 unless given. Which loss it is and its settings are traced values:
 a new loss runs in a program that is already compiled.
@@ -36,6 +40,11 @@ _SETTINGS: dict[LossFn, dict[str, float]] = {
     LossFn.PPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
     LossFn.CISPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
     LossFn.DRO: {"beta": DRO_BETA},
+    LossFn.GSPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
+}
+_INPUTS: dict[LossFn, tuple[str, ...]] = {
+    LossFn.CROSS_ENTROPY: ("weights",),
+    LossFn.GSPO: ("logprobs", "advantages", "sequence_ratio_mask"),
 }
 _INDEX: dict[LossFn, int] = {loss: index for index, loss in enumerate(_SETTINGS)}
 
@@ -54,10 +63,10 @@ class LossSelection:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What the formulas read besides the model's logprobs; all of one shape, float32. Where `valid` is 0 the loss is 0."""
+    """What the formulas read besides the model's logprobs; float32, broadcast against these. Where `valid` is 0 the loss is 0."""
 
     weights: Leaf
-    sampler_logprobs: Leaf
+    sampler_logprobs: Leaf  # gspo: s, the sequence's mean log-ratio, at each of its tokens
     advantages: Leaf
     valid: jax.Array
 
@@ -86,8 +95,10 @@ def select_loss(loss_fn: LossFn, config: Mapping[str, float]) -> LossSelection:
 
 def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
     """Refuse data that lack what the loss reads. Raises UserError that names the datum and the input."""
-    needed = ("weights",) if loss_fn is LossFn.CROSS_ENTROPY else ("logprobs", "advantages")
+    needed = _INPUTS.get(loss_fn, ("logprobs", "advantages"))
     for index, datum in enumerate(data):
+        if datum.target_tokens.ndim > 1 and loss_fn is not LossFn.CROSS_ENTROPY:
+            raise UserError(f"datum {index}: {loss_fn} takes one target per position; only cross_entropy takes several")
         if loss_fn is not LossFn.CROSS_ENTROPY and datum.weights is not None:
             raise UserError(f"datum {index}: {loss_fn} reads no weights; mask tokens by setting their advantages to 0")
         for name in needed:
@@ -98,8 +109,14 @@ def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
                 raise UserError(f"datum {index}: {loss_fn} needs {name} in loss_fn_inputs, next to target_tokens")
             if len(values) != len(datum.tokens):
                 raise UserError(f"datum {index}: {name} has length {len(values)}, model_input {len(datum.tokens)}: make them equal")
+            if values.shape != datum.target_tokens.shape:
+                raise UserError(
+                    f"datum {index}: {name} has shape {values.shape}, target_tokens {datum.target_tokens.shape}: make them equal"
+                )
             if not np.isfinite(values).all():
                 raise UserError(f"datum {index}: {name} holds a value that is not finite")
+        if loss_fn is LossFn.GSPO and not np.any(datum.sequence_ratio_mask) and np.any(datum.advantages):
+            raise UserError(f"datum {index}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion")
 
 
 def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
@@ -108,11 +125,17 @@ def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInpu
     ratio = jnp.exp(jnp.minimum(delta, MAX_LOG_RATIO))
     clipped = jnp.clip(ratio, selection.clip_low, selection.clip_high)
     advantages = inputs.advantages
+
+    def gspo() -> jax.Array:
+        ratio = jnp.exp(jnp.minimum(inputs.sampler_logprobs, MAX_LOG_RATIO) + (logprobs - jax.lax.stop_gradient(logprobs)))
+        return -jnp.minimum(ratio * advantages, jnp.clip(ratio, selection.clip_low, selection.clip_high) * advantages)
+
     branches = (
         lambda: -inputs.weights * logprobs,
         lambda: -ratio * advantages,
         lambda: -jnp.minimum(ratio * advantages, clipped * advantages),
         lambda: -jax.lax.stop_gradient(clipped) * logprobs * advantages,
         lambda: -(logprobs * advantages - 0.5 * selection.beta * delta * delta),
+        gspo,
     )
     return jnp.where(inputs.valid > 0, jax.lax.switch(selection.index, branches), 0.0)

@@ -1,8 +1,11 @@
 """The sampling programs: prefill a prompt into slots, decode a block of steps over all slots.
 
-Every setting of a row is an array, so requests with different settings share a batch and compile nothing. A token's logprob is of the
-model's own distribution (temperature 1, nothing filtered), in float32. The randomness of a token depends on its request's seed, the
-sample's index and the token's position, never on the batch: key = fold_in(fold_in(seed, index), position).
+Every setting of a row is an array, so requests with different settings share a batch and compile nothing. A sampled token's logprob is of
+the model's own distribution (temperature 1), or of the `tempered` one it was drawn from where the server is set to that; filters (top-k,
+top-p) never count, greedy rows and prompts are always at temperature 1. All in float32.
+
+The randomness of a token depends on its request's seed, the sample's index and the token's position, never on the batch:
+key = fold_in(fold_in(seed, index), position).
 """
 
 from __future__ import annotations
@@ -97,9 +100,17 @@ class _BlockState:
     outputs: BlockOutputs
 
 
-@partial(jax.jit, static_argnames=("config", "segments"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "segments", "tempered"), donate_argnames=("cache",))
 def prefill(
-    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, segments: int
+    cache: KVCache,
+    params: Params,
+    bank: Adapter,
+    prompt: Prompt,
+    settings: RowSettings,
+    *,
+    config: ModelConfig,
+    segments: int,
+    tempered: bool,
 ) -> tuple[KVCache, PromptOutputs]:
     """Run a prompt once, copy its keys and values to its rows' slots, and sample each row's first token.
 
@@ -134,12 +145,15 @@ def prefill(
     logits = head_logits(config, params, adapter, last)[:, 0]
     rows = prompt.slots.shape[0]
     first_tokens, first_logprobs = choose(
-        jnp.broadcast_to(logits, (rows, logits.shape[1])), settings, jnp.broadcast_to(prompt.cached + prompt.length, (rows,))
+        jnp.broadcast_to(logits, (rows, logits.shape[1])),
+        settings,
+        jnp.broadcast_to(prompt.cached + prompt.length, (rows,)),
+        tempered=tempered,
     )
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "segments", "one_adapter"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "steps", "segments", "one_adapter", "tempered"), donate_argnames=("cache",))
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -151,6 +165,7 @@ def decode_block(
     steps: int,
     segments: int,
     one_adapter: bool,
+    tempered: bool,
 ) -> tuple[KVCache, BlockOutputs]:
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
@@ -186,7 +201,7 @@ def decode_block(
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = head_logits(config, params, adapter, hidden)[:, 0]
-        chosen, logprobs = choose(logits, settings, positions + 1)
+        chosen, logprobs = choose(logits, settings, positions + 1, tempered=tempered)
         live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)
         return _BlockState(
@@ -204,17 +219,19 @@ def decode_block(
     return write_block(cache, end.recent, rows.positions), end.outputs
 
 
-def choose(logits: jax.Array, settings: RowSettings, positions: Leaf) -> tuple[jax.Array, jax.Array]:
-    """Tokens [B] and their untempered, unfiltered logprobs [B] from float32 logits [B, V]; `positions` [B] are the new tokens' own."""
+def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B] and their unfiltered logprobs [B] from float32 logits [B, V]; `positions` [B] are the new tokens' own."""
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
 
     def perturb() -> jax.Array:
-        tempered = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
-        tempered = jax.lax.cond(filtered.any(), lambda: _filter(tempered, settings), lambda: tempered)
-        return jnp.where(random[:, None], tempered + _noise(settings, positions, logits.shape[-1]), logits)
+        scaled = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
+        scaled = jax.lax.cond(filtered.any(), lambda: _filter(scaled, settings), lambda: scaled)
+        return jnp.where(random[:, None], scaled + _noise(settings, positions, logits.shape[-1]), logits)
 
     tokens = _argmax(jax.lax.cond(random.any(), perturb, lambda: logits))
+    if tempered:
+        logits = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
 

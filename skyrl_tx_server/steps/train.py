@@ -29,7 +29,8 @@ MAX_CHUNK_LOGITS = 1 << 26
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """A `PackedBatch` as the device sees it; every array is [B, T]."""
+    """A `PackedBatch` as the device sees it; every array is [B, T]. With K targets per position, which is a program of its own,
+    targets and weights are [B, T, K] and the other two loss inputs [B, T, 1]."""
 
     tokens: Leaf  # int32
     positions: Leaf  # int32
@@ -45,7 +46,7 @@ class TrainBatch:
 class TokenOutputs:
     """What a training program returns to the host."""
 
-    logprobs: jax.Array  # [B, T] float32, log p(target) at every position, padding included
+    logprobs: jax.Array  # float32, shaped like the targets: log p(target) at every position, padding included
     loss: jax.Array  # [] float32, summed
 
 
@@ -172,8 +173,8 @@ class _Chunk:
     """Tokens of a batch in row-major order; with all chunks stacked every leaf has a leading axis."""
 
     hidden: jax.Array  # [N, D]
-    targets: Leaf  # [N] int32
-    inputs: LossInputs  # [N]
+    targets: Leaf  # [N] or [N, K] int32
+    inputs: LossInputs  # [N], or [N, K] and [N, 1]
 
 
 def _head_gradient(
@@ -198,10 +199,13 @@ def _head_gradient(
 
 
 def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    """(summed loss, logprobs [N]) of one chunk."""
+    """(summed loss, logprobs of the targets) of one chunk."""
     logits = head_logits(config, params, adapter, chunk.hidden[None])[0]
-    chosen = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
-    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    if chunk.targets.ndim == 1:
+        chosen = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
+        logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    else:
+        logprobs = jnp.take_along_axis(logits, chunk.targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
 
 
@@ -219,7 +223,7 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
         weights=batch.weights,
         sampler_logprobs=batch.sampler_logprobs,
         advantages=batch.advantages,
-        valid=jnp.float32(batch.segment_ids > 0),
+        valid=jnp.float32(batch.segment_ids > 0).reshape(batch.advantages.shape),
     )
     return jax.tree.map(split, _Chunk(hidden=hidden, targets=batch.targets, inputs=inputs))
 

@@ -27,6 +27,7 @@ from skyrl_tx_server.ops import (
     Sample,
     SampledSequence,
     SampleResult,
+    SaveExternal,
     SaveSampler,
     SaveWeights,
     StopReason,
@@ -37,6 +38,13 @@ from skyrl_tx_server.ops import (
 
 UNLUCKY_TOKEN = 13
 """A prompt or datum that begins with this token fails in the engine."""
+
+
+FACTORS = {
+    "base_model.model.lm_head.lora_A.weight": np.ones((4, 2), np.float32),
+    "base_model.model.lm_head.lora_B.weight": np.zeros((3, 4), np.float32),
+}
+"""What every model's adapter is made of, whatever it was trained on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,7 +113,7 @@ class FakeEngine:
     def _write(self, kind: str, model_id: str, name: str, user_metadata: dict[str, str], overwrite: bool) -> OpResult:
         model = self.models[model_id]
         info = self._checkpoints.write(
-            kind, model_id, name, {"steps": np.asarray([model.steps])}, model.lora, model.steps, user_metadata, overwrite
+            kind, model_id, name, {"steps": np.asarray([model.steps]), **FACTORS}, model.lora, model.steps, user_metadata, overwrite
         )
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
@@ -117,6 +125,9 @@ class FakeEngine:
             return self._write("sampler_weights", op.model_id, op.name, op.user_metadata, False)
         self.snapshots[op.weights] = self.models[op.model_id].steps
         return WeightsSaved(path=None, size_bytes=0)
+
+    def _save_external(self, op: SaveExternal) -> OpResult:
+        return self._write("external_weights", op.model_id, op.name, {}, False)
 
     def _unload(self, op: UnloadModel) -> OpResult:
         self.models.pop(op.model_id, None)
@@ -161,6 +172,7 @@ class FakeEngine:
         OptimStep: _optim,
         SaveWeights: _save,
         SaveSampler: _save_sampler,
+        SaveExternal: _save_external,
         UnloadModel: _unload,
         DropSnapshot: _drop,
         Sample: _sample,

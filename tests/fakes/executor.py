@@ -24,6 +24,7 @@ from skyrl_tx_server.ops import (
     OptimStepResult,
     Sample,
     SampledSequence,
+    SaveExternal,
     SaveSampler,
     SaveWeights,
     StopReason,
@@ -82,6 +83,9 @@ class FakeExecutor:
             case SaveSampler(model_id=model_id, name=name, weights=weights):
                 self._enter(f"snapshot {weights}")
                 return WeightsSaved(path=f"tinker://{model_id}/sampler_weights/{name}" if name else None, size_bytes=1)
+            case SaveExternal(model_id=model_id, name=name):
+                self._enter(f"export {model_id}")
+                return WeightsSaved(path=f"tinker://{model_id}/external_weights/{name}", size_bytes=1)
             case UnloadModel(model_id=model_id):
                 self._enter(f"unload {model_id}")
                 self.models.pop(model_id, None)

@@ -103,7 +103,7 @@ async def test_nothing_is_served_before_the_engine_can_work(context: Context) ->
 async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClient) -> None:
     config = await post(http, "client/config", sdk_version="0.38.0")
     assert (config["parallel_fwdbwd_chunks"], config["pjwt_auth_enabled"]) == (False, False)
-    assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is False
+    assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
 async def test_protobuf_and_json_requests_and_replies_by_header(http: httpx.AsyncClient) -> None:
@@ -412,3 +412,31 @@ async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncCl
     assert context.registry.expired() == []
     now[0] = 401.0
     assert context.registry.expired() == [session_id]
+
+
+async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"base_model": MODEL, "sampling_params": {"max_tokens": 1}}
+    engine.gate.clear()
+    begun, waiting, other = [await post(http, "asample", **body, prompt={"chunks": [{"tokens": [token]}]}) for token in (1, 2, 3)]
+    for request_id in (waiting["request_id"], waiting["request_id"], "sample-unknown"):
+        assert (await http.post("cancel_future", json={"request_id": request_id})).status_code == 204
+    engine.gate.set()
+    assert "sequences" in await result(http, begun) and "sequences" in await result(http, other)
+    assert "withdrawn" in str((await result(http, waiting))["error"])
+    assert [int(op.prompt[0]) for op in engine.of_type(Sample)] == [1, 3]
+
+
+async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
+    """The command line fetches the files with nothing but their URLs."""
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    key = {"x-api-key": "tml-secret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
+        model_id = await make_model(http, await open_session(http))
+        saved = await result(http, await post(http, "save_weights_external", model_id=model_id, path="e1"))
+        urls = (await http.get(f"training_runs/{model_id}/checkpoints/external_weights/e1/external_weights_urls")).json()["urls"]
+        assert saved["path"] == f"tinker://{model_id}/external_weights/e1"
+        del http.headers["x-api-key"]
+        assert (await http.get(urls["adapter_config.json"])).json()["r"] == 4
+        assert (await http.get("training_runs")).status_code == 401
+    fake_engine(context).stop()

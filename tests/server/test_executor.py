@@ -36,6 +36,7 @@ from skyrl_tx_server.ops import (
     WeightsSaved,
 )
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+from tests.server import reference_losses
 
 TIMEOUT_S = 120
 LORA = LoraSpec(rank=4, seed=3)
@@ -104,6 +105,53 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_a_checkpoint_is_loaded_into_a_model_made_with_another_seed(engine: Engine, checkpoints_dir: Path):
+    """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into it."""
+    create(engine, "m")
+    train(engine, "m")
+    path = run(engine, SaveWeights(model_id="m", name="a")).path
+    create(engine, "other", replace(LORA, seed=99))
+    assert run(engine, LoadWeights(model_id="other", path=path, optimizer=True)).lora == LORA
+    assert_identical(state(engine, "other", checkpoints_dir), state(engine, "m", checkpoints_dir))
+    create(engine, "smaller", replace(LORA, rank=2))
+    with pytest.raises(UserError, match="holds another adapter"):
+        run(engine, LoadWeights(model_id="smaller", path=path, optimizer=True))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_only: bool):
+    """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came back."""
+    create(engine, "m")
+    rng = np.random.default_rng(6)
+    batch = data(6, length=120)
+    logprobs = accumulate(engine, "m", batch).logprobs
+    batch = tuple(
+        replace(
+            datum,
+            logprobs=(own + rng.normal(0.1, 0.3, own.shape)).astype(np.float32),
+            advantages=rng.normal(size=own.shape).astype(np.float32),
+            sequence_ratio_mask=(rng.random(own.shape) > 0.4).astype(np.float32),
+        )
+        for datum, own in zip(batch, logprobs, strict=True)
+    )
+    op = ForwardBackward(
+        model_id="m", data=batch, loss_fn=LossFn.GSPO, loss_fn_config={"clip_high_threshold": 1.1}, forward_only=forward_only
+    )
+    result = run(engine, op)
+    expected = sum(
+        reference_losses.total(
+            "gspo",
+            own,
+            sampler_logprobs=datum.logprobs,
+            advantages=datum.advantages,
+            sequence_ratio_mask=datum.sequence_ratio_mask,
+            high=1.1,
+        )
+        for datum, own in zip(batch, result.logprobs, strict=True)
+    )
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
 def ask(weights: str | None, *, max_tokens: int = 10, num_samples: int = 1, seed: int = 0) -> Sample:

@@ -21,6 +21,13 @@ CASES = [
     (LossFn.DRO, {}),
     (LossFn.DRO, {"beta": 0.3}),
 ]
+GSPO_CASES = [
+    ({}, 0.0),
+    ({}, 0.5),  # above the upper bound: clipped where the advantage is positive
+    ({}, -0.5),
+    ({"clip_low_threshold": 0.5}, -0.5),
+    ({"clip_high_threshold": 2.0}, 0.5),
+]
 
 
 def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
@@ -68,10 +75,56 @@ def test_the_sum_and_its_slope_match_the_float64_reference(loss_fn: LossFn, conf
         assert float(slope[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
 
 
+@pytest.mark.parametrize(("config", "offset"), GSPO_CASES)
+def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], offset: float) -> None:
+    logprobs, inputs = tokens()
+    random = np.random.default_rng(2)
+    mask = (random.random(200) > 0.3).astype(np.float32)
+    logprobs = (logprobs + offset).astype(np.float32)
+    ratio = reference_losses.sequence_log_ratio(logprobs, inputs.sampler_logprobs, mask)
+    loss, slope = loss_and_slope(
+        select_loss(LossFn.GSPO, config), logprobs, replace(inputs, sampler_logprobs=np.full(200, ratio, np.float32))
+    )
+    settings = {name.removeprefix("clip_").removesuffix("_threshold"): value for name, value in config.items()}
+
+    def exact(values: np.ndarray) -> float:
+        return reference_losses.total(
+            "gspo",
+            values,
+            sampler_logprobs=inputs.sampler_logprobs,
+            advantages=inputs.advantages,
+            sequence_ratio_mask=mask,
+            frozen_logprobs=logprobs,
+            **settings,
+        )
+
+    assert float(loss) == pytest.approx(exact(logprobs), rel=1e-5)
+    for index in range(0, 200, 7):
+        nudge = np.zeros(200)
+        nudge[index] = 1e-6
+        assert float(slope[index]) == pytest.approx((exact(logprobs + nudge) - exact(logprobs - nudge)) / 2e-6, abs=1e-4)
+
+
+def test_several_targets_per_position_are_that_many_tokens() -> None:
+    logprobs, inputs = tokens()
+    matrix = replace(
+        inputs,
+        weights=inputs.weights.reshape(50, 4),
+        sampler_logprobs=np.zeros((50, 1), np.float32),
+        advantages=np.zeros((50, 1), np.float32),
+        valid=np.ones((50, 1), np.float32),
+    )
+    selection = select_loss(LossFn.CROSS_ENTROPY, {})
+    loss, slope = loss_and_slope(selection, logprobs.reshape(50, 4), matrix)
+    flat_loss, flat_slope = loss_and_slope(selection, logprobs, inputs)
+    assert float(loss) == pytest.approx(float(flat_loss), rel=1e-6)
+    np.testing.assert_array_equal(slope.reshape(-1), flat_slope)
+
+
 def test_every_loss_runs_in_one_program() -> None:
     run = jax.jit(lambda selection, logprobs, inputs: token_losses(selection, logprobs, inputs))
     logprobs, inputs = tokens()
-    for loss_fn, config in CASES:
+    for loss_fn, config in [*CASES, (LossFn.GSPO, {})]:
         run(select_loss(loss_fn, config), logprobs, inputs)
     assert run._cache_size() == 1
 
@@ -127,3 +180,11 @@ def test_data_lacking_what_the_loss_reads_are_refused() -> None:
         check_loss_inputs((replace(weighted[0], weights=np.ones(3, np.float32)),), LossFn.CROSS_ENTROPY)
     with pytest.raises(UserError, match="datum 0: advantages holds a value that is not finite"):
         check_loss_inputs((replace(rewarded[0], advantages=np.full(4, np.inf, np.float32)),), LossFn.PPO)
+    with pytest.raises(UserError, match="datum 0: gspo needs sequence_ratio_mask"):
+        check_loss_inputs(rewarded, LossFn.GSPO)
+    with pytest.raises(UserError, match="datum 0: sequence_ratio_mask is 0 everywhere"):
+        check_loss_inputs((replace(rewarded[0], sequence_ratio_mask=np.zeros(4, np.float32)),), LossFn.GSPO)
+    with pytest.raises(UserError, match="datum 0: ppo takes one target per position"):
+        check_loss_inputs((replace(rewarded[0], target_tokens=np.zeros((4, 2), np.int32)),), LossFn.PPO)
+    with pytest.raises(UserError, match=r"datum 0: weights has shape \(4,\), target_tokens \(4, 2\)"):
+        check_loss_inputs((replace(weighted[0], target_tokens=np.zeros((4, 2), np.int32)),), LossFn.CROSS_ENTROPY)

@@ -1,6 +1,7 @@
 """Sampling through the engine on a tiny random model: what is sampled, with which logprobs, and when it ends."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor import DeviceExecutor
 from skyrl_tx_server.ops import (
+    NO_LOGPROB,
     AdamSettings,
+    Cells,
     CreateModel,
     ForwardBackward,
     LoraSpec,
@@ -61,13 +64,11 @@ def datum_of(sequence: np.ndarray) -> TrainDatum:
     return TrainDatum(tokens=sequence[:-1].astype(np.int32), target_tokens=sequence[1:].astype(np.int32))
 
 
-def request(
-    prompt: np.ndarray, *, weights: str | None = "first", num_samples: int = 1, prompt_logprobs: bool = False, **settings
-) -> Sample:
-    settings = {"max_tokens": 12, "seed": 0, "stop_at_eos": False} | settings
-    return Sample(
-        weights=weights, prompt=prompt, settings=SamplingSettings(**settings), num_samples=num_samples, prompt_logprobs=prompt_logprobs
-    )
+def request(prompt: np.ndarray, *, weights: str | None = "first", **options) -> Sample:
+    """Options are those of `Sample` and, for the rest, of `SamplingSettings`."""
+    of_sample = {name: options.pop(name) for name in list(options) if name in Sample.__dataclass_fields__}
+    settings = {"max_tokens": 12, "seed": 0, "stop_at_eos": False} | options
+    return Sample(weights=weights, prompt=prompt, settings=SamplingSettings(**settings), **of_sample)
 
 
 def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
@@ -276,7 +277,9 @@ def test_new_settings_compile_nothing(engine: Engine):
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 
 
-def draws(count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def draws(
+    count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0, tempered: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     settings = RowSettings(
         seeds=np.tile(np.array([1, 2], np.uint32), (count, 1)),
         sample_indices=np.arange(count, dtype=np.int32),
@@ -284,7 +287,8 @@ def draws(count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float 
         top_k=np.full(count, top_k, np.int32),
         top_p=np.full(count, top_p, np.float32),
     )
-    chosen, logprobs = jax.jit(choose)(np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32))
+    run_choose = jax.jit(choose, static_argnames="tempered")
+    chosen, logprobs = run_choose(np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32), tempered=tempered)
     return np.asarray(chosen), np.asarray(logprobs)
 
 
@@ -307,6 +311,98 @@ def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dic
     np.testing.assert_allclose(np.bincount(chosen, minlength=5) / count, expected, atol=0.03)
     assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
     np.testing.assert_allclose(logprobs, LOGITS[chosen], atol=1e-5)  # of the distribution before temperature and filters
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
+def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(temperature: float, expected: np.ndarray):
+    """The tokens are the same either way; a greedy row has the model's own logprobs; filters never count."""
+    chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
+    np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
+    np.testing.assert_allclose(logprobs, (expected - np.log(np.exp(expected).sum()))[chosen], atol=1e-5)
+
+
+def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
+    model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
+    executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
+    prompt = tokens(20)
+    of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
+    executor.admit(1, request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)
+    (finished,) = executor.decode()
+    sequence = finished.sequence
+    whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
+    top = executor.admit(2, whole, first=0, count=1).topk_prompt_logprobs
+    for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)):
+        tempered = top.logprobs[at] / 0.5
+        tempered -= np.log(np.exp(tempered).sum())
+        assert logprob == pytest.approx(tempered[list(top.token_ids[at]).index(token)], abs=1e-4)
+        assert sequence.topk.logprobs[at - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
+
+
+def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
+    """The likeliest tokens after `context` and their logprobs, by asking the training side about every token there is."""
+    every = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
+    logprobs = np.array([entry[-1] for entry in every])
+    order = np.argsort(-logprobs)[:count]
+    return order.tolist(), logprobs[order]
+
+
+def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
+    prompt = tokens(20, seed=91)
+    result = run(engine, request(prompt, num_samples=2, max_tokens=9, topk_prompt_logprobs=3, topk_sample_logprobs=5, prompt_logprobs=True))
+    top = result.topk_prompt_logprobs
+    assert top.token_ids.shape == top.logprobs.shape == (20, 3)
+    assert top.token_ids[0].tolist() == [0, 0, 0] and top.logprobs[0].tolist() == [NO_LOGPROB] * 3
+    for at in (1, 13, 19):
+        ids, logprobs = top_of(engine, prompt[:at], 3)
+        assert top.token_ids[at].tolist() == ids
+        np.testing.assert_allclose(top.logprobs[at], logprobs, atol=1e-4)
+    for sequence in result.sequences:
+        assert sequence.topk.token_ids.shape == (9, 5)
+        for at in (0, 4, 8):
+            ids, logprobs = top_of(engine, np.concatenate([prompt, sequence.tokens[:at]]), 5)
+            assert sequence.topk.token_ids[at].tolist() == ids
+            np.testing.assert_allclose(sequence.topk.logprobs[at], logprobs, atol=1e-4)
+    plain = run(engine, request(prompt, num_samples=2, max_tokens=9))
+    assert plain.topk_prompt_logprobs is None and plain.sequences[0].topk is None
+    np.testing.assert_array_equal(plain.sequences[1].tokens, result.sequences[1].tokens)
+
+
+def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_they_came_in(engine: Engine):
+    prompt = tokens(12, seed=92)
+    wanted = np.full((11, 3), -1, np.int32)
+    wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
+    dense = run(engine, request(prompt, weights="second", target_prompt_tokens=Cells(values=wanted.reshape(-1), shape=(11, 3))))
+    scores = dense.target_prompt_logprobs.dense()
+    assert scores.shape == (11, 3) and np.all((scores == 0) == (wanted < 0))
+    for row, column in zip(*np.nonzero(wanted >= 0), strict=True):
+        (expected,) = forward_logprobs(engine, [np.append(prompt[: row + 1], wanted[row, column])], "second")
+        assert scores[row, column] == pytest.approx(expected[-1], abs=1e-4)
+
+    rows, columns = np.nonzero(wanted >= 0)
+    crow_indices = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=11))])
+    sparse = Cells(values=wanted[rows, columns], shape=(11, 1 << 30), crow_indices=crow_indices, col_indices=columns * 1_000_000)
+    answer = run(engine, request(prompt, weights="second", target_prompt_tokens=sparse)).target_prompt_logprobs
+    np.testing.assert_array_equal(answer.crow_indices, crow_indices)
+    np.testing.assert_array_equal(answer.values, scores[rows, columns])
+
+
+def test_only_the_last_prompt_tokens_are_reported_when_no_more_are_asked_for(engine: Engine):
+    prompt = tokens(15, seed=93)
+    every = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2))
+    last = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=4))
+    assert np.isnan(last.prompt_logprobs[:11]).all()
+    np.testing.assert_array_equal(last.prompt_logprobs[11:], every.prompt_logprobs[11:])
+    assert (last.topk_prompt_logprobs.logprobs[:11] == NO_LOGPROB).all()
+    np.testing.assert_array_equal(last.topk_prompt_logprobs.token_ids[11:], every.topk_prompt_logprobs.token_ids[11:])
+
+
+def test_scoring_leaves_the_programs_of_plain_sampling_alone(engine: Engine):
+    run(engine, request(tokens(10)))
+    before = engine.stats()["programs"]
+    run(engine, request(tokens(10), topk_prompt_logprobs=3, topk_sample_logprobs=4))
+    run(engine, request(tokens(11), topk_prompt_logprobs=4))
+    after = engine.stats()["programs"]
+    assert {name: count for name, count in after.items() if count != before.get(name)}.keys() <= {"score"}
 
 
 def test_find_stop_looks_only_as_far_back_as_a_stop_string_can_reach():

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import json
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+import safetensors.numpy
 import tinker
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, OptimStep, Sample, SaveWeights, UnloadModel
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context
-from tests.fakes.engine import UNLUCKY_TOKEN, FakeEngine
+from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
 from tests.fakes.server import fake_context, fake_engine, serving
 
 MODEL = "local/fake"
@@ -227,6 +234,71 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(client: tinker.Servi
         client.create_sampling_client(model_path=path).result().sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result()
 
 
+def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
+    client: tinker.ServiceClient, rest: tinker.RestClient, context: Context, tmp_path: Path
+) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    path = training.save_state("0001").result().path
+    marks = []
+    for act in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
+        act(path).result()
+        marks.append([checkpoint.public for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints])
+        assert Ledger(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
+    assert marks == [[True], [False]]
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert context.ledger.public == set()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        rest.publish_checkpoint_from_tinker_path(path).result()
+
+
+def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    path = training.save_state("0001").result().path
+    run_id = training.model_id
+    sampler = training.save_weights_for_sampler("s1").result().path
+
+    def command(*words: str) -> str:
+        environment = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "COLUMNS": "400"}
+        done = CliRunner().invoke(main_cli, words, env=environment)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert run_id in command("run", "list") and "Rank 4" in command("run", "info", run_id)
+    listed = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
+    assert {checkpoint["tinker_path"] for checkpoint in listed} == {path, sampler}
+    assert all(checkpoint["size_bytes"] > 0 for checkpoint in listed)
+    assert "weights/0001" in command("checkpoint", "list", "--run-id", run_id)
+    command("checkpoint", "publish", path)
+    command("checkpoint", "set-ttl", path, "--ttl", "7200")
+    assert "Yes" in command("checkpoint", "info", path)
+    command("checkpoint", "unpublish", path)
+    command("checkpoint", "delete", "--yes", sampler)
+    (left,) = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
+    assert left["tinker_path"] == path and left["expires_at"] is not None
+
+
+def test_weights_are_downloaded_in_pefts_layout(client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    saved = training.save_weights_external("e1", ttl_seconds=3600).result()
+    assert saved.path == f"tinker://{training.model_id}/external_weights/e1"
+    found = rest.get_external_weights_urls(saved.path).result()
+    assert timedelta(minutes=55) < found.expires - datetime.now(UTC) < timedelta(minutes=65)
+    files = {name: httpx.get(address) for name, address in found.urls.items()}
+    assert json.loads(files["adapter_config.json"].content)["r"] == 4
+    tensors = safetensors.numpy.load(files["adapter_model.safetensors"].content)
+    assert tensors.keys() == FACTORS.keys()
+    for response in files.values():
+        assert int(response.headers["content-length"]) == len(response.content)
+    address = found.urls["adapter_config.json"]
+    assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404  # a later end, with the old signature
+    assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
+    (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    assert httpx.get(address).status_code == 404
+
+
 def test_capabilities_and_sessions(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (MODEL, 128, True, True)
@@ -386,22 +458,10 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
 
 
 REFUSALS = {
-    "gspo": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"), "use one of: cross_entropy"),
+    "gspo without its mask": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"), "needs the input sequence_ratio_mask"),
     "stable_reinforce": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "stable_reinforce"), "use one of: cross_entropy"),
     "dimuon": (lambda t, s, r: t.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW"),
     "loss setting": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "ppo", {"tag": "x"}), "unknown setting 'tag'"),
-    "2-D targets": (
-        lambda t, s, r: t.forward_backward(
-            [
-                types.Datum(
-                    model_input=prompt(1, 2),
-                    loss_fn_inputs={"target_tokens": np.ones((2, 3), np.int64), "weights": np.ones((2, 3), np.float32)},
-                )
-            ],
-            "cross_entropy",
-        ),
-        "one target per position",
-    ),
     "image": (
         lambda t, s, r: t.forward_backward(
             [
@@ -423,17 +483,23 @@ REFUSALS = {
     "not finite": (lambda t, s, r: t.forward_backward([datum([1, 2], [1.0, float("nan")])], "cross_entropy"), "not finite"),
     "vocabulary": (lambda t, s, r: t.forward_backward([datum([1, 64])], "cross_entropy"), "outside this model's vocabulary of 64"),
     "datum too long": (lambda t, s, r: t.forward_backward([datum([1] * 129)], "cross_entropy"), "context window of 128"),
-    "topk_prompt_logprobs": (lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=2), "topk"),
-    "topk_sample_logprobs": (lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_sample_logprobs=2), "topk"),
+    "top-k too large": (
+        lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=65),
+        "topk_prompt_logprobs=65 must lie between 0 and 64",
+    ),
+    "alternative tokens": (
+        lambda t, s, r: s.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2),
+        "sample from each prefix instead",
+    ),
     "prompt too long": (
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),
         r"Prompt length plus max_tokens exceeds the model's context window: 100 \+ 50 > 128",
     ),
-    "publish": (
-        lambda t, s, r: r.publish_checkpoint_from_tinker_path("tinker://r/weights/0001"),
-        "no accounts to publish",
+    "encrypted": (lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]), "encrypt the files after"),
+    "URLs of a training checkpoint": (
+        lambda t, s, r: r.get_external_weights_urls(f"tinker://{t.model_id}/external_weights/none"),
+        "no checkpoint",
     ),
-    "external": (lambda t, s, r: t.save_weights_external("e1"), "does not export weights over HTTP"),
     "bad name": (lambda t, s, r: t.save_state("a b"), "checkpoint name"),
     "taken name": (lambda t, s, r: t.save_state("x").result() and t.save_state("x"), "exists already"),
     "unknown checkpoint": (lambda t, s, r: t.load_state(f"tinker://{t.model_id}/weights/none"), "no checkpoint"),

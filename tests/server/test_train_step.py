@@ -26,20 +26,27 @@ from skyrl_tx_server.steps.train import (
 from tests.server import reference_losses, tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
 
+CLIPS = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
 SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 
 
 def gradient(
-    data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, *, adapter: Adapter | None = None, grad_sum: Adapter | None = None
+    data: tuple[TrainDatum, ...],
+    loss_fn: LossFn = LossFn.CROSS_ENTROPY,
+    config: dict[str, float] | None = None,
+    *,
+    adapter: Adapter | None = None,
+    grad_sum: Adapter | None = None,
 ) -> tuple[Adapter, float, tuple[np.ndarray, ...]]:
     """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
-    batches, outputs = pack(data, SHAPES), []
+    batches, outputs, loss = pack(data, SHAPES), [], select_loss(loss_fn, config or {})
     for batch in batches:
-        grad_sum, output = forward_backward(
-            adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), select_loss(loss_fn, {}), config=CONFIG
-        )
+        if loss_fn is LossFn.GSPO:
+            output = forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
+            batch = batch.with_sequence_ratios(data, np.asarray(output.logprobs))
+        grad_sum, output = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
         outputs.append(output)
     return grad_sum, sum(float(output.loss) for output in outputs), unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
@@ -89,8 +96,20 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("loss_fn", list(LossFn))
-def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: LossFn) -> None:
+SETTINGS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config"),
+    [
+        *((loss_fn, {}) for loss_fn in LossFn),
+        *((loss_fn, {name: value}) for loss_fn in (LossFn.PPO, LossFn.CISPO) for name, value in CLIPS.items()),
+        (LossFn.DRO, {"beta": 0.4}),
+        (LossFn.GSPO, {"clip_low_threshold": 0.99}),
+        (LossFn.GSPO, {"clip_high_threshold": 1.01}),
+    ],
+)
+def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
     """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the reference's, not ours."""
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
@@ -102,6 +121,7 @@ def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: L
                 datum,
                 logprobs=(logprobs + random.normal(0, 0.4, logprobs.shape)).astype(np.float32),
                 advantages=random.normal(size=logprobs.shape).astype(np.float32),
+                sequence_ratio_mask=(random.random(logprobs.shape) > 0.3).astype(np.float32),
             )
             for datum, logprobs in zip(data, start, strict=True)
         )
@@ -114,12 +134,14 @@ def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: L
                 weights=datum.weights,
                 sampler_logprobs=datum.logprobs,
                 advantages=datum.advantages,
+                sequence_ratio_mask=datum.sequence_ratio_mask,
                 frozen_logprobs=frozen,
+                **{SETTINGS[name]: value for name, value in config.items()},
             )
             for datum, logprobs, frozen in zip(data, logprobs_of(adapter, data), start, strict=True)
         )
 
-    grads, loss, _ = gradient(data, loss_fn, adapter=adapter)
+    grads, loss, _ = gradient(data, loss_fn, config, adapter=adapter)
     assert loss == pytest.approx(reference(adapter), rel=1e-5)
     checked = 0
     for index, slope in enumerate(np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))):
@@ -138,6 +160,73 @@ def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
     leaves, structure = jax.tree.flatten(jax.device_get(adapter))
     leaves[index] = (leaves[index] + by).astype(np.float32)
     return jax.tree.unflatten(structure, leaves)
+
+
+def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) -> tuple[TrainDatum, ...]:
+    """Data with so many targets per position each; None: plain ones."""
+    random = np.random.default_rng(8)
+    data = []
+    for datum, width in zip(tiny_qwen3.data(lengths, weights=True), widths, strict=True):
+        if width is not None:
+            shape = (len(datum.tokens), width)
+            targets = random.integers(0, CONFIG.vocab_size, shape).astype(np.int32)
+            datum = replace(datum, target_tokens=targets, weights=random.normal(size=shape).astype(np.float32))
+        data.append(datum)
+    return tuple(data)
+
+
+def test_several_targets_per_position_equal_that_many_data_with_one() -> None:
+    data = several_targets((30, 20, 25), (3, None, 5))
+    singles = tuple(
+        replace(datum, target_tokens=targets, weights=weights)
+        for datum in data
+        for targets, weights in zip(
+            datum.target_tokens.reshape(len(datum.tokens), -1).T, datum.weights.reshape(len(datum.tokens), -1).T, strict=True
+        )
+    )
+    grads, loss, logprobs = gradient(data)
+    expected_grads, expected_loss, expected = gradient(singles)
+    assert [entry.shape for entry in logprobs] == [(30, 3), (20,), (25, 5)]
+    columns = [column for entry in logprobs for column in entry.reshape(len(entry), -1).T]
+    for column, wanted in zip(columns, expected, strict=True):
+        np.testing.assert_allclose(column, wanted, atol=1e-5)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(grads, expected_grads, relative=1e-4)
+    exact = -sum(float(np.sum(datum.weights.astype(np.float64) * entry)) for datum, entry in zip(data, logprobs, strict=True))
+    assert loss == pytest.approx(exact, rel=1e-5)
+    for one, other in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_several_targets_share_programs_by_powers_of_two_and_leave_the_plain_one_alone() -> None:
+    gradient(tiny_qwen3.data((30,)))
+    plain = forward_backward._cache_size()
+    gradient(several_targets((30,), (5,)))
+    with_several = forward_backward._cache_size()
+    assert with_several <= plain + 1
+    gradient(several_targets((30, 22), (7, 8)))
+    gradient(tiny_qwen3.data((40,), weights=True))
+    assert forward_backward._cache_size() == with_several
+
+
+def test_a_sequence_of_gspo_has_its_own_ratio_wherever_it_is_packed() -> None:
+    random = np.random.default_rng(4)
+    data = tuple(
+        replace(datum, sequence_ratio_mask=(random.random(len(datum.tokens)) > 0.5).astype(np.float32))
+        for datum in tiny_qwen3.data((50, 60, 40), advantages=True)
+    )
+    # near the sampler, each sequence at a distance of its own: some ratios within the bounds and some beyond
+    data = tuple(
+        replace(datum, logprobs=logprobs - np.float32(offset))
+        for datum, logprobs, offset in zip(data, logprobs_of(tiny_qwen3.adapter(), data), (0.1, -0.05, 0.4), strict=True)
+    )
+    together, loss, _ = gradient(data, LossFn.GSPO)
+    apart, losses = None, 0.0
+    for datum in data:
+        apart, one, _ = gradient((datum,), LossFn.GSPO, grad_sum=apart)
+        losses += one
+    assert loss == pytest.approx(losses, rel=1e-5)
+    assert_close(together, apart, relative=1e-4)
 
 
 def test_splitting_a_batch_leaves_the_gradient_unchanged() -> None:

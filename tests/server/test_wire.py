@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tinker.proto import request_conv, response_conv
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
+    NO_LOGPROB,
+    Cells,
     ForwardBackwardResult,
     LoraSpec,
     LossFn,
@@ -19,6 +22,7 @@ from skyrl_tx_server.ops import (
     SampledSequence,
     SampleResult,
     StopReason,
+    TopkLogprobs,
     WeightsLoaded,
     WeightsSaved,
 )
@@ -124,7 +128,10 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
 @pytest.mark.parametrize(
     ("data", "loss_fn", "config", "message"),
     [
-        (datum([1, 2]), "gspo", None, "use one of"),
+        (datum([1, 2]), "stable_reinforce", None, "use one of: cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+        (datum([1, 2], **RL), "gspo", None, "needs the input sequence_ratio_mask"),
+        (datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]), "ppo", None, "it belongs to gspo"),
+        (datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]), "gspo", {"beta": 0.1}, "it takes clip_high_threshold, clip_low_threshold"),
         (datum([1, 2]), "ppo", None, "needs the input advantages, logprobs"),
         (datum([1, 2], **RL, weights=[1.0, 1.0]), "ppo", None, "fold them into the advantages"),
         (datum([1, 2], weights=[1.0, float("inf")]), "cross_entropy", None, "not finite"),
@@ -134,7 +141,14 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
         (datum([1, 2], **RL), "ppo", {"clip_low_threshold": "x"}, "finite number"),
         (datum([1] * 17), "cross_entropy", None, "context window of 16"),
         (datum([1, 64]), "cross_entropy", None, "token 64 is outside"),
-        (datum([1, 2], weights=np.ones((2, 2), np.float32)), "cross_entropy", None, "one target per position"),
+        (
+            datum([1, 2], weights=np.ones((2, 2), np.float32)),
+            "cross_entropy",
+            None,
+            r"weights have the shape \[2, 2\]",
+        ),
+        (datum([1, 2], logprobs=np.ones((2, 2), np.float32)), "ppo", None, r"ppo takes \[N\]: only cross_entropy"),
+        (datum([1, 2], weights=np.ones((2, 2, 2), np.float32)), "cross_entropy", None, r"cross_entropy takes \[N\] or \[N, K\]"),
         (datum([1, 2], weights=[1.0]), "cross_entropy", None, "must be equal"),
     ],
 )
@@ -145,16 +159,83 @@ def test_a_datum_that_cannot_be_trained_on_is_refused(
         parse_training_proto(sdk_bytes(data, loss_fn=loss_fn, config=config), LIMITS)
 
 
-def test_sparse_targets_and_newer_fields_are_refused() -> None:
-    message = pb.ForwardBackwardRequest()
-    message.ParseFromString(sdk_bytes(datum([1, 2])))
-    message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(sparse_csr=pb.SparseCsr(values=b""), dtype=pb.DTYPE_FLOAT32, shape=[2, 4]))
-    with pytest.raises(UserError, match="sparse"):
-        parse_training_proto(message.SerializeToString(), LIMITS)
+def matrix_datum(tokens: list[int], targets: types.TensorData, weights: types.TensorData) -> types.Datum:
+    inputs = {"target_tokens": targets, "weights": weights}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+DENSE_TARGETS = types.TensorData(data=[3, 4, 0, 0, 5, 6], dtype="int64", shape=[3, 2])
+DENSE_WEIGHTS = types.TensorData(data=[0.5, 0.25, 0.0, 0.0, 1.0, 0.0], dtype="float32", shape=[3, 2])
+SPARSE_TARGETS = types.TensorData(
+    data=[3, 4, 5, 6], dtype="int64", shape=[3, 2], sparse_crow_indices=[0, 2, 2, 4], sparse_col_indices=[0, 1, 0, 1]
+)
+SPARSE_WEIGHTS = types.TensorData(
+    data=[0.5, 0.25, 1.0], dtype="float32", shape=[3, 2], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 1, 0]
+)
+
+
+def json_tensor(tensor: types.TensorData) -> dict[str, object]:
+    body: dict[str, object] = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
+    if tensor.sparse_crow_indices is not None:
+        body |= {"sparse_crow_indices": tensor.sparse_crow_indices, "sparse_col_indices": tensor.sparse_col_indices}
+    return body
+
+
+@pytest.mark.parametrize(
+    ("targets", "weights"), [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)]
+)
+def test_several_targets_per_position_dense_and_sparse_in_both_formats(targets: types.TensorData, weights: types.TensorData) -> None:
+    from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).data[0]
+    inputs = {"target_tokens": json_tensor(targets), "weights": json_tensor(weights)}
+    inner = {"loss_fn": "cross_entropy", "data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}]}
+    body = json.loads(json.dumps({"model_id": "m", "forward_backward_input": inner}))
+    for parsed in (from_proto, parse_training_json(body, LIMITS, forward_only=False).data[0]):
+        assert (parsed.target_tokens.tolist(), parsed.target_tokens.dtype) == ([[3, 4], [0, 0], [5, 6]], np.int32)
+        assert parsed.weights is not None and parsed.weights.tolist() == [[0.5, 0.25], [0.0, 0.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"crow_indices": [0, 2, 2]}, "not a sparse CSR matrix"),
+        ({"crow_indices": [0, 2, 1, 4]}, "not a sparse CSR matrix"),
+        ({"crow_indices": [0, 2, 2, 5]}, "not a sparse CSR matrix"),
+        ({"crow_indices": [1, 2, 2, 4]}, "not a sparse CSR matrix"),
+        ({"col_indices": [0, 1, 0, 2]}, "not a sparse CSR matrix"),
+        ({"col_indices": [0, -1, 0, 1]}, "not a sparse CSR matrix"),
+        ({"col_indices": [0, 0, 0, 1]}, "a cell is listed twice"),
+        ({"shape": [6]}, "not a sparse CSR matrix"),
+        ({"shape": [3, 1 << 40]}, "not a sparse CSR matrix"),
+        ({"shape": [3, 1 << 30]}, "cells per tensor"),
+    ],
+)
+def test_a_sparse_tensor_that_is_none_is_refused(changes: dict[str, list[int]], message: str) -> None:
+    message_body = pb.ForwardBackwardRequest()
+    message_body.ParseFromString(sdk_bytes(matrix_datum([1, 2, 3], SPARSE_TARGETS, SPARSE_WEIGHTS)))
+    tensor = message_body.data[0].loss_fn_inputs["target_tokens"]
+    for name, values in changes.items():
+        if name == "shape":
+            tensor.shape[:] = values
+        else:
+            setattr(tensor.sparse_csr, name, np.array(values, "<i8").tobytes())
+    with pytest.raises(UserError, match=message):
+        parse_training_proto(message_body.SerializeToString(), LIMITS)
+
+
+def test_what_a_newer_client_adds_and_what_is_no_message_is_refused() -> None:
     with pytest.raises(UserError, match="unknown protobuf field 99"):
         parse_training_proto(sdk_bytes(datum([1, 2])) + bytes([0x98, 0x06, 0x01]), LIMITS)
     with pytest.raises(UserError, match="not a ForwardBackwardRequest"):
         parse_training_proto(b"\xff\xff\xff", LIMITS)
+
+
+def test_results_of_several_targets_keep_their_shape() -> None:
+    logprobs = (np.arange(6, dtype=np.float32).reshape(3, 2), np.arange(4, dtype=np.float32), np.arange(3, dtype=np.float32).reshape(1, 3))
+    result = ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 6.0})
+    output = response_conv.deserialize_forward_backward_output(result_to_proto(result))
+    assert [np.asarray(entry["logprobs"].tolist()).tolist() for entry in output.loss_fn_outputs] == [part.tolist() for part in logprobs]
+    in_json = result_to_json("forward_backward", result, {})["loss_fn_outputs"]
+    assert [entry["logprobs"]["shape"] for entry in in_json] == [[3, 2], [4], [1, 3]]
 
 
 def test_training_results_reach_the_sdk_datum_by_datum() -> None:
@@ -177,6 +258,34 @@ SAMPLED = SampleResult(
     prompt_logprobs=np.array([np.nan, -1.0], np.float32),
     prompt_cache_hit_tokens=3,
 )
+
+
+TOPK = TopkLogprobs(token_ids=np.array([[0, 0], [5, 3]], np.int32), logprobs=np.array([[NO_LOGPROB, NO_LOGPROB], [-0.5, -1.0]], np.float32))
+SPARSE_CELLS = Cells(values=np.array([-1.5], np.float32), shape=(1, 3), crow_indices=np.array([0, 1]), col_indices=np.array([2]))
+DENSE_CELLS = Cells(values=np.array([-1.5, 0.0], np.float32), shape=(1, 2))
+
+
+def test_top_k_and_targets_reach_the_sdk() -> None:
+    sequence = replace(SAMPLED.sequences[0], topk=replace(TOPK, token_ids=TOPK.token_ids[1:], logprobs=TOPK.logprobs[1:]))
+    result = replace(SAMPLED, sequences=(sequence,), topk_prompt_logprobs=TOPK, target_prompt_logprobs=SPARSE_CELLS)
+    response = response_conv.deserialize_sample_response(result_to_proto(result))
+    assert response.topk_prompt_logprobs == [None, [(5, -0.5), (3, -1.0)]]
+    assert response.sequences[0].topk_logprobs == [[(5, -0.5), (3, -1.0)]]
+    targets = response.target_prompt_logprobs
+    assert targets is not None and (targets.data, targets.shape, targets.sparse_col_indices) == ([-1.5], [1, 3], [2])
+    in_json = json.loads(json.dumps(result_to_json("sample", result, {})))
+    assert in_json["topk_prompt_logprobs"] == [None, [[5, -0.5], [3, -1.0]]]
+    assert in_json["target_prompt_logprobs"]["sparse_crow_indices"] == [0, 1]
+    dense = response_conv.deserialize_sample_response(result_to_proto(replace(SAMPLED, target_prompt_logprobs=DENSE_CELLS)))
+    assert dense.target_prompt_logprobs is not None and dense.target_prompt_logprobs.tolist() == [[-1.5, 0.0]]
+
+
+def test_targets_of_a_prompt_dense_and_sparse() -> None:
+    dense = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
+    sparse = {"data": [5], "dtype": "int64", "shape": [1, 40_000_000], "sparse_crow_indices": [0, 1], "sparse_col_indices": [39_999_999]}
+    first, second = (parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).target_prompt_tokens for body in (dense, sparse))
+    assert first is not None and (first.values.tolist(), first.crow_indices) == ([5, -1], None)
+    assert second is not None and (second.values.tolist(), second.rows().tolist()) == ([5], [0])
 
 
 def test_samples_reach_the_sdk_token_by_token() -> None:
@@ -239,8 +348,15 @@ def test_seq_ids_of_pickled_clients_are_large() -> None:
         ({"sampling_params": {"stop": [64]}}, "stop token 64 is outside"),
         ({"sampling_params": {"min_p": 0.1}}, "unknown field min_p"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
-        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not supported"),
-        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not supported"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n=1 needs prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 2, "prompt_logprobs": True}, "between 1 and"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 must lie between 0 and 64"),
+        ({"topk_sample_logprobs": 65}, "topk_sample_logprobs=65 must lie between 0 and 64"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "expected a matrix"),
+        ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}}, "must have 1 rows"),
+        ({"target_prompt_logprobs": {"data": [-1], "dtype": "int64", "shape": [1, 1]}}, "names no token"),
+        ({"target_prompt_logprobs": {"data": [64], "dtype": "int64", "shape": [1, 1]}}, "outside this model's vocabulary"),
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "must be int64"),
         ({"repetition_penalty": 1.1}, "unknown field repetition_penalty"),
         ({"seq_id": "1"}, "must be an integer"),
     ],

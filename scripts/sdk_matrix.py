@@ -1,0 +1,120 @@
+"""Every released generation of the `tinker` SDK against this server: python -m scripts.sdk_matrix [venvs=DIR] [url=URL] [VERSION ...]
+
+Makes an environment per version with uv (kept under `venvs`, default a temporary directory), starts a server on a random one-layer model
+unless `url` names one, and runs `sdk_smoke.py` in each. Prints one line per version; exit status 0 when all passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.weights import save_model
+
+ROOT = Path(__file__).resolve().parents[1]
+# each of them changed something that a server can see
+VERSIONS = ("0.6.0", "0.9.0", "0.16.1", "0.18.0", "0.19.0", "0.22.7", "0.24.1", "0.25.0", "0.27.2", "0.29.1", "0.32.0", "0.36.0", "0.38.0")
+TIMEOUT_S = 300
+
+
+def main(argv: list[str]) -> int:
+    options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    versions = [argument for argument in argv if "=" not in argument] or VERSIONS
+    unknown = options.keys() - {"venvs", "url"}
+    if unknown:
+        print(f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; see the top of this file", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="sdk_matrix-") as scratch:
+        venvs = Path(options.get("venvs", f"{scratch}/venvs")).absolute()
+        with contextlib.nullcontext(options["url"]) if "url" in options else serving(Path(scratch)) as url:
+            passed = [run(version, venvs / version, url) for version in versions]
+    print(f"{sum(passed)} of {len(passed)} versions passed")
+    return 0 if all(passed) else 1
+
+
+def run(version: str, venv: Path, url: str) -> bool:
+    """One version's line; what it printed too when it failed."""
+    python = make_venv(version, venv)
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [python, str(ROOT / "scripts" / "sdk_smoke.py"), url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        status, output = f"exit {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        status = f"no end after {TIMEOUT_S} s"
+    right = status == "exit 0" and f"tinker {version}" in output
+    steps = sum(line.startswith("ok ") for line in output.splitlines())
+    verdict = "passed" if right else f"FAILED ({status})"
+    print(f"{version:8} {verdict:20} {steps:3} steps {time.perf_counter() - began:6.1f} s", flush=True)
+    if not right:
+        print("\n".join(f"    {line}" for line in output.splitlines()[-30:]), flush=True)
+    return right
+
+
+def make_venv(version: str, venv: Path) -> str:
+    python = str(venv / "bin" / "python")
+    if not Path(python).exists():
+        subprocess.run(["uv", "venv", "--quiet", "--python", "3.12", str(venv)], check=True)
+    packages = [f"tinker=={version}", "orjson"]  # 0.18.0 imports orjson without asking for it
+    subprocess.run(["uv", "pip", "install", "--quiet", "--python", python, *packages], check=True)
+    return python
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[str]:
+    """The server on a model that takes no time; its log stays quiet unless something is wrong."""
+    options = {"base_model": make_model(directory / "model"), "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8}
+    options |= {"decode_slots": 4, "train_tokens_per_batch": 1024, "checkpoints_dir": directory / "checkpoints", "log_level": "warning"}
+    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        if not ready.startswith("skyrl-tx server ready: "):
+            raise SystemExit(f"sdk_matrix: the server did not start: {ready}")
+        try:
+            yield ready.split()[3]
+        finally:
+            process.terminate()
+
+
+def make_model(directory: Path) -> Path:
+    """A random one-layer Qwen3 with a byte-level tokenizer."""
+    config = ModelConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_ids=(256,),
+    )
+    save_model(init_params(config, jax.random.key(0), jnp.float32), config, directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""One round with whatever `tinker` is installed, 0.6.0 or any later: python scripts/sdk_smoke.py URL
+
+create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, close; each says how it ended, and numbers that
+must agree with each other are compared. Needs nothing but `tinker`, so that `sdk_matrix.py` can run it in a bare environment per version.
+Exit status 0 when all of it worked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import tinker
+from tinker import types
+
+# pyright: reportArgumentType=false  (every version turns plain lists into tensors; the annotations ask for tensors)
+VERSION = tuple(int(part) for part in tinker.__version__.split(".")[:2])
+TIMEOUT_S = 300
+TOKENS = [5, 6, 7, 8, 9, 10, 11, 12]
+TOLERANCE = 2e-3
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    weights = [0.0] + [1.0] * (len(tokens) - 1)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": weights}
+    )
+
+
+def rl_datum(tokens: list[int], logprobs: list[float]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "logprobs": logprobs, "advantages": [1.0] * len(tokens)},
+    )
+
+
+def check(what: str, holds: bool, detail: object = "") -> None:
+    """One finished step of the round."""
+    print(f"{'ok' if holds else 'FAILED':7} {what} {detail}".rstrip(), flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def close_to(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
+    return len(left) == len(right) and all(
+        one is not None and other is not None and math.isclose(one, other, abs_tol=TOLERANCE)
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+def ready(client):
+    """Since 0.38 a client is made in the background, and what the SDK returns is its future."""
+    return client.result(timeout=TIMEOUT_S) if VERSION >= (0, 38) else client
+
+
+def smoke(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
+    (model, *_) = service.get_server_capabilities().supported_models
+    name = model.model_name or ""
+    training = ready(service.create_lora_training_client(base_model=name, rank=4, seed=1, user_metadata={"renderer_name": "none"}))
+    check("create", training.get_info().lora_rank == 4, training.get_info().model_id)
+
+    many = [datum([1 + at % 30, *TOKENS]) for at in range(300)]  # several chunks, with every version's chunk size up to 0.6
+    forward = training.forward(many, "cross_entropy").result(timeout=TIMEOUT_S)
+    check("forward", len(forward.loss_fn_outputs) == 300 and "loss:sum" in forward.metrics, forward.metrics)
+
+    backward = training.forward_backward([datum(TOKENS)], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=1e-2))
+    before = backward.result(timeout=TIMEOUT_S).metrics["loss:sum"]
+    step.result(timeout=TIMEOUT_S)
+    output = training.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
+    after, logprobs = output.metrics["loss:sum"], list(output.loss_fn_outputs[0]["logprobs"].data)
+    check("forward_backward + optim_step", after < before, f"loss {before:.3f} -> {after:.3f}")
+    ratio_one = training.forward_backward([rl_datum(TOKENS, logprobs)], "ppo").result(timeout=TIMEOUT_S)
+    check("forward_backward(ppo)", math.isclose(ratio_one.metrics["loss:sum"], -len(TOKENS), abs_tol=TOLERANCE), ratio_one.metrics)
+
+    state = training.save_state("smoke").result(timeout=TIMEOUT_S).path
+    check("save_state", state.endswith("/weights/smoke"), state)
+    sampler_path = training.save_weights_for_sampler("smoke").result(timeout=TIMEOUT_S).path
+    check("save_weights_for_sampler", sampler_path.endswith("/sampler_weights/smoke"), sampler_path)
+
+    if VERSION >= (0, 9):
+        restored = ready(service.create_training_client_from_state_with_optimizer(state))
+    else:
+        restored = ready(service.create_training_client_from_state(state))
+        restored.load_state_with_optimizer(state).result(timeout=TIMEOUT_S)
+    again = restored.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
+    check("restore", close_to(list(again.loss_fn_outputs[0]["logprobs"].data), logprobs))
+
+    prompt, settings = types.ModelInput.from_ints(TOKENS), types.SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+    samplers = {
+        "named": ready(service.create_sampling_client(model_path=sampler_path)),
+        "ephemeral": ready(training.save_weights_and_get_sampling_client()),
+        "base model": ready(service.create_sampling_client(base_model=name)),
+    }
+    for kind, sampler in samplers.items():
+        sampled = sampler.sample(prompt=prompt, num_samples=2, sampling_params=settings).result(timeout=TIMEOUT_S).sequences
+        whole = all(sequence.tokens and len(sequence.tokens) == len(sequence.logprobs or []) for sequence in sampled)
+        check(f"sample ({kind})", whole and len(sampled) == 2, [sequence.stop_reason for sequence in sampled])
+    scored = samplers["named"].compute_logprobs(prompt).result(timeout=TIMEOUT_S)
+    check("compute_logprobs", scored[0] is None and close_to(scored[1:], logprobs[:-1]))
+    if VERSION >= (0, 27):
+        service.close("success").result(timeout=TIMEOUT_S)
+        check("close", True)
+
+
+if __name__ == "__main__":
+    print(f"tinker {tinker.__version__}")
+    smoke(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # background threads of the SDK would keep the interpreter for seconds
