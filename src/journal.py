@@ -93,7 +93,7 @@ class Journal:
         self.progress += step not in self._states
         self._settled.add(("step", step))
         self._states[step] = dict(state)
-        self._write("trained", step=step, tasks=list(tasks), state=dict(state))
+        self._write("trained", step=step, tasks=list(dict.fromkeys(tasks)), state=dict(state))  # a group may stand in for another
 
     def evaluated(self, step: int) -> None:
         self._settled.add(("eval", step))
