@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.answers import Content, Piece, Reasoning, ToolCall
-from skyrl_tx_server.chat_format import TextPieces
-from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
+from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import SamplingSettings
 from skyrl_tx_server.wire import Fields, Limits, check_tokens, integers, parse_sampling_params
 
@@ -224,101 +219,3 @@ def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:
     if not all(isinstance(item, str | list) and item for item in prompt):
         raise wrong
     return tuple(item if isinstance(item, str) else check_tokens(integers(item, "prompt"), "prompt", limits) for item in prompt)
-
-
-# --- replies ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What every chunk of one reply repeats."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    def with_choices(self, choices: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": list(choices)}
-
-
-def new_header(prefix: str, kind: str, model: str) -> Header:
-    return Header(id=f"{prefix}-{uuid.uuid4().hex}", object=kind, created=int(time.time()), model=model)
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def text_of(pieces: Sequence[Piece], kind: type[Content] | type[Reasoning] = Content) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
-
-
-def message_json(pieces: Sequence[Piece]) -> dict[str, object]:
-    """A whole assistant message."""
-    content, reasoning = text_of(pieces), text_of(pieces, Reasoning)
-    calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
-    message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def delta_json(pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
-    """What a stream adds to a message that has `calls_before` tool calls already."""
-    delta: dict[str, object] = {}
-    if content := text_of(pieces):
-        delta["content"] = content
-    if reasoning := text_of(pieces, Reasoning):
-        delta["reasoning_content"] = reasoning
-    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-    if calls:
-        delta["tool_calls"] = [{"index": calls_before + at, **_call_json(call)} for at, call in enumerate(calls)]
-    return delta
-
-
-def chat_logprobs(ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]) -> dict[str, object]:
-    """Of every sampled token, the one that ended the answer included."""
-    tokens = [decode([token]) for token in ids]
-    return {
-        "content": [
-            {"token": token, "logprob": float(logprob), "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
-
-
-class TextLogprobs:
-    """The older form, with each token's place in the text; one per choice."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._pieces = TextPieces(decode)
-        self._offset = 0
-
-    def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, object]:
-        offsets = []
-        for token in ids:
-            offsets.append(self._offset)
-            self._offset += len(self._pieces.add([token]))
-        tokens = [self._decode([token]) for token in ids]
-        values = [float(logprob) for logprob in logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-
-
-def _call_json(call: ToolCall) -> dict[str, object]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def error_json(error: ServerError) -> dict[str, object]:
-    """OpenAI's error shape; its clients raise by the HTTP status and show the message."""
-    kind = "invalid_request_error" if isinstance(error, UserError) else "rate_limit_error" if error.status == 429 else "server_error"
-    code = "model_not_found" if isinstance(error, NotFoundError) else "context_length_exceeded" if isinstance(error, TooLongError) else None
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}

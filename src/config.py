@@ -168,7 +168,7 @@ class TrainerConfig:
         default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
     )
     server_timeout_sec: float = chz.field(default=120, doc="Give the server up for lost after this long without a sign of life")
-    answer_timeout_sec: float = chz.field(default=1800, doc="Longest wait for one answer of the server, sampled, trained or saved")
+    answer_timeout_sec: float = chz.field(default=3600, doc="Longest wait for one answer of the server, sampled, trained or saved")
     reconnect_timeout_sec: float = chz.field(
         default=600, doc="Wait this long for a lost server to come back, then go on from the last checkpoint; 0: stop at once"
     )

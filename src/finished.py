@@ -1,20 +1,27 @@
 """Finished rollouts on disk, with the exact tokens and log-probabilities: finished/<purpose>_<step>.jsonl, one line per rollout.
 
-A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers:
+A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers, and numbers are packed:
 
     prompt [1, 2], completion [3]; prompt [1, 2, 3, 4], completion [5]  ->  {"prompt_ids": [1, 2]}, {"after": 0, "prompt_ids": [4]}
+    [1, 2]  ->  "<i4:" and the base64 of the compressed array
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from src.durable import append_record, mend, records
 from src.journal import Journal, Place
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+
+PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +80,32 @@ def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
     return Trajectory(**{**values, "turns": _decoded_turns(values["turns"]), "stop_reason": StopReason(values["stop_reason"])})
 
 
+def packed(numbers: Sequence[float]) -> str:
+    """In as few bytes as lose nothing: log-probabilities in single precision where that is what they are.
+
+    >>> unpacked(packed([1, 2])), unpacked(packed([-0.5])), unpacked(packed([0.1]))
+    ([1, 2], [-0.5], [0.1])
+    """
+    exact = np.array(numbers, dtype="<i8" if all(isinstance(number, int) for number in numbers) else "<f8")
+    small = exact.astype("<i4" if exact.dtype.kind == "i" else "<f4")
+    chosen = small if np.array_equal(small.astype(exact.dtype), exact, equal_nan=exact.dtype.kind == "f") else exact
+    return f"{chosen.dtype.str}:{base64.b64encode(zlib.compress(chosen.tobytes())).decode()}"
+
+
+def unpacked(text: str) -> list[Any]:
+    kind, _, content = text.partition(":")
+    return np.frombuffer(zlib.decompress(base64.b64decode(content)), dtype=kind).tolist()
+
+
 def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     encoded_turns = []
     contexts: list[list[int]] = []
     for turn in turns:
-        values: dict[str, object] = {field.name: getattr(turn, field.name) for field in fields(turn)}
+        values: dict[str, Any] = {field.name: getattr(turn, field.name) for field in fields(turn)}
         after = next((i for i in reversed(range(len(contexts))) if turn.prompt_ids[: len(contexts[i])] == contexts[i]), None)
         if after is not None:
             values |= {"after": after, "prompt_ids": turn.prompt_ids[len(contexts[after]) :]}
-        encoded_turns.append(values)
+        encoded_turns.append(values | {name: packed(values[name]) for name in PACKED})
         contexts.append(turn.prompt_ids + turn.completion_ids)
     return encoded_turns
 
@@ -89,9 +113,9 @@ def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
 def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
     turns: list[Turn] = []
     for value in values:
-        changed = {name: item for name, item in value.items() if name != "after"}
+        changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name != "after"}
         if "after" in value:
             earlier = turns[value["after"]]
-            changed["prompt_ids"] = [*earlier.prompt_ids, *earlier.completion_ids, *value["prompt_ids"]]
+            changed["prompt_ids"] = [*earlier.prompt_ids, *earlier.completion_ids, *changed["prompt_ids"]]
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,10 @@ from src.errors import ConfigError
 if TYPE_CHECKING:
     import wandb
 
+logger = logging.getLogger(__name__)
+
 WANDB_ID_FILE = "wandb_id.txt"
+WANDB_FINISH_S = 120.0
 
 
 class RunLog:
@@ -55,7 +60,16 @@ def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapp
     try:
         yield RunLog(path, wandb_run)
     finally:
-        wandb_run.finish()
+        finish(wandb_run)
+
+
+def finish(wandb_run: wandb.Run) -> None:
+    """Uploads what is left. A network that is gone must not hold the process; the files stay, for `wandb sync`."""
+    uploading = threading.Thread(target=wandb_run.finish, daemon=True)
+    uploading.start()
+    uploading.join(WANDB_FINISH_S)
+    if uploading.is_alive():
+        logger.warning("wandb did not finish uploading within %g s; `wandb sync` sends the rest", WANDB_FINISH_S)
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:

@@ -75,16 +75,18 @@ async def watching(check: Callable[[], Awaitable[None]], settings: WatchdogSetti
 
 
 async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
-    answered = time.monotonic()
+    failing_since: float | None = None  # not "since the last answer": this process itself may have been held up
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, settings.server_timeout_sec / 4))
+        asked = time.monotonic()
         try:
             await check()
-            answered = time.monotonic()
+            failing_since = None
         except ServerLost as error:
             lost.set_result(str(error))
         except Exception as error:
-            silent_s = time.monotonic() - answered
+            failing_since = failing_since or asked
+            silent_s = time.monotonic() - failing_since
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
             if silent_s >= settings.server_timeout_sec:
                 lost.set_result(f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})")

@@ -22,7 +22,7 @@ TRAINER_LAYERS = [
 ]
 SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
 SERVER_HTTP = [
-    {"wire", "wire_proto", "openai_wire", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
+    {"wire", "wire_proto", "openai_wire", "openai_replies", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
     {"engine"},
     {"registry"},
     {"routes"},

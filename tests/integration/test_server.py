@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import jax
 import jax.numpy as jnp
+import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -67,6 +69,22 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(server: tuple[subprocess.Popen[str], str]) -> None:
+    _, url = server
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        ask = {"model": "local/tiny", "prompt": "Hello", "seed": 3, "max_tokens": 60}
+        whole = client.completions.create(**ask, logprobs=0)
+        chunks = list(client.completions.create(**ask, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert len(chunks) >= 3 and chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert whole.choices[0].logprobs is not None and whole.usage is not None
+        assert len(whole.choices[0].logprobs.token_logprobs or []) == whole.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="local/tiny", messages=[{"role": "user", "content": "Hello"}])
+    metrics = httpx.get(f"{url}/metrics").text
+    assert f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
 
 
 def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(server: tuple[subprocess.Popen[str], str]) -> None:

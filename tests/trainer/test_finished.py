@@ -1,7 +1,10 @@
 import json
+import math
 import random
 
-from src.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded
+import numpy as np
+
+from src.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
 from src.journal import Journal, Place
 from src.trajectory import FailureKind, StopReason, Trajectory
 from tests.fakes.trials import failure, turn
@@ -34,11 +37,25 @@ def test_every_token_and_logprob_comes_back_as_it_was():
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
 
 
-def test_a_growing_conversation_is_written_once():
-    turns = [turn(list(range(length)), [length]) for length in range(10, 500)]
+def test_a_growing_conversation_is_written_once_and_compactly():
+    draw = random.Random(0)
+    turns, context = [], []
+    for _ in range(50):
+        context += [draw.randrange(150_000) for _ in range(300)]
+        completion = [draw.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += completion
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
-    assert sum(len(values["prompt_ids"]) for values in encoded(played)["turns"]) == 10
-    assert decoded(encoded(played)) == played
+    text = json.dumps(encoded(played))
+    assert len(text) < 6 * len(context) and decoded(json.loads(text)) == played
+
+
+def test_numbers_are_packed_without_loss():
+    single = [float(np.float32(-0.1)), -0.0, 0.0, -0.5]
+    for numbers in ([], [1, 2**31 - 1], [2**31], single, [0.1, -0.5], [float("-inf")]):
+        assert unpacked(packed(numbers)) == numbers
+    assert packed(single).startswith("<f4:") and packed([0.1]).startswith("<f8:")
+    assert math.isnan(unpacked(packed([math.nan]))[0])
 
 
 def test_failures_stand_only_once_their_step_was_trained(tmp_path):

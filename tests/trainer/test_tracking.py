@@ -2,7 +2,12 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import types
 
+import pytest
+
+from src.errors import ConfigError
 from src.tracking import forget_from, open_run_log, recorded
 
 
@@ -72,3 +77,46 @@ def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(t
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert files and all(b"reward" in path.read_bytes() for path in files)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+class FakeWandb(types.ModuleType):
+    """`wandb` without a network: remembers under which ids runs began."""
+
+    Error = RuntimeError
+
+    def __init__(self, *, is_down=False):
+        super().__init__("wandb")
+        self.ids = []
+        self.is_down = is_down
+        self.released = threading.Event()
+
+    def Settings(self, **options):
+        return options
+
+    def init(self, *, id, **options):
+        self.ids.append(id)
+        if self.is_down:
+            raise self.Error("no network\nlong story")
+        return self
+
+    def finish(self):
+        self.released.wait(10)
+
+
+def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_path, monkeypatch):
+    fake = FakeWandb(is_down=True)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="wandb: no network; log in"), open_run_log(tmp_path, project="p", name="n", config={}):
+            pass
+    assert len(set(fake.ids)) == 1 and fake.ids[0]
+
+
+def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("src.tracking.WANDB_FINISH_S", 0.05)
+    with open_run_log(tmp_path, project="p", name="n", config={}):
+        pass
+    assert "wandb did not finish uploading within 0.05 s" in caplog.text
+    fake.released.set()
