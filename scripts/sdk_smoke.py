@@ -17,7 +17,9 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import tinker
 from tinker import types
 
-# pyright: reportArgumentType=false  (every version turns plain lists into tensors; the annotations ask for tensors)
+# Every version turns plain lists into tensors, whatever its annotations say.
+# pyright: reportArgumentType=false
+
 VERSION = tuple(int(part) for part in tinker.__version__.split(".")[:2])
 TIMEOUT_S = 300
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12]
