@@ -263,7 +263,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
         with pytest.raises(NotFoundError, match="no checkpoint"):
             run(engine, LoadWeights(model_id="c", path="tinker://a/weights/two", optimizer=True, create=True))
         sampler = run(engine, SaveSampler(model_id="a", name="s", weights="tinker://a/sampler_weights/s")).path
-        with pytest.raises(UserError, match="sampler weights only"):
+        with pytest.raises(UserError, match="holds weights only"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
             run(engine, ask(path))
