@@ -153,6 +153,11 @@ def sparse() -> types.Datum:
     )
 
 
+def data_of(tensor: types.TensorData | None) -> list[float]:
+    assert tensor is not None, "the reply lacks the tensor asked for"
+    return [float(value) for value in tensor.data]
+
+
 def with_image() -> types.Datum:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]
     return make_datum(chunks, target_tokens=np.ones(4, np.int64), weights=np.ones(4, np.float32))
@@ -236,18 +241,21 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     calls.required(
         "sample(topk_prompt_logprobs)",
         lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2),
-        lambda response: [entry and len(entry) for entry in response.topk_prompt_logprobs] == [None, 2, 2, 2],
+        lambda response: [entry and len(entry) for entry in response.topk_prompt_logprobs or []] == [None, 2, 2, 2],
     )
     calls.required(
         "sample(topk_sample_logprobs)",
         lambda: named.sample(prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3),
-        lambda response: [s.topk_logprobs[0][0][0] for s in response.sequences] == [s.tokens[0] for s in response.sequences],
+        lambda response: (
+            [s.topk_logprobs and s.topk_logprobs[0] and s.topk_logprobs[0][0][0] for s in response.sequences]
+            == [s.tokens[0] for s in response.sequences]
+        ),
     )
     dense = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
     calls.required(
         "sample(target_prompt_logprobs)",
         lambda: named.sample(prompt, 1, one, target_prompt_logprobs=dense),
-        lambda response: [logprob < 0 for logprob in response.target_prompt_logprobs.data] == [True, True, False],
+        lambda response: [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False],
     )
     own = types.TensorData(
         data=[6, 8], dtype="int64", shape=[3, 50], sparse_crow_indices=[0, 1, 1, 2], sparse_col_indices=[40, 2]
@@ -255,12 +263,14 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
         lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=own),
-        lambda response: np.allclose(response.target_prompt_logprobs.data, [response.prompt_logprobs[at] for at in (1, 3)], atol=1e-3),
+        lambda response: np.allclose(
+            data_of(response.target_prompt_logprobs), np.take(np.array(response.prompt_logprobs, float), (1, 3)), atol=1e-3
+        ),
     )
     calls.required(
         "sample(prompt_logprobs_last_n)",
         lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, prompt_logprobs_last_n=2),
-        lambda response: [logprob is None for logprob in response.prompt_logprobs] == [True, True, False, False],
+        lambda response: [logprob is None for logprob in response.prompt_logprobs or []] == [True, True, False, False],
     )
     calls.refused("sample(prompt_alt_tokens_k)", lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2), "not supported")
     calls.refused(
