@@ -16,7 +16,7 @@ as_root() {
 
 install_packages() {
   say "installing system packages: $*"
-  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q >/dev/null && apt-get install -y -q --no-install-recommends $* >/dev/null" ||
+  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends $*" >/dev/null 2>&1 ||
     fail "could not install $*; as root: apt-get install $*"
 }
 
