@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` and vLLM load them.
+"""Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
 Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors have one dtype.
 """
