@@ -186,7 +186,9 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     from src.envs.harbor import HarborSettings, HarborTasks
     from src.trajectory import StopReason, Trajectory, Turn
 
-    source = HarborTasks(HarborSettings(model_name="quickstart/tiny", max_turns=4, enable_summarize=False), chat, ROOT / "train")
+    source = HarborTasks(
+        HarborSettings(model_name="quickstart/tiny", environment_type="sandbox", max_turns=4, enable_summarize=False), chat, ROOT / "train"
+    )
     task = next(task for task in source.train if task.id.endswith("append-01"))
     command = (task.path / "solution/solve.sh").read_text().splitlines()[2]
     answers = [answer("a", "b", "x").replace('", "duration"', ', "duration"'), answer("a", "b", command), answer("a", "b", "\n")]
