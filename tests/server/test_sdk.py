@@ -455,7 +455,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as again:
             restored = again.create_training_client_from_state_with_optimizer(saved).result()
             assert fake_engine(second).models[restored.model_id].steps == 1
-        client.close().result(20)  # its heartbeat would go on beside the tests that follow
+        client.close("interrupted").result(20)  # its heartbeat would go on beside the tests that follow
 
 
 REFUSALS = {
