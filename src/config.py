@@ -137,6 +137,18 @@ class TrainerConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(default="constant", doc="How learning_rate falls to 0 by the end")
     lr_warmup_steps: int = chz.field(default=0, doc="Steps over which the learning rate rises from 0, the last of them at its full height")
 
+    # Rollouts ahead of training; docs/staleness.md
+    max_staleness: int = chz.field(
+        default=0, doc="0: on-policy. n: play while training, train no token sampled more than n updates before; nothing is thrown away"
+    )
+    max_groups_in_flight: int | None = chz.field(default=None, doc="Groups being played at once where max_staleness > 0; None: 2 batches")
+    stream_groups: bool = chz.field(
+        default=False, doc="Send each group to the server's gradient as it ends, while others still play; each group weighs the same"
+    )
+    allow_unclipped_staleness: bool = chz.field(
+        default=False, doc="Allow loss_fn=importance_sampling with max_staleness > 0, whose ratios nothing bounds"
+    )
+
     max_turns: int | None = chz.field(default=None, doc="Turns per trial; None: no limit")
     temperature: float = chz.field(default=0.7, doc="Sampling temperature of training trials")
     max_tokens: int = chz.field(default=1024, doc="Tokens per answer")
@@ -299,6 +311,40 @@ class TrainerConfig:
         _check(
             self.tis_sequence_mask != "off" or bounds == [None, None],
             "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or outlier",
+        )
+
+    @chz.validate
+    def _playing_ahead_is_sound(self) -> None:
+        ahead, streamed = self.max_staleness > 0, self.stream_groups
+        in_flight = self.max_groups_in_flight
+        _check(self.max_staleness >= 0, f"max_staleness must not be negative, not {self.max_staleness}")
+        _check(in_flight is None or ahead, "max_groups_in_flight needs max_staleness=1 or more; add it, or drop max_groups_in_flight")
+        _check(
+            in_flight is None or in_flight >= self.batch_size,
+            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; raise it",
+        )
+        _check(
+            not ahead or self.loss_fn != "importance_sampling" or self.allow_unclipped_staleness,
+            "loss_fn=importance_sampling bounds no stale token's ratio; use ppo or cispo, or set allow_unclipped_staleness=true",
+        )
+        mode = "max_staleness > 0" if ahead else "stream_groups=true"
+        _check(
+            not (ahead or streamed) or self.dynamic_sampling == "off",
+            f"{mode} and dynamic_sampling={self.dynamic_sampling} exclude each other; use remove_constant_reward_groups=true instead",
+        )
+        whole_batch = {
+            "loss_reduction": self.loss_reduction == "token_mean",
+            "advantage_estimator": self.advantage_estimator == "reinforce++",
+            "kl_penalty_coef": self.kl_penalty_coef > 0,
+            "tis": self.tis != "off",
+            "tis_sequence_mask": self.tis_sequence_mask != "off",
+            "num_substeps": self.num_substeps > 1,
+        }
+        needing = next((name for name, needs in whole_batch.items() if needs), None)
+        _check(
+            not streamed or needing is None,
+            f"stream_groups=true cannot go with {needing}={getattr(self, needing or 'seed')}, which needs the whole batch"
+            + ("; use loss_reduction=prompt_mean or sequence_mean" if needing == "loss_reduction" else "; drop one of them"),
         )
 
     @chz.validate

@@ -19,6 +19,7 @@ class TokenSequence:
     sampled: np.ndarray  # [T] bool
     logprobs: np.ndarray  # [T] float32, the sampler's; 0 where not sampled
     advantages: np.ndarray  # [T] float32; 0 where not sampled
+    versions: np.ndarray  # [T] int64, the policy version that sampled the token; 0 where not sampled
 
     @property
     def num_sampled(self) -> int:
@@ -92,15 +93,18 @@ def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
     tokens: list[int] = []
     logprobs: list[float] = []
     sampled: list[bool] = []
+    versions: list[int] = []
     for turn in run:
         added = turn.prompt_ids[len(tokens) :]
         tokens += [*added, *turn.completion_ids]
         logprobs += [*([0.0] * len(added)), *turn.logprobs]
         sampled += [*([False] * len(added)), *([True] * len(turn.completion_ids))]
+        versions += [*([0] * len(added)), *([turn.policy_version] * len(turn.completion_ids))]
     mask = np.array(sampled, dtype=bool)
     return TokenSequence(
         tokens=np.array(tokens, dtype=np.int64),
         sampled=mask,
         logprobs=np.array(logprobs, dtype=np.float32),
         advantages=np.where(mask, np.float32(advantage), np.float32(0.0)),
+        versions=np.array(versions, dtype=np.int64),
     )

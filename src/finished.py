@@ -44,12 +44,13 @@ class FinishedRollouts:
 
     def load(self, purpose: str, step: int) -> dict[Place, FinishedRollout]:
         """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""
-        stands = self.journal.is_settled(purpose, step)
         found: dict[Place, FinishedRollout] = {}
         for record in records(self._path(purpose, step)):
             rollout = FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
             found[Place(purpose=purpose, step=step, task=record["task"], member=record["member"])] = rollout
-        return {place: rollout for place, rollout in found.items() if stands or isinstance(rollout.result, Trajectory)}
+        return {
+            place: rollout for place, rollout in found.items() if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
+        }
 
     def add(self, place: Place, rollout: FinishedRollout) -> None:
         """On disk before the journal says so."""

@@ -3,7 +3,8 @@
     {"event": "started", "resumed_from": 0, ...}                  one per process
     {"event": "admitted", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, "policy_version": 0, "seed": 77}
     {"event": "finished", ... "outcome": "graded"}                its tokens are on disk before this line is
-    {"event": "trained", "step": 1, "tasks": ["a", "b"], ...}     the weights have seen the groups of the step
+    {"event": "begun", "step": 1, "groups": [[1, "a"], [1, "b"]]} what the step is to learn from; each group by its GroupKey
+    {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}    the weights have seen these of them
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
     {"event": "ended", "state": "done"}
 
@@ -38,6 +39,9 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+GroupKey = tuple[int, str]  # the step whose batch holds the task, and the task's id
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Which rollout of a run: member `member` of the group of `task`."""
@@ -57,25 +61,40 @@ class Journal:
         mend(self._path)
         past = records(self._path)
         self._attempts = Counter(_place(record) for record in past if record["event"] == "admitted")
-        self._settled = {("step" if record["event"] == "trained" else "eval", record["step"]) for record in past if _settles(record)}
+        self._settled: set[tuple[str, int | None]] = {
+            ("step" if record["event"] == "trained" else "eval", record["step"]) for record in past if _settles(record)
+        }
         self._states = {record["step"]: record["state"] for record in past if record["event"] == "trained"}
         self.progress = sum(map(_is_progress, past))  # what was done for the first time and never needs to be done again
-        self._tasks = {record["step"]: record["tasks"] for record in past if record["event"] == "begun"}
+        self._groups: dict[int, list[GroupKey]] = {}
+        self._learned_in: dict[GroupKey, int] = {}
+        for record in past:
+            if record["event"] == "begun":
+                self._note(record["step"], [(step, task) for step, task in record["groups"]])
 
     def started(self, *, resumed_from: int) -> None:
         self._write("started", resumed_from=resumed_from)
 
-    def begun(self, step: int, tasks: Sequence[str]) -> None:
-        """ConfigError when the step had other tasks before: the run on disk and this one are not the same."""
-        before = self._tasks.get(step)
-        if before is not None and before != list(tasks):
+    def begun(self, step: int, groups: Sequence[GroupKey]) -> None:
+        """ConfigError when the step had other groups before: the run on disk and this one are not the same."""
+        before = self._groups.get(step)
+        if before is not None and before != list(groups):
+            was, now = (", ".join(task for _, task in keys) for keys in (before, groups))
             raise ConfigError(
-                f"step {step} of this run was to train on {', '.join(before)}, and now on {', '.join(tasks)}: tasks_dir has changed; "
+                f"step {step} of this run was to train on {was}, and now on {now}: tasks_dir has changed; "
                 "put its tasks back, or give another log_path"
             )
         if before is None:
-            self._tasks[step] = list(tasks)
-            self._write("begun", step=step, tasks=list(tasks))
+            self._note(step, groups)
+            self._write("begun", step=step, groups=list(groups))
+
+    def is_taken(self, group: GroupKey) -> bool:
+        """Whether a step learns from the group, or has."""
+        return group in self._learned_in
+
+    def groups_of(self, step: int) -> list[GroupKey] | None:
+        """What the step learns from, once that is settled."""
+        return self._groups.get(step)
 
     def admitted(self, place: Place, *, policy_version: int, seed: int) -> int:
         """The number of this attempt, counted over every process of the run."""
@@ -88,12 +107,12 @@ class Journal:
         self.progress += outcome == "graded"
         self._write("finished", **asdict(place), attempt=self._attempts[place], outcome=outcome, sync=False)
 
-    def trained(self, step: int, *, tasks: Sequence[str], state: Mapping[str, object]) -> None:
+    def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
         """`state` is what the steps to come need to know of those gone by."""
         self.progress += step not in self._states
         self._settled.add(("step", step))
         self._states[step] = dict(state)
-        self._write("trained", step=step, tasks=list(dict.fromkeys(tasks)), state=dict(state))  # a group may stand in for another
+        self._write("trained", step=step, groups=list(dict.fromkeys(groups)), state=dict(state))  # a group may stand in for another
 
     def evaluated(self, step: int) -> None:
         self._settled.add(("eval", step))
@@ -108,25 +127,34 @@ class Journal:
     def ended(self, state: RunState, cause: str = "") -> None:
         self._write("ended", state=state, cause=cause)
 
-    def is_settled(self, purpose: str, step: int) -> bool:
-        """Whether the results of a step or evaluation were used. Then they stand as they are, failures too."""
-        return ("eval" if purpose == "eval" else "step", step) in self._settled
+    def is_settled(self, place: Place) -> bool:
+        """Whether the result of a rollout was used. Then it stands as it is, a failure too."""
+        if place.purpose == "step":
+            return ("step", self._learned_in.get((place.step, place.task))) in self._settled
+        return ("eval" if place.purpose == "eval" else "step", place.step) in self._settled
+
+    def is_evaluated(self, step: int) -> bool:
+        return ("eval", step) in self._settled
 
     def state_after(self, step: int) -> Mapping[str, object]:
         return self._states.get(step, {})
+
+    def _note(self, step: int, groups: Sequence[GroupKey]) -> None:
+        self._groups[step] = list(groups)
+        self._learned_in |= dict.fromkeys(groups, step)
 
     def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
 
 
-def groups_trained(log_path: Path) -> Counter[tuple[int, str]]:
-    """How often the weights the run ends on have seen each group, by (step, task)."""
-    trained: dict[int, Counter[tuple[int, str]]] = {}
+def groups_trained(log_path: Path) -> Counter[GroupKey]:
+    """How often the weights the run ends on have seen each group."""
+    trained: dict[int, Counter[GroupKey]] = {}
     for record in records(log_path / JOURNAL):
         if record["event"] == "started":
             trained = {step: groups for step, groups in trained.items() if step <= record["resumed_from"]}
         elif record["event"] == "trained":
-            trained.setdefault(record["step"], Counter()).update((record["step"], task) for task in record["tasks"])
+            trained.setdefault(record["step"], Counter()).update((step, task) for step, task in record["groups"])
     return sum(trained.values(), Counter())
 
 

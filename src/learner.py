@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,7 @@ class Learner:
     def __init__(self, client: tinker.TrainingClient, settings: LearnerSettings) -> None:
         self._client = client
         self._settings = settings
+        self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
         """What the trainer says of each datum's tokens now, [T] with 0 for the first, which nothing predicts. One `forward` call."""
@@ -52,7 +53,13 @@ class Learner:
             output = await self._client.forward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
         return [np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32) for answer in output.loss_fn_outputs]
 
-    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]], *, step: int = 1) -> dict[str, float]:
+    def add(self, datums: Sequence[tinker.Datum]) -> None:
+        """Sets out on the gradient of datums that belong to the first share of the next update."""
+        if datums:
+            with sdk_boundary("training"):
+                self._added.append((list(datums), self._gradient(datums)))
+
+    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1) -> dict[str, float]:
         """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
 
         `step`, from 1, is the batch's place in the learning-rate schedule.
@@ -67,22 +74,28 @@ class Learner:
             weight_decay=settings.weight_decay,
             grad_clip_norm=settings.grad_clip_norm,
         )
-        shares = [list(share) for share in datums_per_substep if share]
-        queued = []
+        added, self._added = self._added, []
+        queued, steps = list(added), []
         with sdk_boundary("training"):
-            for share in shares:
-                gradient = self._client.forward_backward(share, settings.loss_fn, dict(settings.loss_fn_config) or None)
-                queued.append((share, gradient, self._client.optim_step(adam)))
-            outcomes = [(share, await gradient, await step) for share, gradient, step in queued]
-        metrics = {"optim/lr": rate, "optim/num_substeps": float(len(shares))}
-        if not outcomes:
+            if added:
+                steps.append(self._client.optim_step(adam))
+            for share in filter(None, map(list, datums_per_substep)):
+                queued.append((share, self._gradient(share)))
+                steps.append(self._client.optim_step(adam))
+            outputs = [(share, await gradient) for share, gradient in queued]
+            answers = [await step for step in steps]
+        metrics = {"optim/lr": rate, "optim/num_substeps": float(len(steps))}
+        if not steps:
             return metrics
-        tokens = [trained_tokens(share, output) for share, output, _ in outcomes]
-        metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output, _ in outcomes if "loss:sum" in output.metrics))
-        for name in sorted({name for _, _, step in outcomes for name in step.metrics or {}}):
-            values = [step.metrics[name] for _, _, step in outcomes if step.metrics and name in step.metrics]
+        tokens = [trained_tokens(share, output) for share, output in outputs]
+        metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics))
+        for name in sorted({name for answer in answers for name in answer.metrics or {}}):
+            values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
         return metrics | agreement(tokens) | clipping(tokens, settings)
+
+    def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
+        return self._client.forward_backward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
 
 
 def learning_rate(settings: LearnerSettings, *, step: int) -> float:

@@ -1,11 +1,20 @@
-"""Which policy rolls out which tasks when. Synchronous: each batch is played by the policy that the batch before it made."""
+"""Which policy rolls out which tasks when.
+
+Synchronous: each batch is played by the policy that the batch before it made. Ahead: groups are played while others are learned from,
+each turn by the newest weights; docs/staleness.md has the policy and what was rejected.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from src.journal import GroupKey
+from src.rollouts import FinishedGroup
 from src.trajectory import Task
 
 
@@ -44,3 +53,118 @@ def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
     order = sorted(tasks, key=lambda task: task.id)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    max_staleness: int
+    max_groups_in_flight: int | None  # None: two batches
+    stream_groups: bool
+    batch_size: int
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps take groups as they end, instead of playing a batch each."""
+        return self.max_staleness > 0 or self.stream_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduled:
+    """A group's place in the schedule."""
+
+    step: int
+    task: Task
+
+    @property
+    def key(self) -> GroupKey:
+        return self.step, self.task.id
+
+
+class Pipeline:
+    """Plays groups ahead of the steps that learn from them; a step takes those that end first, so that a slow one holds up nobody.
+
+    On-policy (`max_staleness=0`) only the groups of the step itself are played. Otherwise up to `max_groups_in_flight` are under way,
+    and fewer where training is what takes the time: those that end must find their turn before they are too old.
+    """
+
+    def __init__(
+        self,
+        scheduled: Iterable[Scheduled],
+        play: Callable[[Scheduled], Awaitable[FinishedGroup]],
+        settings: PipelineSettings,
+        *,
+        is_left_out: Callable[[Task], bool],
+    ) -> None:
+        self._ahead = deque(scheduled)
+        self._play = play
+        self._settings = settings
+        self._is_left_out = is_left_out
+        self._rolling: set[asyncio.Task[FinishedGroup]] = set()
+        self._waiting: deque[asyncio.Task[FinishedGroup]] = deque()  # ended, in this order
+        self._ended = asyncio.Event()
+        self._step = 0
+        self._durations_s: deque[float] = deque(maxlen=2 * settings.batch_size)
+        self._update_s = 0.0
+
+    async def __aenter__(self) -> Pipeline:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Nothing goes on playing."""
+        rolling = list(self._rolling)
+        for playing in rolling:
+            playing.cancel()
+        await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
+
+    async def take(self, step: int) -> FinishedGroup | None:
+        """The group that ended first of those no step has taken; None when the schedule holds no more for `step`."""
+        self._step = step
+        self._admit()
+        while not self._waiting:
+            if not self._rolling:
+                return None
+            self._ended.clear()
+            await self._ended.wait()
+        return self._waiting.popleft().result()
+
+    def updated(self, update_s: float) -> None:
+        """The weights have changed, which took this long."""
+        self._update_s = update_s
+        self._admit()
+
+    def metrics(self) -> dict[str, float]:
+        return {"async/groups_in_flight": float(len(self._rolling)), "async/groups_waiting": float(len(self._waiting))}
+
+    def _admit(self) -> None:
+        while self._ahead and len(self._rolling) < self._room():
+            if self._settings.max_staleness == 0 and self._ahead[0].step > self._step:
+                return
+            scheduled = self._ahead.popleft()
+            if not self._is_left_out(scheduled.task):
+                playing = asyncio.create_task(self._timed(scheduled))
+                self._rolling.add(playing)
+                playing.add_done_callback(self._on_end)
+
+    def _room(self) -> int:
+        """How many groups may be under way. A group that ends behind n others waits for n // batch_size updates."""
+        settings = self._settings
+        limit = settings.max_groups_in_flight or 2 * settings.batch_size
+        if settings.max_staleness == 0 or not self._durations_s or not self._update_s:
+            return limit
+        updates_meanwhile = int(statistics.fmean(self._durations_s) / self._update_s)
+        return min(limit, (settings.max_staleness + updates_meanwhile) * settings.batch_size - len(self._waiting))
+
+    async def _timed(self, scheduled: Scheduled) -> FinishedGroup:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        finished = await self._play(scheduled)
+        self._durations_s.append(loop.time() - started)
+        return finished
+
+    def _on_end(self, playing: asyncio.Task[FinishedGroup]) -> None:
+        self._rolling.discard(playing)
+        if not playing.cancelled():
+            self._waiting.append(playing)
+            self._ended.set()
+            if playing.exception() is None:
+                self._admit()

@@ -56,3 +56,20 @@ class Policy:
         if len(known) != len(token_ids) - 1:
             raise BackendError(f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs")
         return known
+
+
+class NewestPolicy(Policy):
+    """Each turn is sampled by the newest weights there are when it begins, and says which ones these were."""
+
+    def __init__(self) -> None:
+        """Samples once it has become a policy."""
+
+    def become(self, policy: Policy) -> None:
+        self.version = policy.version
+        self._newest = policy
+
+    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        return await self._newest.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._newest.logprobs(token_ids)

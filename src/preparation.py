@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tinker
 
-from src.datums import TokenSequence, to_datums
+from src.datums import TokenSequence, scaled, to_datums
 from src.examples import AdvantageSettings, Example, substeps, weighted
 from src.filters import DropReason
 from src.importance import ImportanceSettings, corrected
@@ -17,6 +17,7 @@ from src.kl_penalty import KlSettings, penalised
 from src.learner import Learner
 from src.metrics import batch_metrics
 from src.policy import Policy
+from src.staleness import within_bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class PreparationSettings:
     advantages: AdvantageSettings
     kl: KlSettings
     importance: ImportanceSettings
+    max_staleness: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +43,12 @@ async def prepare(
     reference: Policy | None,
     learner: Learner,
     settings: PreparationSettings,
+    version: int = 0,
 ) -> Prepared:
-    """Asks `reference` for its logprobs where there is a KL penalty, and `learner` for its own where importance is corrected."""
+    """Asks `reference` for its logprobs where there is a KL penalty, and `learner` for its own where importance is corrected.
+
+    `version` is that of the weights the batch is to train; what is older than `max_staleness` allows is masked last of all.
+    """
     shares = substeps(examples_P_G, settings.advantages.num_substeps)
     metrics = batch_metrics(shares, dropped)
     if reference is not None:
@@ -54,7 +60,28 @@ async def prepare(
         before_the_update = await learner.logprobs(to_datums(sequence for share in shares for sequence in _sequences(share)))
         shares, corrections = corrected(shares, before_the_update, settings.importance)
         metrics |= corrections
+    if settings.max_staleness:
+        shares, ages = within_bound(shares, version=version, max_staleness=settings.max_staleness)
+        metrics |= ages
     return Prepared(datums_per_substep=[to_datums(_sequences(share)) for share in shares], metrics=metrics)
+
+
+def streamed(examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int) -> list[tinker.Datum]:
+    """The datums of one group out of a batch of `num_groups`. Each group weighs the same, whatever becomes of the others."""
+    share = [
+        replace(example, sequences=[scaled(sequence, 1 / num_groups) for sequence in example.sequences])
+        for example in weighted(examples, settings.advantages)
+    ]
+    (bounded,), _ = within_bound([share], version=version, max_staleness=settings.max_staleness)
+    return to_datums(_sequences(bounded))
+
+
+def streamed_metrics(
+    examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], settings: PreparationSettings, *, version: int
+) -> dict[str, float]:
+    """What `prepare` would say of a batch whose groups have been streamed."""
+    _, ages = within_bound(examples_P_G, version=version, max_staleness=settings.max_staleness)
+    return batch_metrics(examples_P_G, dropped) | ages
 
 
 def _sequences(share: Sequence[Example]) -> list[TokenSequence]:

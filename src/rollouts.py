@@ -69,35 +69,42 @@ class Rollouts:
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
     ) -> list[TrajectoryGroup]:
         """One group per task, in order; `on_group` hears of each as it ends."""
-        kept = self._finished.load(plan.purpose, plan.step)
+        kept = self.kept(plan)
+
+        async def play(task: Task) -> TrajectoryGroup:
+            finished = await self.group(task, policy, plan, kept)
+            on_group(finished)
+            return finished.group
+
         try:
             async with asyncio.TaskGroup() as group:
-                playing = [group.create_task(self._group(task, policy, plan, kept, on_group)) for task in tasks]
+                playing = [group.create_task(play(task)) for task in tasks]
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from errors
         return [task.result() for task in playing]
 
-    async def _group(
-        self,
-        task: Task,
-        policy: Policy,
-        plan: RolloutPlan,
-        kept: Mapping[Place, FinishedRollout],
-        on_group: Callable[[FinishedGroup], None],
-    ) -> TrajectoryGroup:
+    def kept(self, plan: RolloutPlan) -> Mapping[Place, FinishedRollout]:
+        """What is on disk of the batch already."""
+        return self._finished.load(plan.purpose, plan.step)
+
+    async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[Place, FinishedRollout]) -> FinishedGroup:
+        """The group of one of the plan's tasks; what is in `kept` is not played again."""
         started: list[float] = []
-        async with asyncio.TaskGroup() as group:
-            members = [group.create_task(self._member(task, policy, plan, member, kept, started)) for member in range(plan.group_size)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                members = [group.create_task(self._member(task, policy, plan, member, kept, started)) for member in range(plan.group_size)]
+        except BaseExceptionGroup as errors:
+            raise _first_leaf(errors) from errors
         rollouts = [member.result() for member in members]
         finished = TrajectoryGroup(
             task=task,
             trajectories=[rollout.result for rollout in rollouts if isinstance(rollout.result, Trajectory)],
             failures=[rollout.result for rollout in rollouts if isinstance(rollout.result, TrialFailure)],
+            step=plan.step,
         )
         duration_s = time.monotonic() - started[0] if started else 0.0
         num_retries = sum(rollout.attempts - 1 for rollout in rollouts)
-        on_group(FinishedGroup(group=finished, duration_s=duration_s, num_retries=num_retries))
-        return finished
+        return FinishedGroup(group=finished, duration_s=duration_s, num_retries=num_retries)
 
     async def _member(
         self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[Place, FinishedRollout], started: list[float]

@@ -29,7 +29,7 @@ from src.importance import ImportanceSettings
 from src.journal import Journal, RunState
 from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
-from src.pipeline import ScheduleSettings, schedule
+from src.pipeline import PipelineSettings, ScheduleSettings, schedule
 from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
@@ -262,8 +262,12 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         filters=narrow(config, FilterSettings),
         dynamic_sampling=narrow(config, DynamicSamplingSettings),
         preparation=PreparationSettings(
-            advantages=narrow(config, AdvantageSettings), kl=narrow(config, KlSettings), importance=narrow(config, ImportanceSettings)
+            advantages=narrow(config, AdvantageSettings),
+            kl=narrow(config, KlSettings),
+            importance=narrow(config, ImportanceSettings),
+            max_staleness=config.max_staleness,
         ),
+        pipeline=narrow(config, PipelineSettings),
         faults=narrow(config, FaultSettings),
     )
 

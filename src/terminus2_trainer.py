@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,18 @@ from src.checkpoints import Checkpoint
 from src.console import Display
 from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
-from src.errors import BackendError, RubbleError, StorageError
+from src.errors import BackendError, ConfigError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import Example, examples_of_batch
 from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
-from src.finished import FinishedRollouts
+from src.finished import FinishedRollout, FinishedRollouts
+from src.journal import GroupKey, Place
 from src.learner import Learner
 from src.metrics import group_metrics
-from src.pipeline import Batch
-from src.policy import Policy
-from src.preparation import PreparationSettings, prepare
+from src.pipeline import Batch, Pipeline, PipelineSettings, Scheduled
+from src.policy import NewestPolicy, Policy
+from src.preparation import PreparationSettings, prepare, streamed, streamed_metrics
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
 from src.run_folder import remove
@@ -50,6 +51,7 @@ class LoopSettings:
     evaluation: EvaluationSettings
     filters: FilterSettings
     dynamic_sampling: DynamicSamplingSettings
+    pipeline: PipelineSettings
     preparation: PreparationSettings
     faults: FaultSettings
 
@@ -86,6 +88,8 @@ class Terminus2RLTrainer:
         self._faults = from_record(self._journal.state_after(steps_done))
         self._saved_step = steps_done if steps_done else None  # a resumed run stands on its checkpoint
         self._first_evaluation: Evaluation | None = None
+        self._newest = NewestPolicy()
+        self._ahead: dict[int, tuple[RolloutPlan, Mapping[Place, FinishedRollout]]] = {}  # of the steps whose groups are played ahead
 
     async def train(self, batches: Sequence[Batch]) -> None:
         """Every batch after `steps_done`. What was learned is saved on the way out, unless the weights or the files are in doubt."""
@@ -94,18 +98,27 @@ class Terminus2RLTrainer:
             reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
             if self.steps_done == 0:
                 self._run_log.log(0, await self._evaluate(policy))
-            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_settled("eval", self.steps_done):
+            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_evaluated(self.steps_done):
                 self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
-            for batch in batches[self.steps_done :]:
-                self._epoch = batch.epoch
-                policy = await self._batch(batch, policy, reference, num_batches=len(batches))
+            self._newest.become(policy)
+            async with self._pipeline(batches) as pipeline:
+                for batch in batches[self.steps_done :]:
+                    self._epoch = batch.epoch
+                    policy = await self._batch(batch, policy, reference, pipeline, num_batches=len(batches))
         except (BackendError, StorageError):
             raise
         except BaseException:
             await self._save_on_the_way_out()
             raise
 
-    async def _batch(self, batch: Batch, policy: Policy, reference: Policy | None, *, num_batches: int) -> Policy:
+    def _pipeline(self, batches: Sequence[Batch]) -> Pipeline:
+        """Every group that no step has taken yet; none where each step plays its own."""
+        settings = self._settings.pipeline
+        scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
+        left = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
+        return Pipeline(left, self._play_ahead, settings, is_left_out=lambda task: task.id in self._faults.quarantined)
+
+    async def _batch(self, batch: Batch, policy: Policy, reference: Policy | None, pipeline: Pipeline, *, num_batches: int) -> Policy:
         """One step, its evaluation where one is due, its line in the log, and only then its checkpoint: what a checkpoint stands for is
         on disk already. The line is written even if the evaluation fails."""
         settings, last = self._settings, batch.step == num_batches
@@ -116,9 +129,11 @@ class Terminus2RLTrainer:
             "progress/done_frac": batch.step / num_batches,
         }
         try:
-            await self._step(batch, policy, reference, metrics)
+            await self._step(batch, policy, reference, pipeline, metrics)
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
             policy = await self._policy()
+            self._newest.become(policy)
+            pipeline.updated(metrics["time/update"])
             if self._is_evaluation_due(num_batches=num_batches):
                 metrics |= await self._evaluate(policy)
         finally:
@@ -128,27 +143,104 @@ class Terminus2RLTrainer:
             await _uninterrupted(self._save(final=last))
         return policy
 
-    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, metrics: dict[str, float]) -> None:
-        """Play one batch and learn from it. What there is to say of it is added to `metrics`."""
-        settings, quarantined = self._settings, self._faults.quarantined
-        tasks = [task for task in batch.tasks if task.id not in quarantined]
-        num_retries: list[int] = []
-        self._journal.begun(batch.step, [task.id for task in batch.tasks])
+    async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, pipeline: Pipeline, metrics: dict[str, float]) -> None:
+        """Get the groups of one step and learn from them. What there is to say of it is added to `metrics`."""
+        settings = self._settings
         played = time.monotonic()
-        play = partial(self._play, batch, policy, num_retries)
-        refills = [task for task in self._source.train if task.id not in quarantined]
-        state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
-        groups = state.played
-        kept, dropped = keep_groups(state.kept, settings.filters)
-        examples_P_G = examples_of_batch(kept, settings.preparation.advantages, settings.filters)
+        if settings.pipeline.is_ahead:
+            groups = to_learn = await self._take(batch, pipeline, metrics)
+        else:
+            groups, to_learn = await self._sample(batch, policy, metrics)
+        kept, examples_P_G, dropped = self._examples(to_learn)
         self._record(batch, groups, examples_P_G)
         learned = time.monotonic()
         metrics |= group_metrics(groups, group_size=settings.group_size)
+        metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
+        trained = [(group.step, group.task.id) for group, examples in zip(kept, examples_P_G, strict=True) if examples]
+        await _uninterrupted(self._learn(batch, trained, examples_P_G, dropped, reference, metrics))
+        metrics["time/update"] = time.monotonic() - learned
+
+    def _examples(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
+        """The groups that stay, their examples, and why the others go."""
+        settings = self._settings
+        kept, dropped = keep_groups(groups, settings.filters)
+        return kept, examples_of_batch(kept, settings.preparation.advantages, settings.filters), dropped
+
+    async def _sample(self, batch: Batch, policy: Policy, metrics: dict[str, float]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+        """Plays the step's own tasks: all that was played, and what is to be learned from."""
+        settings, quarantined = self._settings, self._faults.quarantined
+        tasks = [task for task in batch.tasks if task.id not in quarantined]
+        num_retries: list[int] = []
+        self._journal.begun(batch.step, [(batch.step, task.id) for task in batch.tasks])
+        play = partial(self._play, batch, policy, num_retries)
+        refills = [task for task in self._source.train if task.id not in quarantined]
+        state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
         metrics |= sampling_metrics(state, settings.dynamic_sampling)
         metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
-        metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
-        await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
-        metrics["time/update"] = time.monotonic() - learned
+        return state.played, state.kept
+
+    async def _take(self, batch: Batch, pipeline: Pipeline, metrics: dict[str, float]) -> list[TrajectoryGroup]:
+        """As many groups as the batch has tasks, whichever have ended; those the step took before the run was killed, where it was."""
+        settings, title = self._settings, f"step {batch.step}"
+        self._display.begin(title, num_groups=len(batch.tasks), group_size=settings.group_size)
+        metrics |= pipeline.metrics()
+        taken: list[FinishedGroup] = []
+
+        def take(finished: FinishedGroup) -> None:
+            taken.append(finished)
+            self._display.group(finished)
+            if settings.pipeline.stream_groups:
+                for examples in self._examples([finished.group])[1]:
+                    num_groups = len(batch.tasks)
+                    self._learner.add(streamed(examples, settings.preparation, version=self.steps_done, num_groups=num_groups))
+
+        before = self._journal.groups_of(batch.step)
+        if before is not None:
+            replayed = asyncio.gather(*map(self._play_ahead, self._scheduled(before)))
+            for finished in await self._watchdog.guard(replayed, f"playing {title}"):
+                take(finished)
+        else:
+            for _ in batch.tasks:
+                if (ended := await self._watchdog.guard(pipeline.take(batch.step), f"playing {title}")) is None:
+                    break
+                take(ended)
+        groups = [finished.group for finished in taken]
+        for step in sorted({group.step for group in groups}):
+            await asyncio.to_thread(self._source.batch_ended, self._ahead[step][0].directory)
+        self._journal.begun(batch.step, [(group.step, group.task.id) for group in groups])
+        self._reckon(groups, self._plan_ahead(batch.step)[0])
+        num_retries = sum(finished.num_retries for finished in taken)
+        metrics |= {"trials/retries": float(num_retries), "groups/quarantined": float(len(batch.tasks) - len(groups))}
+        return groups
+
+    def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
+        tasks = {task.id: task for task in self._source.train}
+        if gone := [task for _, task in groups if task not in tasks]:
+            raise ConfigError(
+                f"this run has learned from {', '.join(gone)}, which tasks_dir holds no more; put them back, or give another log_path"
+            )
+        return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
+
+    async def _play_ahead(self, scheduled: Scheduled) -> FinishedGroup:
+        plan, kept = self._plan_ahead(scheduled.step)
+        return await self._rollouts.group(scheduled.task, self._newest, plan, kept)
+
+    def _plan_ahead(self, step: int) -> tuple[RolloutPlan, Mapping[Place, FinishedRollout]]:
+        """Made once, since its folder is tidied then, and what is on disk is read."""
+        if step not in self._ahead:
+            plan = self._plan("step", step)
+            self._ahead[step] = plan, self._rollouts.kept(plan)
+        return self._ahead[step]
+
+    def _plan(self, purpose: str, step: int) -> RolloutPlan:
+        settings = self._settings
+        return RolloutPlan(
+            step=step,
+            purpose=purpose,
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            directory=self._directory(purpose, step),
+        )
 
     async def _play(
         self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task], attempt: int
@@ -157,13 +249,7 @@ class Terminus2RLTrainer:
         settings = self._settings
         purpose = f"refill-{attempt}" if attempt else "step"
         title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
-        plan = RolloutPlan(
-            step=batch.step,
-            purpose=purpose,
-            group_size=settings.group_size,
-            temperature=settings.temperature,
-            directory=self._directory(purpose, batch.step),
-        )
+        plan = self._plan(purpose, batch.step)
         self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
 
         def on_group(finished: FinishedGroup) -> None:
@@ -194,6 +280,7 @@ class Terminus2RLTrainer:
     async def _learn(
         self,
         batch: Batch,
+        trained: Sequence[GroupKey],
         examples_P_G: Sequence[Sequence[Example]],
         dropped: Counter[DropReason],
         reference: Policy | None,
@@ -201,15 +288,19 @@ class Terminus2RLTrainer:
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
         metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
-        trained = [group[0].trajectory.task_id for group in examples_P_G if group]
-        self._journal.trained(batch.step, tasks=trained, state=to_record(self._faults))
+        self._journal.trained(batch.step, groups=trained, state=to_record(self._faults))
         self.steps_done += 1
 
     async def _update(
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
     ) -> dict[str, float]:
-        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=self._learner, settings=self._settings.preparation)
-        return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=self.steps_done + 1)
+        settings, version = self._settings.preparation, self.steps_done
+        if self._settings.pipeline.stream_groups:  # their gradient is on its way
+            metrics = streamed_metrics(examples_P_G, dropped, settings, version=version)
+            return metrics | await self._learner.update(step=version + 1)
+        learner = self._learner
+        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=learner, settings=settings, version=version)
+        return prepared.metrics | await learner.update(prepared.datums_per_substep, step=version + 1)
 
     async def _policy(self) -> Policy:
         policy = await self._watchdog.answer(self._backend.policy(self.steps_done), "preparing the weights for sampling")

@@ -79,11 +79,12 @@ class TrialFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryGroup:
-    """All trials of one task under one policy."""
+    """All trials of one task, as they were asked for by the step whose batch holds the task."""
 
     task: Task
     trajectories: list[Trajectory]
     failures: list[TrialFailure] = field(default_factory=list)
+    step: int = 0
 
     @property
     def rewards(self) -> list[float]:

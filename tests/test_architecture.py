@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINER_LAYERS = [
     {"trajectory", "errors", "limits", "advantages", "durable"},
     {"config", "command_line", "chat"},
-    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults"},
+    {"filters", "dynamic_sampling", "datums", "examples", "importance", "staleness", "metrics", "faults"},
     {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},

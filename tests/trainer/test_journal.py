@@ -13,11 +13,12 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     assert first.admitted(HERE, policy_version=0, seed=7) == 1
     assert first.admitted(HERE, policy_version=0, seed=7) == 2
     first.finished(HERE, "graded")
-    assert not first.is_settled("step", 1)
-    first.trained(1, tasks=["a"], state={"strikes": {"b": 1}})
+    first.begun(1, [(1, "a")])
+    assert not first.is_settled(HERE)
+    first.trained(1, groups=[(1, "a")], state={"strikes": {"b": 1}})
     first.evaluated(0)
     second = Journal(tmp_path)
-    assert second.is_settled("step", 1) and second.is_settled("eval", 0) and not second.is_settled("eval", 1)
+    assert second.is_settled(HERE) and second.is_evaluated(0) and not second.is_evaluated(1)
     assert second.state_after(1) == {"strikes": {"b": 1}} and second.state_after(0) == {}
     assert second.admitted(HERE, policy_version=0, seed=7) == 3
     assert first.progress == 2 and second.progress == 1  # what was trained may have to be trained again
@@ -33,19 +34,19 @@ def test_steps_after_the_checkpoint_that_was_taken_up_do_not_count_as_trained(tm
     journal = Journal(tmp_path)
     journal.started(resumed_from=0)
     for step in (1, 2, 3):
-        journal.trained(step, tasks=["a", "b"], state={})
+        journal.trained(step, groups=[(step, "a"), (step, "b")], state={})
     journal.started(resumed_from=1)
     assert sorted(groups_trained(tmp_path)) == [(1, "a"), (1, "b")]
-    journal.trained(2, tasks=["a"], state={})
+    journal.trained(2, groups=[(2, "a")], state={})
     assert groups_trained(tmp_path) == {(1, "a"): 1, (1, "b"): 1, (2, "a"): 1}
-    journal.trained(2, tasks=["a"], state={})
+    journal.trained(2, groups=[(2, "a")], state={})
     assert groups_trained(tmp_path)[2, "a"] == 2
 
 
 def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
-    Journal(tmp_path).begun(3, ["a", "b"])
+    Journal(tmp_path).begun(3, [(3, "a"), (3, "b")])
     again = Journal(tmp_path)
-    again.begun(3, ["a", "b"])
+    again.begun(3, [(3, "a"), (3, "b")])
     with pytest.raises(ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"):
-        again.begun(3, ["a", "c"])
+        again.begun(3, [(3, "a"), (3, "c")])
     assert sum(record["event"] == "begun" for record in records(tmp_path / JOURNAL)) == 1
