@@ -20,6 +20,7 @@ SECTIONS = {
     "logs_dir": "Run folder and tracking",
     "lora_rank": "Adapter and optimizer",
     "batch_size": "Batches and loss",
+    "max_staleness": "Rollouts ahead of training",
     "max_turns": "Agent",
     "environment_type": "Trials",
     "trial_attempts": "Faults",

@@ -137,9 +137,8 @@ class TrainerConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(default="constant", doc="How learning_rate falls to 0 by the end")
     lr_warmup_steps: int = chz.field(default=0, doc="Steps over which the learning rate rises from 0, the last of them at its full height")
 
-    # Rollouts ahead of training; docs/staleness.md
     max_staleness: int = chz.field(
-        default=0, doc="0: on-policy. n: play while training, train no token sampled more than n updates before; nothing is thrown away"
+        default=0, doc="0: on-policy. n: play while training, train no token sampled more than n updates before (docs/staleness.md)"
     )
     max_groups_in_flight: int | None = chz.field(default=None, doc="Groups being played at once where max_staleness > 0; None: 2 batches")
     stream_groups: bool = chz.field(

@@ -103,8 +103,10 @@ class Pipeline:
         self._waiting: deque[asyncio.Task[FinishedGroup]] = deque()  # ended, in this order
         self._ended = asyncio.Event()
         self._step = 0
+        self._num_taken = 0
         self._durations_s: deque[float] = deque(maxlen=2 * settings.batch_size)
-        self._update_s = 0.0
+        self._update_began = 0.0
+        self._update_s: float | None = None  # how long the last one took
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -125,11 +127,15 @@ class Pipeline:
                 return None
             self._ended.clear()
             await self._ended.wait()
+        self._num_taken += 1
         return self._waiting.popleft().result()
 
-    def updated(self, update_s: float) -> None:
-        """The weights have changed, which took this long."""
-        self._update_s = update_s
+    def update_begins(self) -> None:
+        self._update_began = asyncio.get_running_loop().time()
+
+    def update_ended(self) -> None:
+        """There is a newer policy to play with."""
+        self._update_s = asyncio.get_running_loop().time() - self._update_began
         self._admit()
 
     def metrics(self) -> dict[str, float]:
@@ -146,13 +152,21 @@ class Pipeline:
                 playing.add_done_callback(self._on_end)
 
     def _room(self) -> int:
-        """How many groups may be under way. A group that ends behind n others waits for n // batch_size updates."""
+        """How many groups may be under way.
+
+        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n are waiting before it. So no
+        more than `max_staleness` batches may end during one update, and the rest of those under way must be busy for longer than that.
+        """
         settings = self._settings
         limit = settings.max_groups_in_flight or 2 * settings.batch_size
-        if settings.max_staleness == 0 or not self._durations_s or not self._update_s:
+        if settings.max_staleness == 0:
             return limit
-        updates_meanwhile = int(statistics.fmean(self._durations_s) / self._update_s)
-        return min(limit, (settings.max_staleness + updates_meanwhile) * settings.batch_size - len(self._waiting))
+        if self._update_s is None:
+            num_fresh = (settings.max_staleness + 1) * settings.batch_size - self._num_taken
+        else:
+            updates_meanwhile = int(statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2)
+            num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
+        return min(limit, num_fresh - len(self._waiting))
 
     async def _timed(self, scheduled: Scheduled) -> FinishedGroup:
         loop = asyncio.get_running_loop()

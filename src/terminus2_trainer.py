@@ -133,7 +133,7 @@ class Terminus2RLTrainer:
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
             policy = await self._policy()
             self._newest.become(policy)
-            pipeline.updated(metrics["time/update"])
+            pipeline.update_ended()
             if self._is_evaluation_due(num_batches=num_batches):
                 metrics |= await self._evaluate(policy)
         finally:
@@ -157,6 +157,7 @@ class Terminus2RLTrainer:
         metrics |= group_metrics(groups, group_size=settings.group_size)
         metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
         trained = [(group.step, group.task.id) for group, examples in zip(kept, examples_P_G, strict=True) if examples]
+        pipeline.update_begins()
         await _uninterrupted(self._learn(batch, trained, examples_P_G, dropped, reference, metrics))
         metrics["time/update"] = time.monotonic() - learned
 
@@ -264,7 +265,7 @@ class Terminus2RLTrainer:
     def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """What the batch's losses say. RubbleError when training on what is left would teach nothing, or the wrong thing."""
         settings, before = self._settings.faults, self._faults
-        if len(groups) > 1:  # a single task may be at fault itself, and is quarantined then
+        if len({group.task.id for group in groups}) > 1:  # a single task may be at fault itself, and is quarantined then
             require_some_graded(groups, plan)
         self._faults = before.after(groups, settings)
         if self._faults.is_rubble(settings):

@@ -1,4 +1,6 @@
-"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed: `python -m tests.fakes.killable DIR POINTS SEED`.
+"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed.
+
+    python -m tests.fakes.killable DIR POINTS SEED MODE
 
 A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint. Every run is a forked child,
 so that a kill is a real one and the next process knows only what is on disk.
@@ -36,6 +38,11 @@ OPTIONS = (
     *("batch_size=2", "group_size=3", "n_epochs=3", "num_substeps=2", "save_every=2", "eval_every=3", "eval_group_size=2"),
     *("retry_wait_sec=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
 )
+MODES = {
+    "synchronous": (),
+    "asynchronous": ("max_staleness=2",),
+    "streaming": ("max_staleness=1", "stream_groups=true", "loss_reduction=prompt_mean", "num_substeps=1", "kl_penalty_coef=0"),
+}
 CURSED = "say-03"  # its sandbox never builds; it ends in quarantine
 
 
@@ -155,12 +162,15 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     }
 
 
-def faults_of(path: Path, kills: list[int], unbroken: Outcome) -> list[str]:
-    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the unbroken one."""
+def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str) -> list[str]:
+    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the unbroken one.
+
+    Ahead of training, time decides which groups make a step; what remains is that each is trained once, and none is lost.
+    """
     wrong = []
     for at in [*kills, None]:
         before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
-        passed = play_in_child(path, at)
+        passed = play_in_child(path, at, *MODES[mode])
         if lost := before & admitted_since(path, num_records):
             wrong.append(f"{len(lost)} finished rollouts were played again")
         if lost := before - finished_places(path):
@@ -168,37 +178,49 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome) -> list[str]:
         if passed:
             break
     found = outcome(path)
+    wrong += inexact(found)
+    if mode != "synchronous":
+        return wrong
     if json.dumps(found.metrics) != json.dumps(unbroken.metrics):
         wrong.append("metrics differ")
-    if set(found.trained.values()) != {1} or found.trained != unbroken.trained:
-        wrong.append("groups were not trained exactly once")
+    if found.trained != unbroken.trained:
+        wrong.append("other groups were trained")
     if found.seen_by_server != unbroken.seen_by_server or found.final_state != unbroken.final_state:
         wrong.append("the final weights have seen something else")
     return wrong
 
 
-def main(directory: Path, num_points: int, seed: int) -> int:
+def inexact(found: Outcome) -> list[str]:
+    """Every task of three epochs, but those of the cursed one, is trained once."""
+    expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
+    del expected[CURSED]
+    trained = Counter(task for _, task in found.trained.elements())
+    return [] if set(found.trained.values()) == {1} and trained == expected else ["groups were not trained exactly once"]
+
+
+def main(directory: Path, num_points: int, seed: int, mode: str) -> int:
     """Single kills at random points, then a chain of kills over one run. Prints one line, and each fault; 0 when there is none."""
     started = time.monotonic()
-    total = play_in_child(directory / "unbroken", None)
+    total = play_in_child(directory / "unbroken", None, *MODES[mode])
     unbroken = outcome(directory / "unbroken")
     draw = random.Random(seed)
     points = sorted(draw.sample(range(1, total + 1), num_points))
-    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken) for at in points}
+    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken, mode) for at in points}
     chain = [draw.randrange(1, total // 3) for _ in range(num_points)]
-    found[-1] = faults_of(directory / "chain", chain, unbroken)
+    found[-1] = faults_of(directory / "chain", chain, unbroken, mode)
     num_kills = num_points + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl")) - 1
     for at, wrong in found.items():
         for line in wrong:
             print(f"kill at {at}: {line}")
     num_bad = sum(map(bool, found.values()))
+    as_expected = "the unbroken one" if mode == "synchronous" else "they should"
     print(
-        f"{num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: {len(found) - num_bad} of {len(found)} runs "
-        f"ended as the unbroken one ({len(unbroken.metrics)} lines of metrics, {unbroken.trained.total()} groups, "
+        f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: {len(found) - num_bad} of {len(found)} "
+        f"runs ended as {as_expected} ({len(unbroken.metrics)} lines of metrics, {unbroken.trained.total()} groups, "
         f"{unbroken.metrics[-1]['tasks/quarantined']:g} task quarantined)"
     )
     return 1 if num_bad else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

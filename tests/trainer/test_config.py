@@ -79,6 +79,12 @@ def test_the_seeds_own_recipe_is_accepted():
         (["dynamic_sampling=filter", "remove_constant_reward_groups=true"], "drop remove_constant_reward_groups"),
         (["tis_cap=2"], "tis_cap needs tis=token or tis=sequence"),
         (["tis_sequence_mask_low=0.5"], "need tis_sequence_mask="),
+        (["max_groups_in_flight=4"], "max_groups_in_flight needs max_staleness=1"),
+        (["max_staleness=1", "batch_size=4", "max_groups_in_flight=3"], "max_groups_in_flight=3 is below batch_size=4"),
+        (["max_staleness=1", "loss_fn=importance_sampling"], "use ppo or cispo, or set allow_unclipped_staleness=true"),
+        (["max_staleness=1", "dynamic_sampling=filter"], "max_staleness > 0 and dynamic_sampling=filter exclude each other"),
+        (["stream_groups=true"], "cannot go with loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean"),
+        (["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"], "cannot go with tis=token, which needs the whole batch"),
         (["failed_trial_reward=1"], "failed_trial_reward=1: not a value of"),
         (["a...=3"], "unknown option"),
     ],
@@ -87,6 +93,11 @@ def test_what_cannot_be_honoured_is_refused_with_a_fix(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse([*BASE, *options])
     assert "\n" not in str(error.value)
+
+
+def test_unclipped_staleness_may_be_asked_for():
+    options = ["max_staleness=1", "loss_fn=importance_sampling", "allow_unclipped_staleness=true"]
+    assert parse([*BASE, *options]).max_staleness == 1
 
 
 def test_none_may_be_written_in_any_case():

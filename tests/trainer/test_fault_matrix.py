@@ -24,10 +24,22 @@ from src.policy import sdk_boundary
 from src.run import Parts, end_state, run
 from src.tracking import is_wall_clock
 from src.trajectory import FailureKind
+from src.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 DEADLINE_S = 20
+MODES = {
+    "synchronous": (),
+    "asynchronous": ("max_staleness=1",),
+    "streaming": ("stream_groups=true", "loss_reduction=prompt_mean"),
+    "both": ("max_staleness=2", "stream_groups=true", "loss_reduction=sequence_mean"),
+}
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +61,9 @@ class Future:
 class Bench:
     """`during` is asked before each trial, `calls` before each call to the back end; either may raise or hang."""
 
-    def __init__(self, path, *, during=None, calls=None):
+    def __init__(self, path, mode, *, during=None, calls=None):
         self.path = path
+        self.mode = mode
         self.open_sandboxes = self.most_open = self.num_started = 0
         self.is_gone = False
         self.text = io.StringIO()
@@ -101,7 +114,7 @@ class Bench:
     async def go(self, *options):
         argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path / 'run'}"]
         argv += ["batch_size=2", "group_size=2", "temperature=1", "learning_rate=0.3", "save_every=2", "eval_every=2", "n_epochs=2"]
-        argv += ["retry_wait_sec=0", "answer_timeout_sec=0.5", "behavior_if_log_dir_exists=resume", *options]
+        argv += ["retry_wait_sec=0", "answer_timeout_sec=0.5", "behavior_if_log_dir_exists=resume", *MODES[self.mode], *options]
         await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
 
     async def ends(self, *options):
@@ -128,9 +141,20 @@ class Bench:
 
 
 async def unbroken(path):
-    bench = Bench(path / "unbroken")
+    bench = Bench(path / "unbroken", "synchronous")
     assert await bench.ends() is RunState.DONE
     return bench
+
+
+async def assert_whole(bench):
+    """The run has ended as if nothing had happened: to the bit where the order of groups is fixed. The unbroken run, then."""
+    trained = groups_trained(bench.path / "run")
+    assert set(trained.values()) == {1} and len(trained) == 12
+    if bench.mode == "synchronous":
+        whole = await unbroken(bench.path)
+        assert bench.metrics() == whole.metrics() and bench.weights() == whole.weights()
+        return whole
+    return None
 
 
 async def for_ever():
@@ -175,8 +199,8 @@ async def hangs_in_the_verifier(bench, trial, policy):
 
 async def hangs_where_the_sampler_is_stuck(bench, trial, policy):
     if trial.task.id == "say-1":
-        stuck = Stuck(policy.version)
-        return await say_a_token(trial, type(policy)(stuck, policy._watchdog))
+        watched = getattr(policy, "_newest", policy)
+        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched._watchdog))
     return None
 
 
@@ -203,19 +227,20 @@ async def meets_a_burst_of_503(bench, trial, policy):
         (builds_no_sandbox, (), RunState.DONE, False),
         (builds_no_sandbox_anywhere, (), RunState.RUBBLE, False),
         (builds_a_sandbox_the_third_time, (), RunState.DONE, True),
-        (hangs_in_the_verifier, ("trial_timeout_sec=0.1",), RunState.DONE, False),
+        (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
         (hangs_where_the_sampler_is_stuck, ("answer_timeout_sec=0.05",), RunState.DONE, False),
         (meets_a_burst_of_503, (), RunState.DONE, True),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-async def test_trials_that_go_wrong(tmp_path, during, options, state, is_exact):
-    bench = Bench(tmp_path, during=during)
+async def test_trials_that_go_wrong(tmp_path, mode, during, options, state, is_exact):
+    bench = Bench(tmp_path, mode, during=during)
     assert await bench.ends(*options) is state
     assert bench.last_event()["state"] == state
     last = records(tmp_path / "run/metrics.jsonl")[-1] if (tmp_path / "run/metrics.jsonl").exists() else {}
     if is_exact:
-        assert bench.weights() == (await unbroken(tmp_path)).weights()
+        assert set(groups_trained(tmp_path / "run").values()) == {1}
+        assert mode != "synchronous" or bench.weights() == (await unbroken(tmp_path)).weights()
     elif state is RunState.DONE:
         assert last["tasks/quarantined"] == 1 and "say-1 is left out from now on: 2 groups" in bench.text.getvalue()
         graded = [line for path in (tmp_path / "run/rollouts").glob("step*") for line in records(path) if line["task"] == "say-1"]
@@ -235,7 +260,6 @@ def once(name, number, do):
             if state["left"] == 0:
                 await do(bench)
 
-    calls.__name__ = f"{name} {do.__name__}"
     return calls
 
 
@@ -256,36 +280,34 @@ async def restarts(bench):
     await for_ever()
 
 
-CALLS = [
-    once(name, 3, do) for name in ("forward_backward", "optim_step", "policy") for do in (answers_503, is_lost, never_answers, restarts)
-]
-CALLS += [once("save", 2, do) for do in (answers_503, never_answers, restarts)]
+CALLS = [(name, 3, do) for name in ("forward_backward", "optim_step", "policy") for do in (answers_503, is_lost, never_answers, restarts)]
+CALLS += [("save", 2, do) for do in (answers_503, never_answers, restarts)]
 
 
-@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__)
-async def test_calls_that_go_wrong_once_change_nothing(tmp_path, calls):
-    bench = Bench(tmp_path, calls=calls)
+@pytest.mark.parametrize(("name", "number", "do"), CALLS, ids=lambda value: getattr(value, "__name__", None))
+async def test_calls_that_go_wrong_once_change_nothing(tmp_path, mode, name, number, do):
+    if mode != "synchronous":
+        number = 2  # which groups make a step is a matter of time, and a step of equal rewards asks for no gradient
+    bench = Bench(tmp_path, mode, calls=once(name, number, do))
     assert await bench.ends() is RunState.DONE
-    whole = await unbroken(tmp_path)
-    assert bench.metrics() == whole.metrics() and bench.weights() == whole.weights()
-    assert set(groups_trained(tmp_path / "run").values()) == {1}
-    assert bench.num_started == whole.num_started, "nothing was played twice"
+    whole = await assert_whole(bench)
+    assert whole is None or bench.num_started == whole.num_started, "nothing was played twice"
     assert "server lost: " in bench.text.getvalue()
 
 
 @pytest.mark.parametrize("do", [answers_503, never_answers, restarts], ids=lambda do: do.__name__)
 @pytest.mark.parametrize("name", ["optim_step", "save"])
-async def test_calls_that_always_go_wrong_end_the_run(tmp_path, name, do):
+async def test_calls_that_always_go_wrong_end_the_run(tmp_path, mode, name, do):
     async def calls(bench, called):
         if called == name:
             await do(bench)
 
-    bench = Bench(tmp_path, calls=calls)
+    bench = Bench(tmp_path, mode, calls=calls)
     assert await bench.ends("answer_timeout_sec=0.2") is RunState.SERVER_LOST
     assert bench.last_event()["state"] == "server_lost" and bench.text.getvalue().count("server lost") <= 3
-    again = Bench(tmp_path)
+    again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    assert again.metrics() == (await unbroken(tmp_path)).metrics()
+    await assert_whole(again)
 
 
 # What happens to the disk and the process.
@@ -294,7 +316,7 @@ async def test_calls_that_always_go_wrong_end_the_run(tmp_path, name, do):
 @pytest.mark.parametrize(
     "full", ["metrics.jsonl", "checkpoints.jsonl", "journal.jsonl", "step_000003.jsonl", "eval_000002.jsonl", ".step_000002.jsonl.new"]
 )
-async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeypatch, full):
+async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeypatch, mode, full):
     real_write, real_fsync, left = os.write, os.fsync, {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
 
     def is_full(descriptor):
@@ -310,20 +332,18 @@ async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeyp
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real_fsync(descriptor)
 
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, mode)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
         patch.setattr(os, "fsync", fsync)
         assert await bench.ends() is RunState.STORAGE
-    again = Bench(tmp_path)
+    again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    whole = await unbroken(tmp_path)
-    assert again.metrics() == whole.metrics() and again.weights() == whole.weights()
-    assert set(groups_trained(tmp_path / "run").values()) == {1}
+    await assert_whole(again)
 
 
 @pytest.mark.parametrize("number", [0, 3, 5, 9, 14, 17, 24, 30])
-async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, number):
+async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, mode, number):
     waiting = asyncio.Event()
 
     async def hang(bench, trial, policy):
@@ -331,7 +351,7 @@ async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, n
             waiting.set()
             await for_ever()
 
-    bench = Bench(tmp_path, during=hang)
+    bench = Bench(tmp_path, mode, during=hang)
     running = asyncio.ensure_future(bench.go())
     await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     running.cancel()
@@ -339,17 +359,15 @@ async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, n
         await asyncio.wait_for(running, DEADLINE_S)
     assert bench.open_sandboxes == 0 and asyncio.all_tasks() == {asyncio.current_task()}
     assert bench.last_event()["state"] == "interrupted"
-    again = Bench(tmp_path)
+    again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    whole = await unbroken(tmp_path)
-    assert again.weights() == whole.weights()
-    assert again.metrics() == whole.metrics()
+    await assert_whole(again)
 
 
-async def test_a_run_whose_every_task_is_quarantined_stops(tmp_path):
+async def test_a_run_whose_every_task_is_quarantined_stops(tmp_path, mode):
     async def lost(bench, trial, policy):
         return failure(trial.task.id, FailureKind.VERIFIER, "no reward file") if trial.task.id.startswith("say") else None
 
-    bench = Bench(tmp_path, during=lost)
+    bench = Bench(tmp_path, mode, during=lost)
     with pytest.raises(TrainerError, match=r"every training task is quarantined; none of .* failed by verifier, e\.g\. no reward file"):
         await asyncio.wait_for(bench.go("batch_size=1", "max_failure_rate=1"), DEADLINE_S)

@@ -129,3 +129,18 @@ async def test_the_trainers_own_logprobs_take_one_forward_call_and_no_gradient()
     [values] = await Learner(client, settings()).logprobs(datums(3))
     assert client.events == ["forward"] and values.tolist() == pytest.approx([0, QUARTER])
     assert client.gradient.tolist() == [0, 0, 0, 0]
+
+
+async def test_groups_that_were_streamed_share_one_optimizer_step_with_the_gradient_of_their_batch():
+    whole, streamed = BanditTrainingClient(), BanditTrainingClient()
+    await Learner(whole, settings()).update([[*datums(3), *datums(1, advantage=-0.5)]])
+    learner = Learner(streamed, settings())
+    learner.add(datums(3))
+    learner.add([])
+    learner.add(datums(1, advantage=-0.5))
+    assert streamed.events == ["forward_backward", "forward_backward"]
+    metrics = await learner.update()
+    assert streamed.events == ["forward_backward", "forward_backward", "optim_step"]
+    assert streamed.logits.tolist() == pytest.approx(whole.logits.tolist())
+    assert metrics["optim/num_substeps"] == 1 and metrics["optim/loss"] == pytest.approx(-0.5)
+    assert (await learner.update())["optim/num_substeps"] == 0, "nothing is left over"

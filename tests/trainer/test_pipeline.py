@@ -1,5 +1,12 @@
-from src.pipeline import ScheduleSettings, epoch_order, schedule
+import asyncio
+
+import pytest
+
+from src.pipeline import Pipeline, PipelineSettings, Scheduled, ScheduleSettings, epoch_order, schedule
+from src.rollouts import FinishedGroup
+from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import task
+from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
 
 TASKS = [task(name) for name in "abcde"]
 
@@ -35,3 +42,132 @@ def test_max_steps_cuts_the_plan_and_changes_nothing_before():
 def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
     assert epoch_order(TASKS[::-1], seed=1, epoch=2) == epoch_order(TASKS, seed=1, epoch=2)
     assert len({names(epoch_order(TASKS, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}) > 5
+
+
+class Stage:
+    """Plays groups until they are told to end."""
+
+    def __init__(self, names, *, left_out=(), **changes):
+        options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
+        self.playing = {}
+        self.pipeline = Pipeline(
+            [Scheduled(step=1 + place // 2, task=task(name)) for place, name in enumerate(names)],
+            self._play,
+            PipelineSettings(**(options | changes)),
+            is_left_out=lambda task: task.id in left_out,
+        )
+
+    async def _play(self, scheduled):
+        self.playing[scheduled.task.id] = asyncio.get_running_loop().create_future()
+        await self.playing[scheduled.task.id]
+        group = TrajectoryGroup(task=scheduled.task, trajectories=[], step=scheduled.step)
+        return FinishedGroup(group=group, duration_s=0.0)
+
+    async def end(self, *names):
+        for name in names:
+            self.playing[name].set_result(None)
+            await settle()
+
+    async def taken(self, step):
+        finished = await asyncio.wait_for(self.pipeline.take(step), 1)
+        await settle()
+        return finished and finished.group.task.id
+
+    @property
+    def under_way(self):
+        return "".join(name for name, until in self.playing.items() if not until.done())
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def started(stage, step=1):
+    taking = asyncio.ensure_future(stage.taken(step))
+    await settle()
+    return taking
+
+
+async def test_a_step_takes_what_ends_first_and_a_straggler_holds_up_nobody():
+    stage = Stage("abcdef")
+    async with stage.pipeline:
+        first = await started(stage)
+        assert stage.under_way == "abcd"  # two batches
+        await stage.end("c")
+        assert await first == "c"
+        await stage.end("b")
+        assert await stage.taken(1) == "b"
+        stage.pipeline.update_begins()
+        stage.pipeline.update_ended()
+        await settle()
+        assert "a" in stage.under_way
+        await stage.end("d")
+        assert await stage.taken(2) == "d"
+    assert all(until.cancelled() or until.done() for until in stage.playing.values())
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_no_more_groups_end_during_an_update_than_the_next_ones_can_take():
+    stage = Stage("abcdefgh", max_groups_in_flight=8)
+    async with stage.pipeline:
+        taking = await started(stage)
+        await stage.end("a", "b")
+        assert [await taking, await stage.taken(1)] == ["a", "b"]
+        stage.pipeline.update_begins()
+        assert stage.under_way == "cd"
+        await stage.end("c", "d")
+        assert stage.under_way == ""  # what would end now would be two updates old when its turn comes
+
+
+async def test_on_policy_nothing_is_played_ahead():
+    stage = Stage("abcd", max_staleness=0, stream_groups=True)
+    async with stage.pipeline:
+        taking = await started(stage)
+        assert stage.under_way == "ab"
+        await stage.end("b", "a")
+        assert [await taking, await stage.taken(1)] == ["b", "a"]
+        assert await stage.taken(1) is None
+        taking = await started(stage, step=2)
+        assert stage.under_way == "cd"
+        await stage.end("c", "d")
+        assert await taking == "c"
+
+
+async def test_quarantined_tasks_are_passed_over_and_the_schedule_ends():
+    stage = Stage("abc", left_out="ab")
+    async with stage.pipeline:
+        taking = await started(stage)
+        await stage.end("c")
+        assert await taking == "c"
+        assert await stage.taken(1) is None
+
+
+async def test_an_error_reaches_the_step_that_waits():
+    stage = Stage("ab")
+    async with stage.pipeline:
+        waiting = asyncio.ensure_future(stage.pipeline.take(1))
+        await settle()
+        stage.playing["a"].set_exception(KeyError("oops"))
+        with pytest.raises(KeyError):
+            await waiting
+
+
+REFERENCE = {"minutes": lognormal_minutes(10, 0.8), "train_minutes": 2, "num_steps": 15, "batch_size": 8, "turns": 10}
+
+
+def test_playing_ahead_takes_a_quarter_of_the_time_and_wastes_nothing(tmp_path):
+    synchronous = simulate(tmp_path / "sync", **REFERENCE)
+    ahead = simulate(tmp_path / "ahead", "max_staleness=1", **REFERENCE)
+    assert ahead.minutes_per_step < synchronous.minutes_per_step / 3
+    assert ahead.num_discarded == 0 and ahead.slowest_trained == 1
+    assert set(ahead.trained.values()) == {1} and ahead.trained == synchronous.trained
+    assert max(ahead.ages) == 1 and max(synchronous.ages) == 0
+    masked = sum(line.get("staleness/masked_tokens", 0) for line in ahead.metrics)
+    assert masked + len(ahead.ages) == 15 * 8 * 10, "every token is trained or counted as masked"
+
+
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_whatever_takes_how_long_no_token_beyond_the_bound_is_trained(tmp_path, seed):
+    schedule = Schedule.draw(seed)
+    assert schedule.faults(schedule.play(tmp_path / "run")) == []

@@ -1,0 +1,241 @@
+"""A real run on a clock that jumps to the next event: hours of rollouts in seconds, and the same every time."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import random
+import selectors
+from collections import Counter
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from src.command_line import parse
+from src.console import Display
+from src.durable import records
+from src.journal import groups_trained
+from src.run import Parts, run
+from tests.fakes.backend import BanditBackend, BanditTrainingClient
+from tests.fakes.trials import FakeTasks, task, trajectory
+
+TURNS = 20
+SLOWEST = 0.1  # the share of tasks whose fate is told apart
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Sleeps by moving its clock. Threads would tear time apart, so their work is done at once."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_Impatient(self))
+
+    def time(self) -> float:
+        return self._now
+
+    def run_in_executor(self, executor, func, *args):
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class _Impatient(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise RuntimeError("the run waits for something that never comes")
+        self._loop._now += max(0.0, timeout)
+        return super().select(0)
+
+
+class SlowFuture:
+    """An answer of the server that takes its time from when it was asked for, once what was asked before it is done."""
+
+    def __init__(self, value, until: float) -> None:
+        self._value = value
+        self._until = until
+
+    def __await__(self):
+        yield from asyncio.sleep(max(0.0, self._until - asyncio.get_running_loop().time())).__await__()
+        return self._value
+
+
+class SlowTrainingClient(BanditTrainingClient):
+    """`train_s` for each forward_backward of a whole batch; keeps every trained token's age."""
+
+    def __init__(self, train_s: float, num_datums: int) -> None:
+        super().__init__()
+        self.ages: list[int] = []
+        self._seconds_per_datum = train_s / num_datums
+        self._free_at = 0.0
+        self._version = 0
+
+    def forward_backward(self, data, loss_fn, loss_fn_config=None):
+        answer = super().forward_backward(data, loss_fn, loss_fn_config)
+        for datum in data:
+            tokens = datum.model_input.to_ints()
+            for position, advantage in enumerate(datum.loss_fn_inputs["advantages"].to_numpy()):
+                if advantage:
+                    self.ages.append(self._version - (tokens[position] - FIRST_VERSION))
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + self._seconds_per_datum * len(data)
+        return SlowFuture(answer.value, self._free_at)
+
+    def optim_step(self, adam):
+        self._version += 1
+        return SlowFuture(super().optim_step(adam).value, self._free_at)
+
+
+FIRST_VERSION = 100  # a prompt's last token says which weights answered it: this number and the version
+
+
+@dataclass(kw_only=True)
+class Result:
+    minutes_per_step: float
+    num_steps: int
+    played: Counter[str] = field(default_factory=Counter)  # task -> its groups that ended
+    trained: Counter[str] = field(default_factory=Counter)
+    slowest: set[str] = field(default_factory=set)
+    ages: list[int] = field(default_factory=list)  # of trained tokens, in updates
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def num_discarded(self) -> int:
+        """Groups that were played and not one token of which was trained."""
+        return sum((self.played - self.trained).values()) + int(sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics))
+
+    @property
+    def slowest_trained(self) -> float:
+        return sum(self.trained[name] > 0 for name in self.slowest) / len(self.slowest)
+
+
+def lognormal_minutes(median: float, sigma: float) -> Callable[[random.Random], float]:
+    return lambda rng: median * math.exp(rng.gauss(0.0, sigma))
+
+
+def simulate(
+    path: Path,
+    *options: str,
+    minutes: Callable[[random.Random], float],
+    train_minutes: float,
+    num_steps: int,
+    batch_size: int,
+    seed: int = 0,
+    turns: int = TURNS,
+) -> Result:
+    """One run of the real trainer over `num_steps * batch_size` tasks, whose groups take `minutes` each, all turns alike."""
+    draw = random.Random(seed)
+    names = [f"task-{number}" for number in range(num_steps * batch_size)]
+    duration_s = {name: 60 * minutes(draw) for name in names}
+    played: Counter[str] = Counter()
+
+    async def play(trial, policy):
+        said = []
+        for _ in range(turns):
+            await asyncio.sleep(duration_s[trial.task.id] / turns)
+            version = policy.version
+            prompt = [*(said[-1].prompt_ids + said[-1].completion_ids if said else []), FIRST_VERSION + version]
+            turn = await policy.sample(prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said), stop=[])
+            assert turn.policy_version == version
+            said.append(turn)
+        if trial.directory.name.startswith("step"):
+            played[trial.task.id] += 1
+        return trajectory(trial.task.id, 1.0, said, name=f"{trial.task.id}-{trial.seed}")
+
+    backend = BanditBackend()
+    backend.training_client = SlowTrainingClient(60 * train_minutes, batch_size)
+    source = FakeTasks(train=[task(name) for name in names], play=play)
+
+    @asynccontextmanager
+    async def open_parts(config, settings, display, known):
+        yield Parts(source=source, backend=backend)
+
+    required = ("model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "eval_split=0", "n_parallel_envs=10000")
+    required += (
+        "group_size=1",
+        "singleton_advantage=raw",
+        "save_every=0",
+        "max_failure_rate=1",
+        "server_timeout_sec=1e6",
+        "answer_timeout_sec=1e6",
+    )
+    config = parse([*required, f"batch_size={batch_size}", f"log_path={path}", "trial_timeout_sec=1e9", *options])
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(run(config, Display(Console(file=io.StringIO())), open_parts=open_parts))
+        elapsed_s = loop.time()
+    finally:
+        loop.close()
+    by_length = sorted(names, key=lambda name: duration_s[name])
+    return Result(
+        minutes_per_step=elapsed_s / 60 / num_steps,
+        num_steps=num_steps,
+        played=played,
+        trained=Counter(name for _, name in groups_trained(path).elements()),
+        slowest=set(by_length[-max(1, int(len(names) * SLOWEST)) :]),
+        ages=backend.training_client.ages,
+        metrics=records(path / "metrics.jsonl"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A run at random: short or long groups and updates, many turns or one."""
+
+    max_staleness: int
+    stream_groups: bool
+    batch_size: int
+    groups_in_flight: int
+    sigma: float
+    train_minutes: float
+    turns: int
+    seed: int
+
+    @classmethod
+    def draw(cls, seed: int) -> Schedule:
+        rng = random.Random(seed)
+        batch_size = rng.randint(1, 4)
+        return cls(
+            max_staleness=rng.randint(1, 4),
+            stream_groups=rng.random() < 0.5,
+            batch_size=batch_size,
+            groups_in_flight=rng.randint(batch_size, 4 * batch_size),
+            sigma=rng.uniform(0, 1.6),
+            train_minutes=math.exp(rng.uniform(-3, 4)),
+            turns=rng.randint(1, 6),
+            seed=seed,
+        )
+
+    def play(self, path: Path) -> Result:
+        options = [f"max_staleness={self.max_staleness}", f"max_groups_in_flight={self.groups_in_flight}"]
+        if self.stream_groups:
+            options += ["stream_groups=true", "loss_reduction=sequence_mean"]
+        return simulate(
+            path,
+            *options,
+            minutes=lognormal_minutes(10, self.sigma),
+            train_minutes=self.train_minutes,
+            num_steps=6,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            turns=self.turns,
+        )
+
+    def faults(self, result: Result) -> list[str]:
+        """What must never be."""
+        wrong = []
+        if max(result.ages, default=0) > self.max_staleness:
+            wrong.append(f"trained a token {max(result.ages)} updates old")
+        if set(result.trained.values()) != {1} or result.trained != result.played or len(result.trained) != 6 * self.batch_size:
+            wrong.append("not every group was trained exactly once")
+        return wrong

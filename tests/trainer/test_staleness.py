@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from src.datums import sequences_of
+from src.examples import Example
+from src.staleness import within_bound
+from tests.fakes.trials import trajectory, turn
+
+
+def example(*versions):
+    """One conversation of one-token turns."""
+    turns = []
+    for version in versions:
+        prompt = [*(turns[-1].prompt_ids + turns[-1].completion_ids if turns else []), 9]
+        turns.append(turn(prompt, [3], version=version))
+    return Example(trajectory=trajectory("a", 1.0, turns), advantage=0.5, sequences=sequences_of(turns, advantage=0.5))
+
+
+def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
+    before = example(2, 3, 4)
+    ((after,),), metrics = within_bound([[before]], version=4, max_staleness=1)
+    (sequence,), (was,) = after.sequences, before.sequences
+    assert sequence.advantages.tolist() == [0, 0, 0, 0.5, 0, 0.5]
+    for name in ("tokens", "sampled", "logprobs", "versions"):
+        assert np.array_equal(getattr(sequence, name), getattr(was, name))
+    assert metrics == {
+        "staleness/mean": pytest.approx(1.0),
+        "staleness/max": 2,
+        "staleness/masked_tokens": 1,
+        "staleness/masked_trajectories": 0,
+    }
+
+
+def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
+    shares, metrics = within_bound([[example(1, 1)], [example(4)]], version=4, max_staleness=2)
+    assert [len(share) for share in shares] == [1, 1]
+    assert not shares[0][0].sequences[0].advantages.any() and shares[1][0].sequences[0].advantages.any()
+    assert metrics["staleness/masked_trajectories"] == 1 and metrics["staleness/masked_tokens"] == 2
+
+
+def test_an_empty_batch_has_no_age():
+    assert within_bound([], version=4, max_staleness=2) == ([], dict.fromkeys(within_bound([], version=0, max_staleness=1)[1], 0.0))
