@@ -8,6 +8,7 @@ directory is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,8 +32,8 @@ FORMAT = "skyrl_tx_server checkpoint"
 FORMAT_VERSION = 1
 RECORD_NAME = "checkpoint.json"
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_RUN_ID = re.compile(r"[A-Za-z0-9._:-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems take 255 bytes
+_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
 class CheckpointKind(StrEnum):
@@ -121,9 +122,13 @@ class CheckpointStore:
                 f"{path} was made from other weights called {info.base_model}: its base_model_hash is another than this model's"
             )
         arrays_file = self._directory(path) / str(record["arrays"])
-        if not arrays_file.is_file() or arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
-            raise UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
-        return info, load_file(arrays_file)
+        damaged = UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
+        try:
+            if arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
+                raise damaged
+            return info, load_file(arrays_file)
+        except FileNotFoundError:  # or deleted while it is read
+            raise damaged from None
 
     def write(
         self,
@@ -147,10 +152,10 @@ class CheckpointStore:
             raise ConflictError(f"checkpoint {path} exists already; choose another name or pass overwrite")
         self._root.mkdir(parents=True, exist_ok=True)
         check_room(self._root, sum(np.asarray(value).nbytes for value in arrays.values()))
-        directory.mkdir(parents=True, exist_ok=True)
         arrays_file = directory / f"arrays-{uuid.uuid4().hex}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{uuid.uuid4().hex}"
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
             _fsync(arrays_file)
             record = {
@@ -175,17 +180,22 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise ServerError(f"cannot write checkpoint {path}: {error.strerror or error}") from error
             raise
-        _fsync(directory)
-        for leftover in directory.iterdir():  # the arrays of the checkpoint just replaced, or of a write that was killed
-            if leftover not in (arrays_file, record_file):
-                leftover.unlink()
+        with contextlib.suppress(FileNotFoundError):  # deleted again already
+            _fsync(directory)
+            for leftover in directory.iterdir():  # the arrays of the checkpoint just replaced, or of a write that was killed
+                if leftover not in (arrays_file, record_file):
+                    leftover.unlink()
         return _info(path, record)
 
     def delete(self, path: str) -> None:
-        directory = self._directory(path)
+        """It is gone at once and whole: a save under the same name meanwhile either comes before, or fails for want of its directory."""
         self._record(path)
-        (directory / RECORD_NAME).unlink()  # from here on it does not exist, even if what follows is interrupted
-        shutil.rmtree(directory)
+        grave = self._root / f".deleted-{uuid.uuid4().hex}"
+        try:
+            self._directory(path).rename(grave)
+        except FileNotFoundError:  # someone else was faster
+            raise NotFoundError(f"no checkpoint {path}") from None
+        shutil.rmtree(grave)
 
     def _directory(self, path: str) -> Path:
         run_id, kind, name = parse_path(path)
@@ -227,7 +237,7 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
 
 def _check(pattern: re.Pattern[str], text: str, what: str) -> None:
     if not pattern.fullmatch(text) or text in (".", ".."):
-        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-'")
+        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")
 
 
 def _sha256(file: Path) -> str:

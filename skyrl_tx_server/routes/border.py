@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import zstandard
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.errors import ConflictError, ServerError, UnauthorizedError, UserError
@@ -27,6 +27,8 @@ Reply = Mapping[str, object] | Response | None
 Handler = Callable[[Context, Request], Awaitable[Reply]]
 
 DISCARD_AT_MOST = 1 << 30
+CLIENT_CLOSED_REQUEST = 499
+"""The status logged for a client that left before its answer; nobody receives it."""
 NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
 
 
@@ -75,6 +77,8 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
         return problem(400, str(error), error.category)
     except ServerError as error:
         return problem(error.status, str(error), error.category)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
         return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
@@ -146,6 +150,9 @@ async def read_json(context: Context, request: Request) -> object:
     if not body:
         return {}
     try:
-        return json.loads(body)
+        value = json.loads(body)
+        if b"\\ud" in body.lower():  # half a surrogate pair is valid JSON and no text: nothing could log it or send it back
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is not valid JSON: {error}") from None
+    return value

@@ -129,6 +129,41 @@ def test_delete_removes_it(store: CheckpointStore):
         store.delete(path)
 
 
+@pytest.mark.parametrize("moment", ["before its rename", "after its rename"])
+def test_a_delete_during_a_save_loses_no_accepted_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str):
+    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half there."""
+    path = write(store).path
+    real = os.replace
+
+    def replace_beside_a_delete(source: object, target: object) -> None:
+        if moment == "before its rename":
+            store.delete(path)
+        real(source, target)  # type: ignore[arg-type]
+        if moment == "after its rename":
+            store.delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_beside_a_delete)
+        if moment == "before its rename":
+            with pytest.raises(ServerError, match="cannot write checkpoint"):
+                write(store, overwrite=True)
+        else:
+            write(store, overwrite=True)
+    assert not store.exists(path) and store.list() == []
+    np.testing.assert_array_equal(store.read(write(store).path)[1]["scale"], np.float32(0.5))
+
+
+def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    path = write(store).path
+    record = store._record(path)
+    store.delete(path)
+    monkeypatch.setattr(store, "_record", lambda path: record)  # seen just before the first delete
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        store.delete(path)
+    with pytest.raises(UserError, match="is missing"):
+        store.read(path)
+
+
 @pytest.mark.parametrize(
     "path", ["one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b", "tinker://../weights/one", "tinker://run/weights/..",
              "tinker://run/weights/", "tinker:///weights/one", "tinker://run/weights/a b"]
@@ -139,7 +174,7 @@ def test_paths_outside_the_grammar_are_refused(path: str):
 
 
 def test_names_outside_the_grammar_are_refused_at_write(store: CheckpointStore):
-    for name in ("a/b", "..", "", "a b"):
+    for name in ("a/b", "..", "", "a b", "x" * 201):
         with pytest.raises(UserError):
             write(store, name)
     assert replace(write(store, "ok-1.2_3"), user_metadata={}).name == "ok-1.2_3"
