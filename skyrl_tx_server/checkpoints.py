@@ -22,9 +22,10 @@ from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx_server.disk import check_room
+from skyrl_tx_server.disk import check_quota, check_room
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import LoraSpec
 
@@ -79,11 +80,12 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 class CheckpointStore:
     """The checkpoints under one directory, for one base model."""
 
-    def __init__(self, root: Path, base_model: str, base_model_hash: str | None = None) -> None:
-        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any."""
+    def __init__(self, root: Path, base_model: str, base_model_hash: str | None = None, *, quota_bytes: int | None = None) -> None:
+        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any. No quota: None."""
         self._root = root
         self._base_model = base_model
         self._base_model_hash = base_model_hash
+        self._quota_bytes = quota_bytes
 
     def exists(self, path: str) -> bool:
         return (self._directory(path) / RECORD_NAME).is_file()
@@ -143,7 +145,8 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Make the checkpoint durable before returning.
 
-        ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room, with all as it was.
+        ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room and UserError when the
+        quota leaves none, with all as it was.
         """
         path = checkpoint_path(run_id, CheckpointKind(kind), name)
         directory = self._directory(path)
@@ -151,7 +154,10 @@ class CheckpointStore:
         if record_file.exists() and not overwrite:
             raise ConflictError(f"checkpoint {path} exists already; choose another name or pass overwrite")
         self._root.mkdir(parents=True, exist_ok=True)
-        check_room(self._root, sum(np.asarray(value).nbytes for value in arrays.values()))
+        num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
+        if self._quota_bytes is not None:
+            check_quota(sum(info.size_bytes for info in self.list() if info.path != path), num_bytes, self._quota_bytes)
+        check_room(self._root, num_bytes)
         arrays_file = directory / f"arrays-{uuid.uuid4().hex}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{uuid.uuid4().hex}"
         try:
@@ -177,8 +183,8 @@ class CheckpointStore:
         except BaseException as error:
             arrays_file.unlink(missing_ok=True)
             unnamed_record.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise ServerError(f"cannot write checkpoint {path}: {error.strerror or error}") from error
+            if isinstance(error, OSError | SafetensorError):
+                raise ServerError(f"cannot write checkpoint {path}, nothing saved before is lost: {error}") from error
             raise
         with contextlib.suppress(FileNotFoundError):  # deleted again already
             _fsync(directory)

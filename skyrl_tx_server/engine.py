@@ -23,6 +23,8 @@ from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
@@ -363,7 +365,8 @@ class Engine:
         if not isinstance(error, ServerError):
             logger.error("%s failed: %s", what, error, exc_info=error)
             unexpected = error
-            error = ServerError(f"{what} failed in the engine: {type(unexpected).__name__}: {unexpected}")
+            hint = f"{OUT_OF_MEMORY_HINT}; " if "RESOURCE_EXHAUSTED" in str(error) else ""
+            error = ServerError(f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}")
             error.__cause__ = unexpected
         self._deliver(ticket, lambda future: future.set_exception(error))
 

@@ -109,7 +109,9 @@ class DeviceExecutor:
         dtype = _dtype(settings)
         self._config = _model_config(settings)
         self._params = load_params(settings.model_dir, self._config, dtype)
-        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir))
+        self._store = CheckpointStore(
+            settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir), quota_bytes=settings.checkpoint_quota_bytes
+        )
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)

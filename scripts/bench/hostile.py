@@ -3,9 +3,9 @@
     python -m scripts.bench.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
 The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while the loop trains, saves and
-samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one a sound
-server gives, its log holds no traceback, the loop's losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit,
-and memory is flat: the slope of the resident set after warm-up (the first third) is below MAX_SLOPE_MIB_PER_HOUR.
+samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one that a
+sound server gives, its log holds no traceback, losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and
+memory is flat: the slope of the resident set after warm-up (the first third) is below MAX_SLOPE_MIB_PER_HOUR.
 """
 
 from __future__ import annotations
@@ -160,10 +160,19 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hostilities:
+    """What `hostile_requests` prints."""
+
+    attacks: dict[str, int]
+    statuses: dict[str, int]
+    faults: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbed:
     steps: list[Step]
     watch: Watch
-    figures: dict[str, object]  # of the hostile side
+    hostile: Hostilities
     lived: bool
     exit_status: int
     tracebacks: int
@@ -183,10 +192,10 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
             hostile.kill()
         watch.stop()
         lived = running.process.poll() is None and hostile_status == 0
-    figures = json.loads(report.read_text().splitlines()[-1])
+    figures = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
-    return Disturbed(steps=steps, watch=watch, figures=figures, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
+    return Disturbed(steps=steps, watch=watch, hostile=figures, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
 
 
 def main(argv: list[str]) -> int:
@@ -209,25 +218,23 @@ def main(argv: list[str]) -> int:
 
 
 def report(run: Disturbed, alone: list[Step]) -> int:
-    attacks, faults = dict(run.figures["attacks"]), list(run.figures["faults"])  # type: ignore[call-overload]
+    attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     print(f"attacks     {sum(attacks.values())}: " + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items())))
-    print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(dict(run.figures["statuses"]).items())))  # type: ignore[call-overload]
+    print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
     health = np.array(run.watch.health_ms)
     print(f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms")
     rss = [mib for _, mib in run.watch.rss]
     at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
     print(f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}")
-    sampled = sum(bool(step.tokens) for step in alone)
+    equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
+    drawn_alike = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
     verdicts = {
         "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
         f"faults of the server: {len(faults)}": not faults,
         f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
         f"memory slope after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
-        f"losses and gradient norms equal to the undisturbed run's: {same(run.steps, alone)} of {len(alone)} steps": same(run.steps, alone)
-        == len(run.steps),
-        f"sampled tokens equal: {sum(a.tokens == b.tokens != () for a, b in zip(run.steps, alone, strict=True))} of {sampled} snapshots": all(
-            a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True)
-        ),
+        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
+        f"sampled tokens equal: {drawn_alike} of {sampled} snapshots": drawn_alike == sampled,
     }
     for what, holds in verdicts.items():
         print(f"{'ok' if holds else 'FAILED':7} {what}")

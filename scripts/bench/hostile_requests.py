@@ -32,15 +32,66 @@ VOCABULARY = 640
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
 NASTY: tuple[object, ...] = (
-    None, True, False, 0, -1, 1, 2**31, -(2**31) - 1, 2**63, 2**70, -(2**70), 0.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf"),
-    "", "x" * 5000, "\x00", "\ud800", "../../etc/passwd", "tinker://a/weights/b", "tinker://../../x", "session-0", [], {}, [[]], [None], {"": {}},
-    [1, "a"], [-1], [2**40], [1.5], [[1], [2]], {"chunks": 3}, {"type": "image"}, "💥" * 40,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    -(2**31) - 1,
+    2**63,
+    2**70,
+    -(2**70),
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "x" * 5000,
+    "\x00",
+    "\ud800",
+    "../../etc/passwd",
+    "tinker://a/weights/b",
+    "tinker://../../x",
+    "session-0",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": {}},
+    [1, "a"],
+    [-1],
+    [2**40],
+    [1.5],
+    [[1], [2]],
+    {"chunks": 3},
+    {"type": "image"},
+    "💥" * 40,
+)
 ROUTES = (
-    "create_session", "session_heartbeat", "create_model", "get_info", "forward", "forward_backward", "optim_step", "unload_model",
-    "save_weights", "save_weights_for_sampler", "load_weights", "weights_info", "create_sampling_session", "asample", "retrieve_future",
-    "cancel_future", "telemetry", "save_weights_external", "copy_weights",
-)  # fmt: skip
+    "create_session",
+    "session_heartbeat",
+    "create_model",
+    "get_info",
+    "forward",
+    "forward_backward",
+    "optim_step",
+    "unload_model",
+    "save_weights",
+    "save_weights_for_sampler",
+    "load_weights",
+    "weights_info",
+    "create_sampling_session",
+    "asample",
+    "retrieve_future",
+    "cancel_future",
+    "telemetry",
+    "save_weights_external",
+    "copy_weights",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,7 +143,7 @@ class World:
             response = await self.post("retrieve_future", {"request_id": request_id})
             if response.status_code == 408:
                 continue
-            body = response.json() if response.status_code == 200 else {"error": response.text}
+            body: dict[str, object] = response.json() if response.status_code == 200 else {"error": response.text}
             if "failed in the engine" in str(body.get("error", "")) or "failed on the server" in str(body.get("error", "")):
                 self.fault(f"future {request_id}: {str(body)[:300]}")
             return body
@@ -153,7 +204,11 @@ def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, ob
     settings: dict[str, object] = {"max_tokens": world.random.randrange(1, 12), "temperature": world.random.choice((0.0, 0.7, 1.0))}
     if world.random.random() < 0.3:
         settings |= {"top_k": 5, "top_p": 0.9, "seed": world.random.randrange(99), "stop": ["a", "}"]}
-    body: dict[str, object] = {"sampling_session_id": tenant.sampler_id, "seq_id": tenant.next_seq(), "num_samples": world.random.randrange(1, 4)}
+    body: dict[str, object] = {
+        "sampling_session_id": tenant.sampler_id,
+        "seq_id": tenant.next_seq(),
+        "num_samples": world.random.randrange(1, 4),
+    }
     body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens(world)}]}, "sampling_params": settings}
     if world.random.random() < 0.1:
         body |= {"topk_prompt_logprobs": 4} if world.random.random() < 0.5 else {"topk_sample_logprobs": 4}
@@ -164,7 +219,12 @@ def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, ob
 
 def chat_json(world: World) -> dict[str, object]:
     messages = [{"role": "user", "content": "".join(world.random.choice("ab \n<|im_end|>é💥") for _ in range(30))}]
-    return {"model": "local/quickstart", "messages": messages, "max_tokens": world.random.randrange(1, 12), "stream": world.random.random() < 0.5}
+    return {
+        "model": "local/quickstart",
+        "messages": messages,
+        "max_tokens": world.random.randrange(1, 12),
+        "stream": world.random.random() < 0.5,
+    }
 
 
 def mutated_json(world: World, value: object) -> object:
@@ -259,7 +319,9 @@ async def diverged(world: World) -> None:
 
 
 async def garbage_json(world: World) -> None:
-    text = world.random.choice((b"{", b"[" * 5000, b"nul", b"\xff\xfe{}", b'{"a":1}' * 2, b'{"a":' * 900, b"1e999", b"NaN", b'"\\ud800"', b"[]", b"3"))
+    text = world.random.choice(
+        (b"{", b"[" * 5000, b"nul", b"\xff\xfe{}", b'{"a":1}' * 2, b'{"a":' * 900, b"1e999", b"NaN", b'"\\ud800"', b"[]", b"3")
+    )
     await world.send("POST", f"/api/v1/{world.random.choice(ROUTES)}", content=text, headers=JSON)
 
 
@@ -276,7 +338,13 @@ async def compressed(world: World) -> None:
     draw = world.random
     plain = json.dumps(sample_json(world, await tenant_of(world))).encode()
     packed = zstandard.ZstdCompressor().compress(plain)
-    bodies = (draw.randbytes(40), packed[: len(packed) // 2], mutated_bytes(world, packed), packed, zstandard.ZstdCompressor().compress(bytes(200 << 20)))
+    bodies = (
+        draw.randbytes(40),
+        packed[: len(packed) // 2],
+        mutated_bytes(world, packed),
+        packed,
+        zstandard.ZstdCompressor().compress(bytes(200 << 20)),
+    )
     encoding = draw.choice(("zstd", "zstd", "zstd", "gzip", "br", "zstd, zstd", ""))
     await world.send("POST", "/api/v1/asample", content=draw.choice(bodies), headers=JSON | {"content-encoding": encoding})
 
@@ -284,9 +352,22 @@ async def compressed(world: World) -> None:
 async def wrong_types_and_paths(world: World) -> None:
     draw = world.random
     method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"))
-    path = draw.choice(("/", "/api/v1/nothing", "/api/v1/asample", "/v1/models/%00", "/v1/models/..%2f..", "/api/v1/training_runs/%2e%2e/checkpoints",
-                        "/api/v1/training_runs?limit=999999999999&offset=-1", "/api/v1/training_runs?limit=9", "/api/v1/checkpoints?limit=x", "/metrics",
-                        "/api/v1/samplers/%F0%9F%92%A5", "/api/v1/training_runs/a/checkpoints/weights/..%2f..%2fledger.jsonl"))  # fmt: skip
+    path = draw.choice(
+        (
+            "/",
+            "/api/v1/nothing",
+            "/api/v1/asample",
+            "/v1/models/%00",
+            "/v1/models/..%2f..",
+            "/api/v1/training_runs/%2e%2e/checkpoints",
+            "/api/v1/training_runs?limit=999999999999&offset=-1",
+            "/api/v1/training_runs?limit=9",
+            "/api/v1/checkpoints?limit=x",
+            "/metrics",
+            "/api/v1/samplers/%F0%9F%92%A5",
+            "/api/v1/training_runs/a/checkpoints/weights/..%2f..%2fledger.jsonl",
+        )
+    )
     kind = draw.choice(("text/plain", "application/x-protobuf", "application/json; charset=utf-16", "multipart/form-data", "\x7f"))
     await world.send(method, path, content=draw.randbytes(20), headers={"content-type": kind})
 
@@ -298,7 +379,9 @@ async def oversize(world: World) -> None:
 async def out_of_range(world: World) -> None:
     tenant = await tenant_of(world)
     bad = world.random.choice(([-1], [VOCABULARY], [2**31], [2**63], [1.5], ["a"], [True, None], []))
-    await world.post("asample", sample_json(world, tenant, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]}))
+    await world.post(
+        "asample", sample_json(world, tenant, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]})
+    )
     request = training_proto(world, tenant)
     request.data[0].model_input[0].encoded_text.tokens = np.array([1, world.random.choice((-1, VOCABULARY, 2**31 - 1))], np.int32).tobytes()
     await world.send("POST", "/api/v1/forward_backward", content=request.SerializeToString(), headers=PROTOBUF)
@@ -327,7 +410,9 @@ async def fire_and_forget(world: World) -> None:
     """Results nobody comes for, of a session and of none."""
     body = sample_json(world, await tenant_of(world))
     if world.random.random() < 0.3:
-        body = {name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")} | {"base_model": "local/quickstart"}
+        body = {name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")} | {
+            "base_model": "local/quickstart"
+        }
     await world.post("asample", body)
 
 
@@ -345,10 +430,15 @@ async def abandoned_session(world: World) -> None:
 async def checkpoints(world: World) -> None:
     tenant = await tenant_of(world)
     name = world.random.choice(("hostile", "..", "a/b", "x" * 300, "", "\x00", "é", "hostile-2"))
-    saved = await world.made("save_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": name, "overwrite": True, "ttl_seconds": 60})
+    saved = await world.made(
+        "save_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": name, "overwrite": True, "ttl_seconds": 60}
+    )
     path = str(saved.get("path") or "tinker://a/weights/b")
     await world.made("load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": path})
-    await world.made("load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": world.random.choice(("tinker://", path + "x", path[:-3]))})
+    await world.made(
+        "load_weights",
+        {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": world.random.choice(("tinker://", path + "x", path[:-3]))},
+    )
     await asyncio.gather(*(world.send("DELETE", f"/api/v1/training_runs/{tenant.model_id}/checkpoints/weights/hostile") for _ in range(2)))
 
 
@@ -397,11 +487,21 @@ async def slowloris(world: World) -> None:
 async def broken_http(world: World) -> None:
     draw = world.random
     head = b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\n"
-    text = draw.choice((
-        draw.randbytes(400), b"\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", head + b"Content-Length: -5\r\n\r\n", head + b"Content-Length: 99999999999999999999\r\n\r\nx",
-        head + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nabc\r\n0\r\n\r\n", head + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n1\r\na\r\n0\r\n\r\n",
-        head + b"X: " + b"y" * 100_000 + b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", head + b"\x00\xff: 1\r\n\r\n",
-    ))  # fmt: skip
+    text = draw.choice(
+        (
+            draw.randbytes(400),
+            b"\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            head + b"Content-Length: -5\r\n\r\n",
+            head + b"Content-Length: 99999999999999999999\r\n\r\nx",
+            head + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nabc\r\n0\r\n\r\n",
+            head + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n1\r\na\r\n0\r\n\r\n",
+            head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+            head + b"\x00\xff: 1\r\n\r\n",
+        )
+    )
     await _raw(world, text, then=_linger)
 
 
@@ -451,11 +551,34 @@ async def burst(world: World) -> None:
 
 
 ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
-    garbage_protobuf, mutated_protobuf, mutated_protobuf, mutated_protobuf, wild_training, diverged, garbage_json, mutated_request, mutated_request,
-    mutated_request, mutated_request, compressed, wrong_types_and_paths, oversize, out_of_range, duplicates_and_reordered, cancelled,
-    fire_and_forget, abandoned_session, checkpoints, openai_doors, openai_doors, stream_left, half_open_poll, dies_mid_chunk, slowloris,
+    garbage_protobuf,
+    mutated_protobuf,
+    mutated_protobuf,
+    mutated_protobuf,
+    wild_training,
+    diverged,
+    garbage_json,
+    mutated_request,
+    mutated_request,
+    mutated_request,
+    mutated_request,
+    compressed,
+    wrong_types_and_paths,
+    oversize,
+    out_of_range,
+    duplicates_and_reordered,
+    cancelled,
+    fire_and_forget,
+    abandoned_session,
+    checkpoints,
+    openai_doors,
+    openai_doors,
+    stream_left,
+    half_open_poll,
+    dies_mid_chunk,
+    slowloris,
     broken_http,
-)  # fmt: skip
+)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------

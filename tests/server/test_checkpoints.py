@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,35 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(store: Check
             write(store, scale=2.0, overwrite=True)
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: CheckpointStore):
+    """The real thing: the kernel refuses the bytes half-way through the arrays."""
+    path = write(store).path
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for overwrite, name in ((True, "one"), (False, "two")):
+            with pytest.raises(ServerError, match=r"cannot write checkpoint .*nothing saved before is lost"):
+                write(store, name, overwrite=overwrite)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
+    assert [info.name for info in store.list()] == ["one"]
+    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path: Path):
+    size = write(CheckpointStore(tmp_path / "other", "org/model")).size_bytes
+    store = CheckpointStore(tmp_path / "checkpoints", "org/model", quota_bytes=2 * size)
+    path = write(store).path
+    write(store, "two", kind="sampler_weights")
+    with pytest.raises(UserError, match=r"over the checkpoint quota: .* larger checkpoint_quota_gb"):
+        write(store, "three")
+    write(store, "one", overwrite=True)
+    store.delete(path)
+    write(store, "three")
+    assert sorted(info.name for info in store.list()) == ["three", "two"]
 
 
 def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStore):
