@@ -6,6 +6,7 @@ of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future fail
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import io
 import json
@@ -110,12 +111,18 @@ async def read_body(context: Context, request: Request) -> bytes:
     limit = context.settings.max_request_bytes
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        elif size > DISCARD_AT_MOST:
-            break
+    stalled_s = context.settings.stalled_s
+    try:
+        async with asyncio.timeout(stalled_s) as patience:
+            async for chunk in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + stalled_s)
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                elif size > DISCARD_AT_MOST:
+                    break
+    except TimeoutError:  # a client whose machine died says no goodbye
+        raise UserError(f"no byte of the body came for {stalled_s:g} s; send it again") from None
     if size > limit:
         raise _too_large(limit)
     body = b"".join(chunks)

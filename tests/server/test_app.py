@@ -172,6 +172,20 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: Co
     fake_engine(context).stop()
 
 
+async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.05))
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http, asyncio.timeout(10):
+        response = await http.post("asample", content=half())
+    assert (response.status_code, "no byte of the body came for 0.05 s" in response.text) == (400, True)
+    fake_engine(context).stop()
+
+
 async def test_failures_of_the_engine_come_through_the_future_with_a_category(http: httpx.AsyncClient) -> None:
     session_id = await open_session(http)
     sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
