@@ -5,7 +5,7 @@
 The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while the loop trains, saves and
 samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one that a
 sound server gives, its log holds no traceback, losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and
-memory is flat: the slope of the resident set after warm-up (the first third) is below MAX_SLOPE_MIB_PER_HOUR.
+memory is flat: the floor of the resident set rises by less than MAX_SLOPE_MIB_PER_HOUR, and nothing is left once all sessions are over.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SIZES = ("max_lora_rank=8", "decode_slots=32", "decode_block=4", "max_context_le
 SNAPSHOT_EVERY = 10  # steps
 SAVE_EVERY = 25
 TIMEOUT_S = 300
+DRAIN_S = 180
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +152,13 @@ class Watch:
         self._thread.join()
 
     def slope(self) -> float:
-        """MiB per hour, least squares, over what follows the first third."""
+        """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go do not.
+
+        The floor is the least of each eighth; least squares.
+        """
         late = np.array(self.rss[len(self.rss) // 3 :])
-        return float(3600 * np.polyfit(late[:, 0], late[:, 1], 1)[0])
+        floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, 8)])
+        return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------
@@ -173,6 +178,7 @@ class Disturbed:
     steps: list[Step]
     watch: Watch
     hostile: Hostilities
+    left: dict[str, int]
     lived: bool
     exit_status: int
     tracebacks: int
@@ -191,11 +197,26 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
         finally:
             hostile.kill()
         watch.stop()
+        left = what_is_left(running.url)
         lived = running.process.poll() is None and hostile_status == 0
     figures = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
-    return Disturbed(steps=steps, watch=watch, hostile=figures, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
+    return Disturbed(steps=steps, watch=watch, hostile=figures, left=left, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
+
+
+def what_is_left(url: str) -> dict[str, int]:
+    """What the server still holds of anybody once every session has had the time to end; {} when that is nothing."""
+    deadline = time.monotonic() + DRAIN_S
+    while True:
+        stats = httpx.get(f"{url}/api/v1/stats", timeout=60).json()
+        held = {name: stats["registry"][name] for name in ("sessions", "models", "samplers", "snapshots")}
+        held |= {name: stats["engine"][name] for name in ("ops_pending", "slots_used", "snapshots_in_host_memory")}
+        held["polls and futures pending"] = stats["futures"]["pending"]
+        held = {name: count for name, count in held.items() if count}
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(1)
 
 
 def main(argv: list[str]) -> int:
@@ -232,7 +253,8 @@ def report(run: Disturbed, alone: list[Step]) -> int:
         "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
         f"faults of the server: {len(faults)}": not faults,
         f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
-        f"memory slope after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"slope of the memory's floor after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
         f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
         f"sampled tokens equal: {drawn_alike} of {sampled} snapshots": drawn_alike == sampled,
     }
