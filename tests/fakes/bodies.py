@@ -17,6 +17,12 @@ from skyrl_tx_server.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.wire import Fields, Limits, TrainRequest, parse_adam, parse_lora, parse_sample, parse_training_json
 from skyrl_tx_server.wire_proto import parse_training_proto
 
+ROUTES = (
+    *("create_session", "session_heartbeat", "telemetry", "client/config", "get_info", "retrieve_future", "cancel_future"),
+    *("create_model", "unload_model", "forward", "forward_backward", "optim_step", "create_sampling_session", "asample"),
+    *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "weights_info", "copy_weights"),
+)
+"""What is posted to below /api/v1."""
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
 SPARSE = {"data": [5, 6], "dtype": "int64", "shape": [3, 4], "sparse_crow_indices": [0, 1, 1, 2], "sparse_col_indices": [3, 0]}
