@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 POLLS_LET_GO_S = 5
+FUTURES_SETTLE_S = 4  # of those five: the turn under way may be a long compilation
 ENGINE_STOP_S = 15
 KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request meets a connection just being closed
 
@@ -132,10 +133,12 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
     print(_ready_line(config, result.engine, listener), flush=True)
     await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     logger.info("stopping")
-    context.futures.close()
-    await serving
     stopper = threading.Thread(target=result.engine.stop, daemon=True)
     stopper.start()
+    # Every poll that waits is answered: with its result if the turn under way brings it, with an error otherwise.
+    await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
+    context.futures.close()
+    await serving
     stopper.join(ENGINE_STOP_S)
     logger.info("stopped")
     if stopper.is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,8 @@ from skyrl_tx_server.errors import UserError
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 MAX_TOKENS_PER_CHARACTER = 4  # as many as UTF-8 has bytes
 THINK_OPEN = "<think>"
+
+_loading = threading.Lock()  # transformers does not survive being imported by two threads at once
 
 
 class Tokenizer(Protocol):
@@ -38,9 +41,14 @@ class Rendered:
     opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
 
 
-@cache
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
     """The tokenizer in a model's directory. UserError when it has none."""
+    with _loading:
+        return _loaded(model_dir)
+
+
+@cache
+def _loaded(model_dir: Path | None) -> Tokenizer:
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         raise UserError("text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample")
     from transformers import AutoTokenizer, logging

@@ -8,6 +8,7 @@ directory is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,9 +22,10 @@ from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx_server.disk import check_room
+from skyrl_tx_server.disk import check_quota, check_room
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import LoraSpec
 
@@ -31,8 +33,8 @@ FORMAT = "skyrl_tx_server checkpoint"
 FORMAT_VERSION = 1
 RECORD_NAME = "checkpoint.json"
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_RUN_ID = re.compile(r"[A-Za-z0-9._:-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems take 255 bytes
+_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
 class CheckpointKind(StrEnum):
@@ -78,11 +80,12 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 class CheckpointStore:
     """The checkpoints under one directory, for one base model."""
 
-    def __init__(self, root: Path, base_model: str, base_model_hash: str | None = None) -> None:
-        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any."""
+    def __init__(self, root: Path, base_model: str, base_model_hash: str | None = None, *, quota_bytes: int | None = None) -> None:
+        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any. No quota: None."""
         self._root = root
         self._base_model = base_model
         self._base_model_hash = base_model_hash
+        self._quota_bytes = quota_bytes
 
     def exists(self, path: str) -> bool:
         return (self._directory(path) / RECORD_NAME).is_file()
@@ -121,9 +124,13 @@ class CheckpointStore:
                 f"{path} was made from other weights called {info.base_model}: its base_model_hash is another than this model's"
             )
         arrays_file = self._directory(path) / str(record["arrays"])
-        if not arrays_file.is_file() or arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
-            raise UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
-        return info, load_file(arrays_file)
+        damaged = UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
+        try:
+            if arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
+                raise damaged
+            return info, load_file(arrays_file)
+        except FileNotFoundError:  # or deleted while it is read
+            raise damaged from None
 
     def write(
         self,
@@ -138,7 +145,8 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Make the checkpoint durable before returning.
 
-        ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room, with all as it was.
+        ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room and UserError when the
+        quota leaves none, with all as it was.
         """
         path = checkpoint_path(run_id, CheckpointKind(kind), name)
         directory = self._directory(path)
@@ -146,11 +154,14 @@ class CheckpointStore:
         if record_file.exists() and not overwrite:
             raise ConflictError(f"checkpoint {path} exists already; choose another name or pass overwrite")
         self._root.mkdir(parents=True, exist_ok=True)
-        check_room(self._root, sum(np.asarray(value).nbytes for value in arrays.values()))
-        directory.mkdir(parents=True, exist_ok=True)
+        num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
+        if self._quota_bytes is not None:
+            check_quota(sum(info.size_bytes for info in self.list() if info.path != path), num_bytes, self._quota_bytes)
+        check_room(self._root, num_bytes)
         arrays_file = directory / f"arrays-{uuid.uuid4().hex}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{uuid.uuid4().hex}"
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
             _fsync(arrays_file)
             record = {
@@ -172,20 +183,25 @@ class CheckpointStore:
         except BaseException as error:
             arrays_file.unlink(missing_ok=True)
             unnamed_record.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise ServerError(f"cannot write checkpoint {path}: {error.strerror or error}") from error
+            if isinstance(error, OSError | SafetensorError):
+                raise ServerError(f"cannot write checkpoint {path}, nothing saved before is lost: {error}") from error
             raise
-        _fsync(directory)
-        for leftover in directory.iterdir():  # the arrays of the checkpoint just replaced, or of a write that was killed
-            if leftover not in (arrays_file, record_file):
-                leftover.unlink()
+        with contextlib.suppress(FileNotFoundError):  # deleted again already
+            _fsync(directory)
+            for leftover in directory.iterdir():  # the arrays of the checkpoint just replaced, or of a write that was killed
+                if leftover not in (arrays_file, record_file):
+                    leftover.unlink()
         return _info(path, record)
 
     def delete(self, path: str) -> None:
-        directory = self._directory(path)
+        """It is gone at once and whole: a save under the same name meanwhile either comes before, or fails for want of its directory."""
         self._record(path)
-        (directory / RECORD_NAME).unlink()  # from here on it does not exist, even if what follows is interrupted
-        shutil.rmtree(directory)
+        grave = self._root / f".deleted-{uuid.uuid4().hex}"
+        try:
+            self._directory(path).rename(grave)
+        except FileNotFoundError:  # someone else was faster
+            raise NotFoundError(f"no checkpoint {path}") from None
+        shutil.rmtree(grave)
 
     def _directory(self, path: str) -> Path:
         run_id, kind, name = parse_path(path)
@@ -227,7 +243,7 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
 
 def _check(pattern: re.Pattern[str], text: str, what: str) -> None:
     if not pattern.fullmatch(text) or text in (".", ".."):
-        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-'")
+        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")
 
 
 def _sha256(file: Path) -> str:

@@ -28,6 +28,7 @@ class EngineSettings:
     train_tokens_per_batch: int
     max_snapshots: int
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
+    checkpoint_quota_bytes: int | None = None
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
@@ -56,6 +57,9 @@ class ServerConfig:
     ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
     port: int = chz.field(default=8000, doc="Port to listen on; 0 picks a free one")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
+    checkpoint_quota_gb: float | None = chz.field(
+        default=None, doc="Refuse to save once all checkpoints together would be larger than this, in GiB; default: as the disk has room"
+    )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla", doc="JAX's persistent compilation cache; none: compile anew at every start"
     )
@@ -111,6 +115,7 @@ class ServerConfig:
             ("max_snapshots", self.max_snapshots),
             ("session_timeout_s", self.session_timeout_s),
             ("max_request_mb", self.max_request_mb),
+            ("checkpoint_quota_gb", 1 if self.checkpoint_quota_gb is None else self.checkpoint_quota_gb),
             ("max_context_length", 1 if self.max_context_length is None else self.max_context_length),
         ):
             if value <= 0:
@@ -134,6 +139,7 @@ class ServerConfig:
             decode_block=self.decode_block,
             train_tokens_per_batch=self.train_tokens_per_batch,
             max_snapshots=self.max_snapshots,
+            checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
             tempered_logprobs=self.sampled_logprobs == "tempered",
         )
 

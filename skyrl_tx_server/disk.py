@@ -1,11 +1,11 @@
-"""Room on the disk, asked for before anything is written."""
+"""Room on the disk and under the quota, asked for before anything is written."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from skyrl_tx_server.errors import ServerError
+from skyrl_tx_server.errors import ServerError, UserError
 
 SLACK_BYTES = 1 << 20  # records, tables, directories
 
@@ -17,6 +17,15 @@ def check_room(directory: Path, num_bytes: int) -> None:
         raise ServerError(
             f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was written and nothing saved "
             "before is lost. Free some space, or delete checkpoints you no longer need"
+        )
+
+
+def check_quota(used_bytes: int, num_bytes: int, quota_bytes: int) -> None:
+    """UserError when `num_bytes` more would be above the quota."""
+    if used_bytes + num_bytes > quota_bytes:
+        raise UserError(
+            f"over the checkpoint quota: {_mib(num_bytes)} to write, {_mib(used_bytes)} of {_mib(quota_bytes)} in use; nothing was "
+            "written. Delete checkpoints you no longer need, save with a ttl, or start the server with a larger checkpoint_quota_gb"
         )
 
 

@@ -23,6 +23,8 @@ from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
@@ -44,12 +46,20 @@ class FinishedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailedRow:
+    """A sample of request `ticket` went wrong, and with it the request; nobody else is concerned."""
+
+    ticket: int
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
     """What prefilling a request brought at once."""
 
     prompt_logprobs: np.ndarray | None  # [P] float32
     prompt_cache_hit_tokens: int
-    finished: Sequence[FinishedRow]  # rows that were over after their first token
+    finished: Sequence[FinishedRow | FailedRow]  # rows that were over after their first token
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: Cells | None = None
 
@@ -103,7 +113,7 @@ class Executor(Protocol):
         """Give samples first .. first + count - 1 a slot each. CapacityError: no room now. RowsLostError: see there."""
         ...
 
-    def decode(self) -> Sequence[FinishedRow]:
+    def decode(self) -> Sequence[FinishedRow | FailedRow]:
         """One decode block over all occupied slots. After any exception no slot is occupied."""
         ...
 
@@ -282,9 +292,14 @@ class Engine:
             self._collect(finished)
             self._report(list(self._sampling))
 
-    def _collect(self, rows: Sequence[FinishedRow]) -> None:
+    def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
         for row in rows:
-            sampling = self._sampling[row.ticket]
+            sampling = self._sampling.get(row.ticket)
+            if sampling is None:  # another row of the request has failed
+                continue
+            if isinstance(row, FailedRow):
+                self._fail_sample(row.ticket, row.error)
+                continue
             sampling.sequences[row.index] = row.sequence
             self._counts["tokens_sampled"] += len(row.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
@@ -350,7 +365,8 @@ class Engine:
         if not isinstance(error, ServerError):
             logger.error("%s failed: %s", what, error, exc_info=error)
             unexpected = error
-            error = ServerError(f"{what} failed in the engine: {type(unexpected).__name__}: {unexpected}")
+            hint = f"{OUT_OF_MEMORY_HINT}; " if "RESOURCE_EXHAUSTED" in str(error) else ""
+            error = ServerError(f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}")
             error.__cause__ = unexpected
         self._deliver(ticket, lambda future: future.set_exception(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from skyrl_tx_server.base_model import fingerprint
 from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
+from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
@@ -55,6 +56,7 @@ from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import check_loss_inputs, select_loss
 from skyrl_tx_server.steps.train import (
+    AdamScalars,
     AdamState,
     adam_from_arrays,
     adam_scalars,
@@ -74,7 +76,16 @@ CACHE_SHARE_OF_CPU_MEMORY = 0.25
 CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
-_keep_inputs_adam_step = jax.jit(inspect.unwrap(adam_step))  # `adam_step` without donation
+
+@jax.jit
+def _careful_adam_step(
+    adapter: Adapter, gradient: Adapter, adam: AdamState, mask: Adapter, settings: AdamScalars
+) -> tuple[Adapter, AdamState, jax.Array, jax.Array]:
+    """`adam_step` without donation: (adapter, state, gradient norm, whether the new adapter is finite everywhere)."""
+    adapter, _, adam, norm = inspect.unwrap(adam_step)(adapter, gradient, adam, mask, settings)
+    return adapter, adam, norm, jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
+
+
 _add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
 
 
@@ -98,7 +109,9 @@ class DeviceExecutor:
         dtype = _dtype(settings)
         self._config = _model_config(settings)
         self._params = load_params(settings.model_dir, self._config, dtype)
-        self._store = CheckpointStore(settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir))
+        self._store = CheckpointStore(
+            settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir), quota_bytes=settings.checkpoint_quota_bytes
+        )
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
@@ -138,7 +151,7 @@ class DeviceExecutor:
     def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
         return self._slots.admit(ticket, op, first=first, count=count)
 
-    def decode(self) -> Sequence[FinishedRow]:
+    def decode(self) -> Sequence[FinishedRow | FailedRow]:
         return self._slots.decode()
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
@@ -218,8 +231,15 @@ class DeviceExecutor:
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._model(op.model_id)
         gradient = model.gradient if model.gradient is not None else zero_adapter(self._config, self._max_lora_rank)
-        adapter, _, adam, norm = _keep_inputs_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
+        adapter, adam, norm, finite = _careful_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
         grad_norm = float(norm)
+        if not math.isfinite(grad_norm) or not finite:
+            self._models[op.model_id] = replace(model, gradient=None)
+            what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
+            raise UserError(
+                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are as they were, the gradient is dropped; "
+                "go on with other data, or lower the learning rate or the advantages"
+            )
         self._models[op.model_id] = replace(model, adapter=adapter, adam=adam, gradient=None)
         return OptimStepResult(metrics={"grad_norm": grad_norm})
 

@@ -205,7 +205,12 @@ class FutureStore:
         if error is not None:
             logger.info("%s failed (%s): %s", entry.kind, error.category, error)
         if when_done is not None:
-            when_done(entry.outcome)
+            try:
+                when_done(entry.outcome)
+            except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
+                logger.exception("%s is done, and could not be entered in the books", entry.kind)
+                error = ServerError(f"{entry.kind} was done, but could not be entered in the server's books: {failure}")
+                entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
         entry.woken.set()
         if entry.abandoned:
             self._count_as_delivered(request_id, entry)

@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, prefix_ends, segment_ends
-from skyrl_tx_server.engine import Admission, FinishedRow, RowsLostError, RunningRow
+from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
@@ -155,7 +155,7 @@ class DecodeSlots:
             target_prompt_logprobs=targets,
         )
 
-    def decode(self) -> Sequence[FinishedRow]:
+    def decode(self) -> Sequence[FinishedRow | FailedRow]:
         """Up to `block` more tokens for every row."""
         live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
         try:
@@ -300,10 +300,22 @@ class DecodeSlots:
                 settings.top_p[at] = row.settings.top_p
         return settings
 
-    def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | None:
-        """Append what was sampled; when that completes the row, free its slot and return it."""
+    def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:
+        """Append what was sampled; when that completes the row or goes wrong, free its slot and return what became of it."""
         row = self._rows[slot]
         assert row is not None and tokens
+        try:
+            return self._extended(slot, row, tokens, logprobs)
+        except Exception as error:
+            self._clear(slot)
+            return FailedRow(ticket=row.ticket, error=error)
+
+    def _extended(self, slot: int, row: _Row, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | None:
+        if np.isnan(logprobs).any():
+            raise UserError(
+                f"sampling from {row.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
+                "go back to an earlier checkpoint and lower the learning rate"
+            )
         row.tokens += tokens
         row.logprobs += logprobs
         length = len(row.tokens)

@@ -37,8 +37,11 @@ type KVCache = tuple[tuple[Segment, ...], ...]
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
-    """A segment from a layer's keys and values [B, T, K, hd]."""
-    return Segment(keys=k.transpose(0, 2, 3, 1), values=v.transpose(0, 2, 1, 3))
+    """A segment from a layer's keys and values [B, T, K, hd].
+
+    Values are made finite: a slot's next row masks what is left of them by a weight of zero, and zero times NaN is NaN.
+    """
+    return Segment(keys=k.transpose(0, 2, 3, 1), values=jnp.nan_to_num(v.transpose(0, 2, 1, 3)))
 
 
 def cache_bytes_per_slot(config: ModelConfig, length: int, dtype: np.dtype) -> int:

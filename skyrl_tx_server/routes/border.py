@@ -6,6 +6,7 @@ of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future fail
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import io
 import json
@@ -15,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import zstandard
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.errors import ConflictError, ServerError, UnauthorizedError, UserError
@@ -27,6 +28,8 @@ Reply = Mapping[str, object] | Response | None
 Handler = Callable[[Context, Request], Awaitable[Reply]]
 
 DISCARD_AT_MOST = 1 << 30
+CLIENT_CLOSED_REQUEST = 499
+"""The status logged for a client that left before its answer; nobody receives it."""
 NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
 
 
@@ -75,6 +78,8 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
         return problem(400, str(error), error.category)
     except ServerError as error:
         return problem(error.status, str(error), error.category)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
         return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
@@ -106,12 +111,18 @@ async def read_body(context: Context, request: Request) -> bytes:
     limit = context.settings.max_request_bytes
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        elif size > DISCARD_AT_MOST:
-            break
+    stalled_s = context.settings.stalled_s
+    try:
+        async with asyncio.timeout(stalled_s) as patience:
+            async for chunk in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + stalled_s)
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                elif size > DISCARD_AT_MOST:
+                    break
+    except TimeoutError:  # a client whose machine died says no goodbye
+        raise UserError(f"no byte of the body came for {stalled_s:g} s; send it again") from None
     if size > limit:
         raise _too_large(limit)
     body = b"".join(chunks)
@@ -146,6 +157,9 @@ async def read_json(context: Context, request: Request) -> object:
     if not body:
         return {}
     try:
-        return json.loads(body)
+        value = json.loads(body)
+        if b"\\ud" in body.lower():  # half a surrogate pair is valid JSON and no text: nothing could log it or send it back
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is not valid JSON: {error}") from None
+    return value

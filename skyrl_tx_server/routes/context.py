@@ -34,6 +34,7 @@ class HttpSettings:
 
     model_dir: Path | None  # offered as tokenizer to clients on this machine; None: they go by the model's name
     max_request_bytes: int = 64 << 20
+    stalled_s: float = 120.0  # how long a body may pause before its client counts as gone
     sample_max_concurrent_requests: int = 256
     api_key: str | None = None  # None: whoever reaches the port may use it
 

@@ -22,11 +22,9 @@ from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, Use
 from skyrl_tx_server.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
 from skyrl_tx_server.openai_wire import Ask, parse_chat, parse_completion
 from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
-from skyrl_tx_server.routes.border import Endpoint, Handler, Reply, read_json
+from skyrl_tx_server.routes.border import CLIENT_CLOSED_REQUEST, Endpoint, Handler, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import follow, results_of
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 async def chat_completions(context: Context, request: Request) -> Reply:

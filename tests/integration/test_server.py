@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.qwen3 import init_params
 from skyrl_tx_server.model.weights import save_model
@@ -85,6 +87,51 @@ def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(server: t
             client.chat.completions.create(model="local/tiny", messages=[{"role": "user", "content": "Hello"}])
     metrics = httpx.get(f"{url}/metrics").text
     assert f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
+
+
+async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and no save is half there."""
+    process, url = server
+    async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
+
+        async def post(route: str, **body: object) -> dict[str, str]:
+            return (await http.post(route, json=body)).raise_for_status().json()
+
+        async def outcome(request: dict[str, str]) -> dict[str, object]:
+            while (reply := await http.post("retrieve_future", json={"request_id": request["request_id"]})).status_code == 408:
+                pass
+            return reply.raise_for_status().json()
+
+        session_id = (await post("create_session"))["session_id"]
+        model = await post("create_model", session_id=session_id, model_seq_id=0, base_model="local/tiny", lora_config={"rank": 4})
+        model_id = str((await outcome(model))["model_id"])
+        tokens = {"chunks": [{"tokens": list(range(100))}]}
+        inputs = {"target_tokens": {"data": list(range(100)), "dtype": "int64"}}
+        data = {"loss_fn": "cross_entropy", "data": [{"model_input": tokens, "loss_fn_inputs": inputs}] * 20}
+        requests = []
+        for number in range(12):
+            requests.append(await post("forward_backward", model_id=model_id, forward_backward_input=data))
+            requests.append(await post("save_weights", model_id=model_id, path=f"s{number}"))
+            settings = {"max_tokens": 150, "stop": []}
+            requests += [await post("asample", base_model="local/tiny", prompt=tokens, num_samples=4, sampling_params=settings)]
+        waiting = [asyncio.create_task(outcome(request)) for request in requests]
+        await asyncio.wait(waiting[:3])  # by then every program is compiled
+        process.send_signal(signal.SIGTERM)
+        outcomes = await asyncio.gather(*waiting)
+    failures = [str(found["error"]) for found in outcomes if "error" in found]
+    assert failures and all("the server is stopping" in failure for failure in failures)
+    assert await asyncio.to_thread(process.wait, 20) == 0
+    store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
+    saved = {str(found["path"]) for found in outcomes if found.get("type") == "save_weights"}
+    assert saved and saved <= {info.path for info in store.list() if store.read(info.path)}
+
+
+def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(model_dir: Path, tmp_path: Path) -> None:
+    """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
+    options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
+    run = subprocess.run([sys.executable, "-m", "scripts.bench.server_kill_points", *options], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
 
 
 def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(server: tuple[subprocess.Popen[str], str]) -> None:

@@ -146,8 +146,44 @@ async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
     for content in (b"{", b"[" * 19_000, b"\xff"):
         response = await http.post("create_session", content=content)
         assert (response.status_code, response.json()["category"]) == (400, "user")
+    half_a_pair = await http.post("get_info", content=b'{"model_id": "\\uD800"}')
+    assert (half_a_pair.status_code, "surrogates not allowed" in half_a_pair.text) == (400, True)
+    whole = await http.post("get_info", content=b'{"model_id": "\\ud83d\\ude00"}')
+    assert (whole.status_code, "no model \U0001f600" in whole.json()["detail"]) == (404, True)
     response = await http.post("create_session", json=[1])
     assert "expected a JSON object" in response.json()["detail"]
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    parts = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        return next(parts)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [], "query_string": b"", "client": ("127.0.0.1", 1)}
+    with caplog.at_level(logging.INFO):
+        await build_app(Lobby(context=context))(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert "Traceback" not in caplog.text and "internal error" not in caplog.text
+    fake_engine(context).stop()
+
+
+async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.05))
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http, asyncio.timeout(10):
+        response = await http.post("asample", content=half())
+    assert (response.status_code, "no byte of the body came for 0.05 s" in response.text) == (400, True)
+    fake_engine(context).stop()
 
 
 async def test_failures_of_the_engine_come_through_the_future_with_a_category(http: httpx.AsyncClient) -> None:

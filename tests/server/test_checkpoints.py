@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,35 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(store: Check
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
 
 
+def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: CheckpointStore):
+    """The real thing: the kernel refuses the bytes half-way through the arrays."""
+    path = write(store).path
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for overwrite, name in ((True, "one"), (False, "two")):
+            with pytest.raises(ServerError, match=r"cannot write checkpoint .*nothing saved before is lost"):
+                write(store, name, overwrite=overwrite)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
+    assert [info.name for info in store.list()] == ["one"]
+    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path: Path):
+    size = write(CheckpointStore(tmp_path / "other", "org/model")).size_bytes
+    store = CheckpointStore(tmp_path / "checkpoints", "org/model", quota_bytes=2 * size)
+    path = write(store).path
+    write(store, "two", kind="sampler_weights")
+    with pytest.raises(UserError, match=r"over the checkpoint quota: .* larger checkpoint_quota_gb"):
+        write(store, "three")
+    write(store, "one", overwrite=True)
+    store.delete(path)
+    write(store, "three")
+    assert sorted(info.name for info in store.list()) == ["three", "two"]
+
+
 def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStore):
     directory = Path(store._root) / RUN / "weights" / "one"
     directory.mkdir(parents=True)
@@ -129,6 +159,41 @@ def test_delete_removes_it(store: CheckpointStore):
         store.delete(path)
 
 
+@pytest.mark.parametrize("moment", ["before its rename", "after its rename"])
+def test_a_delete_during_a_save_loses_no_accepted_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str):
+    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half there."""
+    path = write(store).path
+    real = os.replace
+
+    def replace_beside_a_delete(source: object, target: object) -> None:
+        if moment == "before its rename":
+            store.delete(path)
+        real(source, target)  # type: ignore[arg-type]
+        if moment == "after its rename":
+            store.delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_beside_a_delete)
+        if moment == "before its rename":
+            with pytest.raises(ServerError, match="cannot write checkpoint"):
+                write(store, overwrite=True)
+        else:
+            write(store, overwrite=True)
+    assert not store.exists(path) and store.list() == []
+    np.testing.assert_array_equal(store.read(write(store).path)[1]["scale"], np.float32(0.5))
+
+
+def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    path = write(store).path
+    record = store._record(path)
+    store.delete(path)
+    monkeypatch.setattr(store, "_record", lambda path: record)  # seen just before the first delete
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        store.delete(path)
+    with pytest.raises(UserError, match="is missing"):
+        store.read(path)
+
+
 @pytest.mark.parametrize(
     "path", ["one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b", "tinker://../weights/one", "tinker://run/weights/..",
              "tinker://run/weights/", "tinker:///weights/one", "tinker://run/weights/a b"]
@@ -139,7 +204,7 @@ def test_paths_outside_the_grammar_are_refused(path: str):
 
 
 def test_names_outside_the_grammar_are_refused_at_write(store: CheckpointStore):
-    for name in ("a/b", "..", "", "a b"):
+    for name in ("a/b", "..", "", "a b", "x" * 201):
         with pytest.raises(UserError):
             write(store, name)
     assert replace(write(store, "ok-1.2_3"), user_metadata={}).name == "ok-1.2_3"

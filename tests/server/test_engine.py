@@ -105,6 +105,13 @@ def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(ca
     assert "Traceback" in caplog.text
 
 
+def test_out_of_memory_says_what_to_lower(caplog: pytest.LogCaptureFixture):
+    exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
+        error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
+    assert "start the server with smaller decode_slots" in str(error) and "allocating 9 bytes" in str(error)
+
+
 def test_a_sample_that_cannot_be_honoured_fails_alone():
     with running(FakeExecutor()) as engine:
         good, bad = engine.submit(sample(max_tokens=20)), engine.submit(sample(max_tokens=63))

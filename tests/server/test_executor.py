@@ -35,6 +35,7 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
+from skyrl_tx_server.steps import score as score_module
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses
 
@@ -371,14 +372,14 @@ def test_a_failed_optimizer_step_leaves_the_model_as_it_was(engine: Engine, chec
     create(engine, "a"), create(engine, "b")
     for model_id in ("a", "b"):
         accumulate(engine, model_id, data())
-    real = executor_module._keep_inputs_adam_step
+    real = executor_module._careful_adam_step
 
     def failing(*args):
         real(*args)
         raise DeviceError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor_module, "_keep_inputs_adam_step", failing)
+        patch.setattr(executor_module, "_careful_adam_step", failing)
         with pytest.raises(ServerError, match="out of memory"):
             step(engine, "a")
     assert step(engine, "a") == step(engine, "b")
@@ -427,6 +428,55 @@ def test_a_failed_prefill_that_spares_the_cache_costs_one_request(engine: Engine
         assert "could not compile" in str(futures[1].exception(TIMEOUT_S))
         for future in (futures[0], futures[2]):
             assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+
+
+def test_a_failed_top_k_costs_the_request_that_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Of a prompt when it is admitted, of sampled tokens when their row is complete: long before and long after the others' blocks."""
+    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+
+    def failing(*args, **options):
+        raise DeviceError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(score_module, "score", failing)
+        good = engine.submit(ask(None, max_tokens=60))
+        bad = [
+            engine.submit(replace(ask(None, max_tokens=12), topk_prompt_logprobs=2)),
+            engine.submit(replace(ask(None, max_tokens=12), topk_sample_logprobs=2, num_samples=2)),
+            engine.submit(replace(ask(None, max_tokens=1), topk_sample_logprobs=2)),
+        ]
+        assert all("RESOURCE_EXHAUSTED: out of memory" in str(future.exception(TIMEOUT_S)) for future in bad)
+        assert good.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+    assert engine.stats()["slots_used"] == 0
+
+
+def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir: Path):
+    create(engine, "a"), create(engine, "b")
+    huge = tuple(replace(datum, weights=np.full(len(datum.tokens), 3e38, np.float32)) for datum in data())
+    accumulate(engine, "a", huge)
+    with pytest.raises(UserError, match=r"optim_step of a not taken: its gradient .* is not finite"):
+        step(engine, "a")
+    accumulate(engine, "a", data())
+    with pytest.raises(UserError, match="not taken: its update is not finite"):
+        run(engine, OptimStep(model_id="a", adam=AdamSettings(learning_rate=1e38, weight_decay=1e3)))
+    assert train(engine, "a") == train(engine, "b")
+    assert_identical(state(engine, "a", checkpoints_dir), state(engine, "b", checkpoints_dir))
+
+
+def test_a_model_that_has_diverged_fails_its_own_samples_and_spoils_no_others(engine: Engine):
+    """What its rows leave in the slots is not a number; the rows that sit there next must not see it."""
+    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+    create(engine, "diverged")
+    accumulate(engine, "diverged", data())
+    step(engine, "diverged", learning_rate=1e30)
+    snapshot(engine, "diverged", "s")
+    beside = engine.submit(ask(None, max_tokens=60))
+    long = replace(ask("s"), prompt=np.arange(500, dtype=np.int32) % 256, num_samples=engine.stats()["slots"])
+    assert "have diverged" in str(engine.submit(long).exception(TIMEOUT_S))
+    assert beside.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+    after = run(engine, replace(ask(None, max_tokens=60), num_samples=engine.stats()["slots"]))
+    assert after.sequences[0].tokens.tolist() == expected
+    assert all(np.isfinite(sequence.logprobs).all() for sequence in after.sequences)
 
 
 # --- start ------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,18 @@ async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
     assert seen == [outcome]
 
 
+async def test_books_that_cannot_be_kept_are_an_error_and_no_endless_wait(caplog: pytest.LogCaptureFixture) -> None:
+    def full_disk(outcome: Outcome) -> None:
+        raise OSError(28, "No space left on device")
+
+    store, work = FutureStore(Retention()), Work()
+    request_id = store.submit(work, kind="save_weights", key=None, when_done=full_disk)
+    work.futures[0].set_result(Done())
+    async with asyncio.timeout(5):
+        outcome = await store.wait(request_id)
+    assert outcome is not None and "books: [Errno 28] No space left" in str(outcome.error)
+
+
 async def test_an_unknown_id_is_lost() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
         await FutureStore(Retention()).wait("optim_step-of-another-life")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from skyrl_tx_server.chat_format import load_tokenizer
 from skyrl_tx_server.ops import LoraSpec, SamplingSettings
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
@@ -58,6 +60,13 @@ def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[d
             calls[call.index] = {"name": call.function.name, "arguments": call.function.arguments}
         reason = chunk.choices[0].finish_reason or reason
     return content, reasoning, [calls[index] for index in sorted(calls)], reason
+
+
+def test_the_first_requests_share_one_tokenizer_even_when_they_come_at_once(tmp_path: Path) -> None:
+    fresh = save_tokenizer(tmp_path / "model")
+    with ThreadPoolExecutor(8) as pool:
+        loaded = list(pool.map(load_tokenizer, [fresh] * 8))
+    assert all(tokenizer is loaded[0] for tokenizer in loaded)
 
 
 def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, engine: TextEngine) -> None:

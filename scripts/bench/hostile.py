@@ -1,0 +1,275 @@
+"""A normal training loop beside hostile clients on one server: nothing may crash, leak, or change a number of the loop.
+
+    python -m scripts.bench.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
+
+The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while the loop trains, saves and
+samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one that a
+sound server gives, its log holds no traceback, losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and
+memory is flat: the floor of the resident set rises by less than MAX_SLOPE_MIB_PER_HOUR, and nothing is left once all sessions are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import httpx
+import numpy as np
+import psutil
+import tinker
+from tinker import types
+
+from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
+
+MAX_SLOPE_MIB_PER_HOUR = 32.0
+RSS_EVERY_S = 10.0
+SIZES = ("max_lora_rank=8", "decode_slots=32", "decode_block=4", "max_context_length=512", "train_tokens_per_batch=512")
+SNAPSHOT_EVERY = 10  # steps
+SAVE_EVERY = 25
+TIMEOUT_S = 300
+DRAIN_S = 180
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one step of the loop brought; two runs must agree in all of it."""
+
+    losses: tuple[float, ...]
+    grad_norm: float
+    tokens: tuple[int, ...]  # sampled after the step; () where it took no snapshot
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
+
+
+@contextlib.contextmanager
+def server(folder: Path, name: str) -> Iterator[Server]:
+    url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
+    options = (f"base_model={QUICKSTART / 'model'}", "model_alias=local/quickstart", f"port={url.rsplit(':', 1)[1]}", *SIZES)
+    limits = ("session_timeout_s=60", "max_request_mb=8", f"checkpoints_dir={folder / name}", "log_level=warning")
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-m", "skyrl_tx_server", *options, *limits], stdout=output, stderr=output, cwd=ROOT)
+    try:
+        while not healthy(url):
+            if process.poll() is not None:
+                raise SystemExit(f"the server stopped with status {process.returncode}: see {log}")
+            time.sleep(0.1)
+        yield Server(process, url, log)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------
+
+
+def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
+    """Step `step`'s data: two lists, for cross_entropy and for importance_sampling, the same in every run."""
+    random = np.random.default_rng(step)
+    plain, rewarded = [], []
+    for length in random.integers(8, 160, 4):
+        tokens = random.integers(0, 600, int(length) + 1)
+        model_input, targets = types.ModelInput.from_ints(tokens[:-1].tolist()), tokens[1:].astype(np.int64)
+        floats = {"weights": np.ones(length, np.float32)}
+        plain.append(types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats}))  # pyright: ignore
+        floats = {"logprobs": np.full(length, -6.4, np.float32), "advantages": random.normal(size=length).astype(np.float32)}
+        rewarded.append(types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats}))  # pyright: ignore
+    return plain, rewarded
+
+
+def training_loop(url: str, *, until: float | None, num_steps: int | None, pace_s: float) -> list[Step]:
+    """`num_steps` steps, or as many as there is time for."""
+    steps: list[Step] = []
+    with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
+        training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(timeout=TIMEOUT_S)
+        began = time.monotonic()
+        while (num_steps is None or len(steps) < num_steps) and (until is None or time.monotonic() < until):
+            steps.append(one_step(training, len(steps)))
+            if len(steps) % 25 == 0:
+                print(f"            step {len(steps)} after {time.monotonic() - began:.0f} s", flush=True)
+            time.sleep(max(0.0, began + len(steps) * pace_s - time.monotonic()))
+    return steps
+
+
+def one_step(training: tinker.TrainingClient, number: int) -> Step:
+    plain, rewarded = batch(number)
+    futures = [training.forward_backward(plain, "cross_entropy"), training.forward_backward(rewarded, "importance_sampling")]
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=TIMEOUT_S)
+    losses = tuple(future.result(timeout=TIMEOUT_S).metrics["loss:sum"] for future in futures)
+    tokens: tuple[int, ...] = ()
+    if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
+        sampler = training.save_weights_and_get_sampling_client().result(timeout=TIMEOUT_S)
+        settings = types.SamplingParams(max_tokens=24, temperature=1.0, seed=number, stop=[])
+        sampled = sampler.sample(types.ModelInput.from_ints([1, 2, 3, number % 600]), 2, settings).result(timeout=TIMEOUT_S)
+        tokens = tuple(token for sequence in sampled.sequences for token in sequence.tokens)
+    if number % SAVE_EVERY == SAVE_EVERY - 1:
+        training.save_state("last", overwrite=True).result(timeout=TIMEOUT_S)
+    return Step(losses=losses, grad_norm=(stepped.metrics or {})["grad_norm"], tokens=tokens)
+
+
+# --- watching ---------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Looks at the server until `stop`: its resident set every ten seconds, how long /healthz takes every second."""
+
+    def __init__(self, running: Server) -> None:
+        self._process, self._url, self._over = psutil.Process(running.process.pid), running.url, threading.Event()
+        self.rss: list[tuple[float, float]] = []  # (seconds, MiB)
+        self.health_ms: list[float] = []
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        with httpx.Client(base_url=self._url, timeout=60) as http, contextlib.suppress(psutil.NoSuchProcess):
+            while not self._over.wait(1):
+                asked = time.monotonic()
+                with contextlib.suppress(httpx.HTTPError):  # counted as the slowest answer
+                    http.get("/api/v1/healthz")
+                self.health_ms.append(1e3 * (time.monotonic() - asked))
+                if not self.rss or asked - began - self.rss[-1][0] >= RSS_EVERY_S:
+                    self.rss.append((asked - began, self._process.memory_info().rss / 2**20))
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def slope(self) -> float:
+        """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go do not.
+
+        The floor is the least of each eighth; least squares.
+        """
+        late = np.array(self.rss[len(self.rss) // 3 :])
+        floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, 8)])
+        return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
+
+
+# --- the run ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hostilities:
+    """What `hostile_requests` prints."""
+
+    attacks: dict[str, int]
+    statuses: dict[str, int]
+    faults: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbed:
+    steps: list[Step]
+    watch: Watch
+    hostile: Hostilities
+    left: dict[str, int]
+    lived: bool
+    exit_status: int
+    tracebacks: int
+
+
+def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_s: float) -> Disturbed:
+    with server(folder, "disturbed") as running:
+        watch = Watch(running)
+        report = folder / "hostile.jsonl"
+        arguments = [running.url, str(seconds), str(rate), str(seed)]
+        with report.open("wb") as output:
+            hostile = subprocess.Popen([sys.executable, "-m", "scripts.bench.hostile_requests", *arguments], stdout=output, cwd=ROOT)
+        try:
+            steps = training_loop(running.url, until=time.monotonic() + seconds, num_steps=None, pace_s=pace_s)
+            hostile_status = hostile.wait(900)
+        finally:
+            hostile.kill()
+        watch.stop()
+        left = what_is_left(running.url)
+        lived = running.process.poll() is None and hostile_status == 0
+    figures = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+    tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
+    exit_status = running.process.returncode
+    return Disturbed(steps=steps, watch=watch, hostile=figures, left=left, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
+
+
+def what_is_left(url: str) -> dict[str, int]:
+    """What the server still holds of anybody once every session has had the time to end; {} when that is nothing."""
+    deadline = time.monotonic() + DRAIN_S
+    while True:
+        stats = httpx.get(f"{url}/api/v1/stats", timeout=60).json()
+        held = {name: stats["registry"][name] for name in ("sessions", "models", "samplers", "snapshots")}
+        held |= {name: stats["engine"][name] for name in ("ops_pending", "slots_used", "snapshots_in_host_memory")}
+        held["polls and futures pending"] = stats["futures"]["pending"]
+        held = {name: count for name, count in held.items() if count}
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(1)
+
+
+def main(argv: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in argv)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        folder = Path(given["folder"]) if "folder" in given else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        run = disturbed_run(
+            folder,
+            seconds=60 * float(given.get("minutes", "60")),
+            rate=float(given.get("rate", "5")),
+            seed=int(given.get("seed", "0")),
+            pace_s=float(given.get("step_every_s", "2")),
+        )
+        with server(folder, "undisturbed") as quiet:
+            alone = training_loop(quiet.url, until=None, num_steps=len(run.steps), pace_s=0.0)
+    return report(run, alone)
+
+
+def report(run: Disturbed, alone: list[Step]) -> int:
+    attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
+    print(f"attacks     {sum(attacks.values())}: " + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items())))
+    print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
+    health = np.array(run.watch.health_ms)
+    print(f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms")
+    rss = [mib for _, mib in run.watch.rss]
+    at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
+    print(f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}")
+    equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
+    drawn_alike = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
+    verdicts = {
+        "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
+        f"faults of the server: {len(faults)}": not faults,
+        f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
+        f"slope of the memory's floor after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
+        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
+        f"sampled tokens equal: {drawn_alike} of {sampled} snapshots": drawn_alike == sampled,
+    }
+    for what, holds in verdicts.items():
+        print(f"{'ok' if holds else 'FAILED':7} {what}")
+    for fault in faults[:40]:
+        print(f"        {fault}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def same(left: list[Step], right: list[Step]) -> int:
+    return sum((a.losses, a.grad_norm) == (b.losses, b.grad_norm) for a, b in zip(left, right, strict=True))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds

@@ -1,0 +1,264 @@
+"""SIGKILL of the server at random moments under load; its client resumes every time, and ends where an undisturbed run ends.
+
+    python -m scripts.bench.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
+
+One training job saves its state after every step, overwrites one name, saves sampler weights and samples, while others sample from the base
+model. A kill comes in the first seconds of the server's life, or up to two seconds after a step that it has done whole. Then it is started
+anew on the same directory, and the job goes on from the last state whose save was acknowledged.
+
+Checked after every restart: each acknowledged checkpoint is there with the bytes it had, and nothing that is listed is torn. Checked at the
+end: losses and final state (adapter, moments, step) are equal to the bit to those of a run that nobody killed. Exit status 0 if all is so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+from tinker.lib.retryable_exception import RetryableException
+
+from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
+from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointStore
+
+ALIAS = "local/killed"
+SIZES = ("max_lora_rank=4", "decode_slots=8", "decode_block=4", "max_context_length=128", "train_tokens_per_batch=128")
+TIMEOUT_S = 120
+STEPS_AFTER_LAST_KILL = 3
+SAMPLERS = 2
+EARLY_KILLS = 0.2
+
+
+@dataclass(kw_only=True)
+class Site:
+    """A server's place: its port, its directories, and the process that is up at the moment."""
+
+    folder: Path
+    model: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def store(self) -> CheckpointStore:
+        return CheckpointStore(self.folder / "checkpoints", ALIAS)
+
+    def start(self) -> float:
+        """Seconds until it could work."""
+        began = time.monotonic()
+        options = (f"base_model={self.model}", f"model_alias={ALIAS}", f"port={self.port}", *SIZES, "log_level=warning")
+        folders = (f"checkpoints_dir={self.folder / 'checkpoints'}", f"compilation_cache_dir={self.folder.parent / 'xla'}")
+        with (self.folder / "server.log").open("ab") as log:
+            command = [sys.executable, "-m", "skyrl_tx_server", *options, *folders]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        while not healthy(self.url):
+            if self.process.poll() is not None:
+                raise SystemExit(f"the server stopped with status {self.process.returncode}: see {self.folder / 'server.log'}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def site(folder: Path, model: Path) -> Iterator[Site]:
+    folder.mkdir(parents=True)
+    made = Site(folder=folder, model=model, port=free_port())
+    try:
+        made.start()
+        yield made
+    finally:
+        made.kill()
+
+
+# --- the job ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What its client remembers: all of it was acknowledged by the server."""
+
+    losses: list[float] = field(default_factory=list)  # by step
+    states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
+    digests: dict[str, str] = field(default_factory=dict)  # of every acknowledged checkpoint that is not overwritten
+
+    @property
+    def steps(self) -> int:
+        return len(self.states)
+
+
+def datum(step: int) -> types.Datum:
+    random = np.random.default_rng(step)
+    tokens = random.integers(0, 200, 41)
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": random.normal(size=40).astype(np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
+
+
+def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None:
+    """Steps until there are `until`, from the last state that was acknowledged. Sets `stepped` after each."""
+    with tinker.ServiceClient(base_url=there.url, api_key="tml-dummy") as service:
+        if job.states:
+            training = service.create_training_client_from_state_with_optimizer(job.states[-1]).result(timeout=TIMEOUT_S)
+        else:
+            training = service.create_lora_training_client(ALIAS, rank=4, seed=5).result(timeout=TIMEOUT_S)
+        while job.steps < until:
+            number = job.steps
+            backward = training.forward_backward([datum(number)], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(timeout=TIMEOUT_S)
+            saving = [training.save_state(f"state-{number}"), training.save_state("last", overwrite=True)]
+            sampler = training.save_weights_for_sampler(f"sampler-{number}")
+            loss = backward.result(timeout=TIMEOUT_S).metrics["loss:sum"]
+            state = saving[0].result(timeout=TIMEOUT_S).path
+            job.digests[state] = digest(there.store, state)
+            job.losses.append(loss)
+            job.states.append(state)
+            saving[1].result(timeout=TIMEOUT_S)
+            path = sampler.result(timeout=TIMEOUT_S).path
+            job.digests[path] = digest(there.store, path)
+            sampling = service.create_sampling_client(model_path=path).result(timeout=TIMEOUT_S)
+            settings = types.SamplingParams(max_tokens=4, seed=number)
+            sampling.sample(types.ModelInput.from_ints([1, 2, 3]), 1, settings).result(timeout=TIMEOUT_S)
+            stepped.set()
+
+
+def digest(store: CheckpointStore, path: str) -> str:
+    """Of everything in a checkpoint, read as the server reads it: a torn one raises."""
+    info, arrays = store.read(path)
+    sha = hashlib.sha256(repr((info.step, info.lora, info.kind)).encode())
+    for name in sorted(arrays):
+        sha.update(name.encode() + arrays[name].tobytes())
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def neighbours(url: str) -> Iterator[None]:
+    """Clients that sample from the base model all the time, and do not mind what becomes of it."""
+    over = threading.Event()
+
+    def sample() -> None:
+        with httpx.Client(base_url=url, timeout=10) as http:
+            while not over.is_set():
+                try:
+                    http.post("/api/v1/asample", json=body)
+                    http.post("/v1/completions", json={"model": ALIAS, "prompt": [4, 5, 6], "max_tokens": 12, "n": 2})
+                except httpx.HTTPError:
+                    time.sleep(0.1)
+
+    prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
+    body = {"base_model": ALIAS, "prompt": prompt, "num_samples": 2, "sampling_params": {"max_tokens": 12}}
+    threads = [threading.Thread(target=sample, daemon=True) for _ in range(SAMPLERS)]
+    for thread in threads:
+        thread.start()
+    yield
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+# --- the kills --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class Figures:
+    restarts_s: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # acknowledged checkpoints that are gone, torn or other than they were
+    torn: list[str] = field(default_factory=list)  # listed, and cannot be read
+    unacknowledged: int = 0  # complete all the same
+
+
+def killed_run(there: Site, points: int, seed: int) -> tuple[Job, Figures]:
+    draw, job, figures = random.Random(seed), Job(), Figures()
+    for _ in range(points):
+        stepped = threading.Event()
+        worker = threading.Thread(target=_until_killed, args=(there, job, stepped), daemon=True)
+        with neighbours(there.url):
+            worker.start()
+            if draw.random() < EARLY_KILLS:
+                time.sleep(draw.uniform(0.1, 5.0))
+            else:
+                assert stepped.wait(TIMEOUT_S), "no step was made"
+                time.sleep(draw.uniform(0.0, 2.0))
+            there.kill()
+        figures.restarts_s.append(there.start())
+        worker.join(TIMEOUT_S)
+        assert not worker.is_alive(), "the client hangs after its server was killed and restarted"
+        check(there.store, job, figures)
+    work(there, job, until=job.steps + STEPS_AFTER_LAST_KILL, stepped=threading.Event())
+    return job, figures
+
+
+def _until_killed(there: Site, job: Job, stepped: threading.Event) -> None:
+    with contextlib.suppress(tinker.TinkerError, RetryableException, httpx.HTTPError, TimeoutError, OSError):
+        work(there, job, until=sys.maxsize, stepped=stepped)
+
+
+def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
+    listed: list[CheckpointInfo] = store.list()
+    for info in listed:
+        try:
+            found = digest(store, info.path)
+        except Exception as error:
+            figures.torn.append(f"{info.path}: {error}")
+            continue
+        if job.digests.get(info.path, found) != found:
+            figures.lost.append(f"{info.path} is not what was saved")
+    paths = {info.path for info in listed}
+    figures.lost += [path for path in job.digests if path not in paths]
+    figures.unacknowledged = len([path for path in paths - set(job.digests) if not path.endswith("/last")])
+
+
+def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
+    with site(folder / "killed", model) as there:
+        job, figures = killed_run(there, points, seed)
+        final = digest(there.store, job.states[-1])
+    with site(folder / "alone", model) as quiet:
+        alone = Job()
+        work(quiet, alone, until=job.steps, stepped=threading.Event())
+        undisturbed = digest(quiet.store, alone.states[-1])
+    sound = not figures.lost and not figures.torn and final == undisturbed and job.losses == alone.losses
+    restarts = np.array(figures.restarts_s)
+    print(
+        f"{points} kills of the server, {job.steps} steps in all, {len(job.digests)} acknowledged checkpoints: {len(figures.lost)} lost, "
+        f"{len(figures.torn)} torn; {figures.unacknowledged} complete though not acknowledged; restart p50 {np.median(restarts):.1f} s, "
+        f"max {restarts.max():.1f} s; losses {'equal' if job.losses == alone.losses else 'DIFFER'}, "
+        f"final state {'equal' if final == undisturbed else 'DIFFERS'} to the bit",
+        flush=True,
+    )
+    for what in (*figures.lost, *figures.torn):
+        print(f"  {what}")
+    return 0 if sound else 1
+
+
+def main(argv: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in argv)
+    model = Path(given.get("model", str(QUICKSTART / "model")))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(given.get("folder", temporary))
+        return kill_points(folder, model, points=int(given.get("points", "30")), seed=int(given.get("seed", "0")))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds

@@ -1,0 +1,76 @@
+"""Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an internal error.
+
+The same checks run for hours under coverage guidance with `python -m scripts.checks.fuzz`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.routes.border import Lobby
+from tests.fakes.bodies import PARSERS, ROUTES, VALID, VALID_MESSAGES, json_holds, messages, mutated, protobuf_holds, values
+from tests.fakes.server import fake_context, fake_engine
+
+FUZZED = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_valid_body_is_accepted(name: str) -> None:
+    assert json_holds(name, VALID[name])
+    assert all(protobuf_holds(message) for message in VALID_MESSAGES)
+
+
+@FUZZED
+@given(body=st.one_of(messages(), st.binary(max_size=60)))
+def test_no_protobuf_body_breaks_the_parser(body: bytes) -> None:
+    protobuf_holds(body)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@FUZZED
+@given(data=st.data())
+def test_no_json_body_breaks_a_parser(name: str, data: st.DataObject) -> None:
+    json_holds(name, data.draw(st.one_of(mutated(VALID[name]), values)))
+
+
+FIELDS: dict[str, object] = {
+    **{"session_id": "s", "model_id": "s:train:0", "model_seq_id": 0, "seq_id": 3, "base_model": "local/fake", "lora_config": {"rank": 4}},
+    **{"path": "one", "sampling_session_seq_id": 0, "request_id": "sample-0", "tinker_path": "tinker://a/weights/b", "kind": "snapshot"},
+    **{"model_path": "tinker://a/sampler_weights/b", "user_metadata": {"a": "b"}, "tags": ["a"], "ttl_seconds": 60, "overwrite": True},
+    **{"optimizer": True, "adam_params": {}},
+}
+
+
+@settings(FUZZED, max_examples=250)
+@given(
+    route=st.sampled_from(ROUTES),
+    body=st.sets(st.sampled_from(sorted(FIELDS))).flatmap(lambda names: mutated({name: FIELDS[name] for name in names})),
+    alive=st.booleans(),
+)
+def test_no_body_is_an_internal_error_of_any_route(tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool) -> None:
+    """`alive`: the session and the model that the body names exist."""
+    asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, alive=alive))
+
+
+async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
+    context = fake_context(folder, retention=Retention(hold_s=0.01))
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+        if alive and isinstance(body, dict):
+            session_id = (await http.post("create_session", json={})).json()["session_id"]
+            make = {"session_id": session_id, "model_seq_id": 0, "base_model": "local/fake", "lora_config": {"rank": 4}}
+            await http.post("create_model", json=make)
+            body = {key: value.replace("s", session_id, 1) if value in ("s", "s:train:0") else value for key, value in body.items()}
+        response = await http.post(route, content=json.dumps(body).encode("utf-8", "surrogatepass"))
+        assert response.status_code in (200, 204, 400, 404, 408, 410), response.text
+        assert "internal error" not in response.text
+    fake_engine(context).stop()
