@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
+_loading = threading.Lock()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
     """A conversation as the model reads it."""
@@ -38,9 +42,14 @@ class Rendered:
     opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
 
 
-@cache
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
     """The tokenizer in a model's directory. UserError when it has none."""
+    with _loading:  # the first requests come together, and transformers imports itself bit by bit
+        return _loaded(model_dir)
+
+
+@cache
+def _loaded(model_dir: Path | None) -> Tokenizer:
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         raise UserError("text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample")
     from transformers import AutoTokenizer, logging

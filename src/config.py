@@ -179,6 +179,7 @@ class TrainerConfig:
     )
     eval_group_size: int | None = chz.field(default=None, doc="Trials per held-out task; None: group_size")
     eval_every: int = chz.field(default=10, doc="Steps between evaluations; 0: only before and after")
+    eval_before_train: bool = chz.field(default=True, doc="Evaluate what the run starts from, as step 0")
     eval_temperature: float | None = chz.field(default=None, doc="Sampling temperature of evaluations; None: temperature")
 
     @chz.validate

@@ -25,6 +25,7 @@ from src.examples import AdvantageSettings
 from src.faults import FaultSettings
 from src.filters import FilterSettings
 from src.finished import FinishedRollouts
+from src.held_out import content_hashes, require_held_out, write_hashes
 from src.importance import ImportanceSettings
 from src.journal import Journal, RunState
 from src.kl_penalty import KlSettings
@@ -99,7 +100,9 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         if not parts.source.train:
             raise ConfigError(f"tasks_dir {config.tasks_dir} leaves no task to train on; lower eval_split or shorten eval_tasks")
+        await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
         folder.create(config)
+        await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
         with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
             await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
@@ -255,6 +258,7 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         temperature=config.temperature,
         save_every=config.save_every,
         eval_every=config.eval_every,
+        eval_before_train=config.eval_before_train,
         evaluation=EvaluationSettings(
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,

@@ -30,7 +30,6 @@ from src.policy import Policy
 from src.preparation import PreparationSettings, prepare
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
-from src.run_folder import remove
 from src.tracking import RunLog
 from src.trajectory import Task, TrajectoryGroup
 from src.watchdog import Watchdog, WatchedPolicy
@@ -47,6 +46,7 @@ class LoopSettings:
     temperature: float
     save_every: int
     eval_every: int
+    eval_before_train: bool
     evaluation: EvaluationSettings
     filters: FilterSettings
     dynamic_sampling: DynamicSamplingSettings
@@ -92,9 +92,13 @@ class Terminus2RLTrainer:
         try:
             policy = await self._policy()
             reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
-            if self.steps_done == 0:
+            if self.steps_done == 0 and self._settings.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
-            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_settled("eval", self.steps_done):
+            elif (
+                self.steps_done
+                and self._is_evaluation_due(num_batches=len(batches))
+                and not self._journal.is_settled("eval", self.steps_done)
+            ):
                 self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
             for batch in batches[self.steps_done :]:
                 self._epoch = batch.epoch
@@ -162,7 +166,7 @@ class Terminus2RLTrainer:
             purpose=purpose,
             group_size=settings.group_size,
             temperature=settings.temperature,
-            directory=self._directory(purpose, batch.step),
+            directory=self._finished.job_directory(purpose, batch.step),
         )
         self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
 
@@ -228,7 +232,7 @@ class Terminus2RLTrainer:
         step = self.steps_done
         self._display.begin(f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size)
         started = time.monotonic()
-        directory = self._directory("eval", step)
+        directory = self._finished.job_directory("eval", step)
         evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, directory)
@@ -274,16 +278,6 @@ class Terminus2RLTrainer:
             (example.trajectory.task_id, example.trajectory.trial_name): example.advantage for group in examples_P_G for example in group
         }
         record_groups(self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
-
-    def _directory(self, purpose: str, step: int) -> Path:
-        """The folder for trials, less what an earlier process left half done in it."""
-        directory = self._settings.log_path / "jobs" / f"{purpose}_{step:06d}"
-        directory.mkdir(parents=True, exist_ok=True)
-        finished = {rollout.result.trial_name for rollout in self._finished.load(purpose, step).values()}
-        for left in directory.iterdir():
-            if left.name not in finished:
-                remove(left)
-        return directory
 
 
 def _due(step: int, every: int) -> bool:

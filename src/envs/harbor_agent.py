@@ -32,6 +32,7 @@ class Session:
     llm: TinkerLLM
     stop_reason: StopReason | None = None  # None: the agent did not come to an end of its own
     error: TrainerError | None = None  # what ended the agent without a gradable result
+    num_commands: int = 0  # Terminus-2's tool calls
 
 
 _sessions: dict[str, Session] = {}
@@ -77,7 +78,8 @@ class TrainingTerminus2(Terminus2):
     @override
     async def _handle_llm_interaction(self, *args: Any, **kwargs: Any) -> Any:
         interaction = await super()._handle_llm_interaction(*args, **kwargs)
-        _, is_task_complete, *_ = interaction
+        commands, is_task_complete, *_ = interaction
+        self.session.num_commands += len(commands)
         self._answers += 1
         self._is_confirmed = is_task_complete and self._pending_completion
         return interaction

@@ -132,6 +132,7 @@ class HarborTrial:
                 "prefix_breaks": float(llm.prefix_breaks),
                 "empty_completions": float(llm.empty_completions),
                 "subagent_turns": float(len(llm.subagent_turns)),
+                "tool_calls": float(session.num_commands),
             },
         )
 
