@@ -115,6 +115,11 @@ class TrainerConfig:
     max_assistant_response_tokens: int = chz.field(default=2048, doc="See zero_reward_on_length_threshold")
     step_wise_trajectories: bool = chz.field(default=False, doc="Each turn is a training sequence of its own, as SkyRL's second mode")
     kl_estimator: Literal["k1", "k2", "k3"] = chz.field(default="k1", doc="Schulman's estimator of the KL penalty, per token")
+    task_sampling: Literal["uniform", "signal"] = chz.field(
+        default="uniform",
+        doc="uniform: every task once per epoch; signal: tasks whose pass rate may lie near one half, from a posterior of each task's",
+    )
+    exploration_floor: float = chz.field(default=0.1, doc="signal: share of a batch that goes to the tasks played longest ago")
     dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
         default="off",
         doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); replace: good groups stand for bad ones",
@@ -287,6 +292,8 @@ class TrainerConfig:
         )
         _check(self.max_assistant_response_tokens >= 1, "max_assistant_response_tokens must be at least 1")
         _check(self.lr_warmup_steps >= 0, f"lr_warmup_steps must not be negative, not {self.lr_warmup_steps}")
+        floor = self.exploration_floor
+        _check(0 < floor <= 1, f"exploration_floor must be above 0, so that every task comes round, and at most 1, not {floor}")
         _check(self.dynamic_sampling_max_batches >= 0, "dynamic_sampling_max_batches must not be negative")
         ratio = self.dynamic_sampling_min_replace_ratio
         _check(0 <= ratio < 1, f"dynamic_sampling_min_replace_ratio must be at least 0 and below 1, not {ratio}")

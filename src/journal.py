@@ -112,7 +112,7 @@ class Journal:
         """Whether the results of a step or evaluation were used. Then they stand as they are, failures too."""
         return ("eval" if purpose == "eval" else "step", step) in self._settled
 
-    def state_after(self, step: int) -> Mapping[str, object]:
+    def state_after(self, step: int) -> Mapping[str, Any]:
         return self._states.get(step, {})
 
     def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:

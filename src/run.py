@@ -17,6 +17,7 @@ from src.backend import Backend, BackendSettings, address, connect
 from src.chat import Chat, load_chat
 from src.config import TrainerConfig, loss_settings, pairs, run_name
 from src.console import Display, outcome
+from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
@@ -264,6 +265,7 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
         filters=narrow(config, FilterSettings),
+        curriculum=narrow(config, CurriculumSettings),
         dynamic_sampling=narrow(config, DynamicSamplingSettings),
         preparation=PreparationSettings(
             advantages=narrow(config, AdvantageSettings), kl=narrow(config, KlSettings), importance=narrow(config, ImportanceSettings)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from src import checkpoints
+from src import checkpoints, curriculum
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
-from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
+from src.curriculum import CurriculumSettings, curriculum_metrics
+from src.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
 from src.errors import BackendError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
@@ -49,6 +50,7 @@ class LoopSettings:
     eval_before_train: bool
     evaluation: EvaluationSettings
     filters: FilterSettings
+    curriculum: CurriculumSettings
     dynamic_sampling: DynamicSamplingSettings
     preparation: PreparationSettings
     faults: FaultSettings
@@ -84,6 +86,7 @@ class Terminus2RLTrainer:
         self._settings = settings
         self._epoch = 0
         self._faults = from_record(self._journal.state_after(steps_done))
+        self._curriculum = curriculum.from_record(self._journal.state_after(steps_done).get("curriculum", {}))
         self._saved_step = steps_done if steps_done else None  # a resumed run stands on its checkpoint
         self._first_evaluation: Evaluation | None = None
 
@@ -134,13 +137,14 @@ class Terminus2RLTrainer:
 
     async def _step(self, batch: Batch, policy: Policy, reference: Policy | None, metrics: dict[str, float]) -> None:
         """Play one batch and learn from it. What there is to say of it is added to `metrics`."""
-        settings, quarantined = self._settings, self._faults.quarantined
-        tasks = [task for task in batch.tasks if task.id not in quarantined]
+        settings = self._settings
+        scheduled = self._chosen(batch)
+        tasks = [task for task in scheduled if task.id not in self._faults.quarantined]
         num_retries: list[int] = []
-        self._journal.begun(batch.step, [task.id for task in batch.tasks])
+        self._journal.begun(batch.step, [task.id for task in scheduled])
         played = time.monotonic()
         play = partial(self._play, batch, policy, num_retries)
-        refills = [task for task in self._source.train if task.id not in quarantined]
+        refills = partial(self._refills, batch)
         state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
         groups = state.played
         kept, dropped = keep_groups(state.kept, settings.filters)
@@ -149,10 +153,31 @@ class Terminus2RLTrainer:
         learned = time.monotonic()
         metrics |= group_metrics(groups, group_size=settings.group_size)
         metrics |= sampling_metrics(state, settings.dynamic_sampling)
-        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
+        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
+        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(scheduled) - len(tasks))}
         metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
         await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
         metrics["time/update"] = time.monotonic() - learned
+
+    def _chosen(self, batch: Batch) -> Sequence[Task]:
+        """The step's tasks: as scheduled, or as many of those that promise most to learn from."""
+        settings = self._settings.curriculum
+        if settings.task_sampling == "uniform":
+            return batch.tasks
+        return self._curriculum.choose(self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0)
+
+    def _refills(self, batch: Batch, state: Sampled, num_wanted: int) -> Sequence[Task]:
+        """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
+        settings, tasks = self._settings.curriculum, self._playable()
+        place = {"step": batch.step, "attempt": state.num_batches}
+        if settings.task_sampling == "uniform":
+            return refill(tasks, num_wanted, seed=settings.seed, **place)
+        played, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
+        others = [task for task in tasks if task.id not in played]
+        return self._curriculum.choose(others if len(others) >= num_missing else tasks, num_missing, settings, **place)
+
+    def _playable(self) -> list[Task]:
+        return [task for task in self._source.train if task.id not in self._faults.quarantined]
 
     async def _play(
         self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task], attempt: int
@@ -185,6 +210,7 @@ class Terminus2RLTrainer:
         if len(groups) > 1:  # a single task may be at fault itself, and is quarantined then
             require_some_graded(groups, plan)
         self._faults = before.after(groups, settings)
+        self._curriculum = self._curriculum.after(groups)
         if self._faults.is_rubble(settings):
             raise RubbleError(diagnosis(self._faults, groups, settings))
         for task, cause in self._faults.quarantined.items():
@@ -206,8 +232,13 @@ class Terminus2RLTrainer:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
         metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
         trained = [group[0].trajectory.task_id for group in examples_P_G if group]
-        self._journal.trained(batch.step, tasks=trained, state=to_record(self._faults))
+        state = to_record(self._faults) | self._curriculum_record()
+        self._journal.trained(batch.step, tasks=trained, state=state)
         self.steps_done += 1
+
+    def _curriculum_record(self) -> dict[str, object]:
+        is_used = self._settings.curriculum.task_sampling == "signal"
+        return {"curriculum": curriculum.to_record(self._curriculum)} if is_used else {}
 
     async def _update(
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINER_LAYERS = [
     {"trajectory", "errors", "limits", "advantages", "estimates", "durable"},
     {"config", "command_line", "chat", "evaluate_config"},
-    {"filters", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults", "held_out"},
+    {"filters", "curriculum", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults", "held_out"},
     {"policy", "backend", "endpoint", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},

@@ -1,4 +1,6 @@
-"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed: `python -m tests.fakes.killable DIR POINTS SEED`.
+"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed.
+
+    python -m tests.fakes.killable DIR POINTS SEED [OPTION ...]
 
 A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint. Every run is a forked child,
 so that a kill is a real one and the next process knows only what is on disk.
@@ -155,12 +157,12 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     }
 
 
-def faults_of(path: Path, kills: list[int], unbroken: Outcome) -> list[str]:
+def faults_of(path: Path, kills: list[int], unbroken: Outcome, *options: str) -> list[str]:
     """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the unbroken one."""
     wrong = []
     for at in [*kills, None]:
         before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
-        passed = play_in_child(path, at)
+        passed = play_in_child(path, at, *options)
         if lost := before & admitted_since(path, num_records):
             wrong.append(f"{len(lost)} finished rollouts were played again")
         if lost := before - finished_places(path):
@@ -177,16 +179,16 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome) -> list[str]:
     return wrong
 
 
-def main(directory: Path, num_points: int, seed: int) -> int:
+def main(directory: Path, num_points: int, seed: int, *options: str) -> int:
     """Single kills at random points, then a chain of kills over one run. Prints one line, and each fault; 0 when there is none."""
     started = time.monotonic()
-    total = play_in_child(directory / "unbroken", None)
+    total = play_in_child(directory / "unbroken", None, *options)
     unbroken = outcome(directory / "unbroken")
     draw = random.Random(seed)
     points = sorted(draw.sample(range(1, total + 1), num_points))
-    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken) for at in points}
+    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken, *options) for at in points}
     chain = [draw.randrange(1, total // 3) for _ in range(num_points)]
-    found[-1] = faults_of(directory / "chain", chain, unbroken)
+    found[-1] = faults_of(directory / "chain", chain, unbroken, *options)
     num_kills = num_points + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl")) - 1
     for at, wrong in found.items():
         for line in wrong:
@@ -201,4 +203,4 @@ def main(directory: Path, num_points: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
