@@ -56,7 +56,12 @@ class TrainerConfig:
         default="raise", doc="When the run's folder holds a run already; resume continues from its last checkpoint"
     )
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")
+    trackio_project: str | None = chz.field(
+        default=None, doc="trackio project, kept on this machine (pip install trackio); None: no trackio"
+    )
     wandb_name: str | None = chz.field(default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>")
+    export_path: str | None = chz.field(default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own")
+    dump_eval_results: bool = chz.field(default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ...")
     save_every: int = chz.field(default=20, doc="Steps between checkpoints; 0: only at the end")
 
     lora_rank: int = chz.field(default=32, doc="LoRA rank, a power of two within the server's limit")

@@ -49,7 +49,7 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     for name, rate in results["rates"].items():
         display.say(f"{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
     stops = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("test/env/all/stop_reason/")}
-    calls = metrics.get("test/environment/tool_calls")
+    calls = metrics.get("test/env/all/tool_calls")
     display.say(
         f"per trial: {metrics['test/env/all/turns']:.1f} turns"
         + ("" if calls is None else f", {calls:.1f} tool calls")

@@ -36,7 +36,7 @@ from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import RunLog, open_run_log, recorded
+from src.tracking import RunLog, TrackingSettings, open_run_log, recorded
 from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ async def survive(
     A server that is lost again before one more trial was graded or one more step trained is not coming back to its senses.
     """
     progress = -1
-    with open_run_log(folder.path, project=config.wandb_project, name=name, config=chz.asdict(config)) as run_log:
+    with open_run_log(folder.path, narrow(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log:
         while True:
             try:
                 async with connection:
@@ -255,6 +255,7 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     """Derived defaults live here: evaluation follows training unless told otherwise."""
     return LoopSettings(
         log_path=log_path,
+        export_path=(Path(config.export_path).expanduser() if config.export_path else log_path) if config.dump_eval_results else None,
         group_size=config.group_size,
         temperature=config.temperature,
         save_every=config.save_every,

@@ -21,6 +21,7 @@ from src.envs.base import TaskSource
 from src.errors import BackendError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import Example, examples_of_batch
+from src.exports import dump_evaluation, dump_examples
 from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
 from src.finished import FinishedRollouts
@@ -43,6 +44,7 @@ SAVE_ON_THE_WAY_OUT_S = 120.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
     log_path: Path
+    export_path: Path | None  # None: nothing is dumped
     group_size: int
     temperature: float
     save_every: int
@@ -150,12 +152,15 @@ class Terminus2RLTrainer:
         kept, dropped = keep_groups(state.kept, settings.filters)
         examples_P_G = examples_of_batch(kept, settings.preparation.advantages, settings.filters)
         self._record(batch, groups, examples_P_G)
+        if settings.export_path is not None:
+            await asyncio.to_thread(dump_examples, settings.export_path, batch.step, groups, self._source.text)
         learned = time.monotonic()
         metrics |= group_metrics(groups, group_size=settings.group_size)
         metrics |= sampling_metrics(state, settings.dynamic_sampling)
         metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
         metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(scheduled) - len(tasks))}
         metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
+        metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(1e-9, learned - played)
         await _uninterrupted(self._learn(batch, examples_P_G, dropped, reference, metrics))
         metrics["time/update"] = time.monotonic() - learned
 
@@ -269,6 +274,8 @@ class Terminus2RLTrainer:
         await asyncio.to_thread(self._source.batch_ended, directory)
         self._journal.evaluated(step)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
+        if (path := self._settings.export_path) is not None:
+            await asyncio.to_thread(dump_evaluation, path, step, result.groups, result.metrics, self._source.text)
         self._display.evaluation(result, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or result
         return result.metrics | {"time/evaluation": time.monotonic() - started}

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINER_LAYERS = [
     {"trajectory", "errors", "limits", "advantages", "estimates", "durable"},
     {"config", "command_line", "chat", "evaluate_config"},
-    {"filters", "curriculum", "dynamic_sampling", "datums", "examples", "importance", "metrics", "faults", "held_out"},
-    {"policy", "backend", "endpoint", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
+    {"filters", "curriculum", "dynamic_sampling", "datums", "examples", "importance", "metrics", "metric_names", "faults", "held_out"},
+    {"policy", "backend", "endpoint", "tracking", "recorder", "exports", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
     {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console", "watchdog"},
@@ -34,6 +34,7 @@ THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
     "tinker": {"backend", "policy", "learner", "datums", "preparation"},
     "wandb": {"tracking"},
+    "trackio": {"tracking"},
     "openai": {"endpoint"},
     "torch": set(),
     "tinker_cookbook": set(),
