@@ -33,6 +33,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
+_loading = threading.Lock()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
     """A conversation as the model reads it."""
@@ -43,7 +46,7 @@ class Rendered:
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
     """The tokenizer in a model's directory. UserError when it has none."""
-    with _loading:
+    with _loading:  # the first requests come together, and transformers imports itself bit by bit
         return _loaded(model_dir)
 
 

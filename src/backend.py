@@ -180,6 +180,14 @@ class Endpoint:
                 client = await self._service.create_lora_training_client(settings.model_name, rank=settings.lora_rank, seed=settings.seed)
         return TinkerBackend(self._service, client, model_name=settings.model_name, url=address(settings), key=require_key(settings))
 
+    async def open_policy(self, sampler_path: str | None) -> Policy:
+        """A saved sampler checkpoint, or the base model. Nothing is trained."""
+        what = sampler_path or self._settings.model_name
+        with sdk_boundary(f"opening {what}"):
+            if sampler_path is not None:
+                return Policy(await self._service.create_sampling_client(model_path=sampler_path), 0)
+            return Policy(await self._service.create_sampling_client(base_model=self._settings.model_name), 0)
+
 
 @asynccontextmanager
 async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:

@@ -1,4 +1,4 @@
-"""argv -> TrainerConfig: --help by section, and one line for every mistake."""
+"""argv -> a program's options, the trainer's or another's: --help by section, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import inspect
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import chz
 from chz.tiepin import type_repr
@@ -30,7 +30,12 @@ SECTIONS = {
 
 def parse(argv: Sequence[str]) -> TrainerConfig:
     """The run's options. ConfigError, one line, for anything that is not understood."""
-    known = list(chz.chz_fields(TrainerConfig))
+    return parse_as(TrainerConfig, argv)
+
+
+def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
+    """The options of the program that `kind` is the config of."""
+    known = list(chz.chz_fields(kind))
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if not equals:
@@ -41,28 +46,34 @@ def parse(argv: Sequence[str]) -> TrainerConfig:
             guess = nearest(name.lstrip("-"), known)
             raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {guess}?" if guess else "; --help lists them all"))
     try:
-        return chz.Blueprint(TrainerConfig).make_from_argv([_none_in_any_case(argument) for argument in argv])
+        return chz.Blueprint(kind).make_from_argv([_none_in_any_case(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
         missing = str(error).rpartition(": ")[2]
         raise ConfigError(f"missing: {missing}; e.g. {missing.split(',')[0]}=..., or --help") from error
     except chz.blueprint.InvalidBlueprintArg as error:
-        raise ConfigError(_bad_value(str(error), argv)) from error
+        raise ConfigError(_bad_value(kind, str(error), argv)) from error
     except ValueError as error:  # a rule of the config
         raise ConfigError(str(error)) from error
 
 
 def help_text() -> str:
-    """Every option with its type, default and meaning."""
+    """Every option of the trainer with its type, default and meaning."""
+    title = ["python -m src.train key=value ...", "", "Trains an agent with GRPO on a folder of Harbor tasks, through the Tinker API."]
+    return help_for(TrainerConfig, title=title, sections=SECTIONS)
+
+
+def help_for(kind: type[object], *, title: Sequence[str], sections: Mapping[str, str]) -> str:
+    """`sections` maps the option that opens a section to its heading."""
     width = min(shutil.get_terminal_size().columns, 110)
-    defaults = inspect.signature(TrainerConfig).parameters
-    lines = ["python -m src.train key=value ...", "", "Trains an agent with GRPO on a folder of Harbor tasks, through the Tinker API."]
-    for name, field in chz.chz_fields(TrainerConfig).items():
-        if name in SECTIONS:
-            lines += ["", SECTIONS[name]]
+    defaults = inspect.signature(kind).parameters
+    lines = list(title)
+    for name, field in chz.chz_fields(kind).items():
+        if name in sections:
+            lines += ["", sections[name]]
         default = defaults[name].default
-        kind = type_repr(field.final_type).removeprefix("Literal")
+        type_name = type_repr(field.final_type).removeprefix("Literal")
         shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
-        lines += [f"  {name} {shown}   {kind}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
+        lines += [f"  {name} {shown}   {type_name}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
     return "\n".join(lines)
 
 
@@ -78,9 +89,9 @@ def _none_in_any_case(argument: str) -> str:
     return f"{name}=None" if value.lower() in ("none", "null") else argument
 
 
-def _bad_value(message: str, argv: Sequence[str]) -> str:
+def _bad_value(kind: type[object], message: str, argv: Sequence[str]) -> str:
     """chz names the option between quotes, and explains itself at length."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    kind = type_repr(chz.chz_fields(TrainerConfig)[name].final_type)
-    return f"{name}={given[-1] if given else ''}: not a value of {kind}"
+    expected = type_repr(chz.chz_fields(kind)[name].final_type)
+    return f"{name}={given[-1] if given else ''}: not a value of {expected}"

@@ -56,7 +56,12 @@ class TrainerConfig:
         default="raise", doc="When the run's folder holds a run already; resume continues from its last checkpoint"
     )
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")
+    trackio_project: str | None = chz.field(
+        default=None, doc="trackio project, kept on this machine (pip install trackio); None: no trackio"
+    )
     wandb_name: str | None = chz.field(default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>")
+    export_path: str | None = chz.field(default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own")
+    dump_eval_results: bool = chz.field(default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ...")
     save_every: int = chz.field(default=20, doc="Steps between checkpoints; 0: only at the end")
 
     lora_rank: int = chz.field(default=32, doc="LoRA rank, a power of two within the server's limit")
@@ -115,6 +120,11 @@ class TrainerConfig:
     max_assistant_response_tokens: int = chz.field(default=2048, doc="See zero_reward_on_length_threshold")
     step_wise_trajectories: bool = chz.field(default=False, doc="Each turn is a training sequence of its own, as SkyRL's second mode")
     kl_estimator: Literal["k1", "k2", "k3"] = chz.field(default="k1", doc="Schulman's estimator of the KL penalty, per token")
+    task_sampling: Literal["uniform", "signal"] = chz.field(
+        default="uniform",
+        doc="uniform: every task once per epoch; signal: tasks whose pass rate may lie near one half, from a posterior of each task's",
+    )
+    exploration_floor: float = chz.field(default=0.1, doc="signal: share of a batch that goes to the tasks played longest ago")
     dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
         default="off",
         doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); replace: good groups stand for bad ones",
@@ -190,6 +200,7 @@ class TrainerConfig:
     )
     eval_group_size: int | None = chz.field(default=None, doc="Trials per held-out task; None: group_size")
     eval_every: int = chz.field(default=10, doc="Steps between evaluations; 0: only before and after")
+    eval_before_train: bool = chz.field(default=True, doc="Evaluate what the run starts from, as step 0")
     eval_temperature: float | None = chz.field(default=None, doc="Sampling temperature of evaluations; None: temperature")
 
     @chz.validate
@@ -297,6 +308,8 @@ class TrainerConfig:
         )
         _check(self.max_assistant_response_tokens >= 1, "max_assistant_response_tokens must be at least 1")
         _check(self.lr_warmup_steps >= 0, f"lr_warmup_steps must not be negative, not {self.lr_warmup_steps}")
+        floor = self.exploration_floor
+        _check(0 < floor <= 1, f"exploration_floor must be above 0, so that every task comes round, and at most 1, not {floor}")
         _check(self.dynamic_sampling_max_batches >= 0, "dynamic_sampling_max_batches must not be negative")
         ratio = self.dynamic_sampling_min_replace_ratio
         _check(0 <= ratio < 1, f"dynamic_sampling_min_replace_ratio must be at least 0 and below 1, not {ratio}")
@@ -330,6 +343,10 @@ class TrainerConfig:
         _check(
             not (ahead or streamed) or self.dynamic_sampling == "off",
             f"{mode} and dynamic_sampling={self.dynamic_sampling} exclude each other; use remove_constant_reward_groups=true instead",
+        )
+        _check(
+            not (ahead or streamed) or self.task_sampling == "uniform",
+            f"{mode} plays tasks in the order of the schedule; drop task_sampling={self.task_sampling}",
         )
         whole_batch = {
             "loss_reduction": self.loss_reduction == "token_mean",

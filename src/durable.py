@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,3 +78,10 @@ def storage_boundary(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or mend it, then resume the run") from error
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -38,6 +38,8 @@ class Sampled:
     num_surplus: int = 0  # good groups beyond what was asked for
 
 
+Refill = Callable[[Sampled, int], Sequence[Task]]  # the tasks to go on with, where the step wants so many groups
+
 NOTHING = Sampled(played=[], kept=[], is_complete=False)
 
 
@@ -47,13 +49,13 @@ def is_good(group: TrajectoryGroup) -> bool:
 
 
 async def sample_groups(
-    play: Play, tasks: Sequence[Task], refills: Sequence[Task], settings: DynamicSamplingSettings, filters: FilterSettings, *, step: int
+    play: Play, tasks: Sequence[Task], refills: Refill, settings: DynamicSamplingSettings, filters: FilterSettings, *, step: int
 ) -> Sampled:
-    """Plays `tasks`, and where dynamic sampling asks for more, batches of as many of `refills`, until the step has what it learns from."""
+    """Plays `tasks`, and where dynamic sampling asks for more, batches of `refills`, until the step has what it learns from."""
     state = NOTHING
     while not state.is_complete:
         attempt = state.num_batches
-        chosen = refill(refills, len(tasks), seed=settings.seed, step=step, attempt=attempt) if attempt else tasks
+        chosen = refills(state, len(tasks)) if attempt else tasks
         groups = await play(chosen, attempt)
         state = sampled(state, rewarded(groups, filters), settings, step=step, wanted=len(tasks))
         state = replace(state, played=[*state.played, *groups])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from src.estimates import Estimate, Tally, pass_rates
 from src.metrics import SOLVED, held_out_metrics
 from src.policy import Policy
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, require_some_graded
@@ -25,6 +26,7 @@ class Evaluation:
     step: int
     groups: list[TrajectoryGroup]
     metrics: dict[str, float]
+    rates: dict[str, Estimate]  # pass_at_<k>, pass_hat_<k>
 
     @property
     def num_solved(self) -> int:
@@ -53,4 +55,19 @@ async def evaluate(
     plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)
     groups = await rollouts.play(tasks, policy, plan, on_group)
     require_some_graded(groups, plan)
-    return Evaluation(step=step, groups=groups, metrics=held_out_metrics(groups, group_size=settings.group_size))
+    rates = pass_rates([tally(group) for group in groups], group_size=settings.group_size)
+    metrics = held_out_metrics(groups, group_size=settings.group_size) | rate_metrics(rates)
+    return Evaluation(step=step, groups=groups, metrics=metrics, rates=rates)
+
+
+def tally(group: TrajectoryGroup) -> Tally:
+    """What could not be graded is in neither number."""
+    return Tally(solved=sum(reward >= SOLVED for reward in group.rewards), graded=len(group.rewards))
+
+
+def rate_metrics(rates: Mapping[str, Estimate]) -> dict[str, float]:
+    """`test/pass_at_4` and the ends of its interval."""
+    values = {f"test/{name}": rate.value for name, rate in rates.items()}
+    for name, rate in rates.items():
+        values |= {f"test/{name}_low": rate.low, f"test/{name}_high": rate.high}
+    return values

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from src.durable import append_record, mend, records
+from src.durable import append_record, mend, records, remove
 from src.journal import Journal, Place
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
 
@@ -38,6 +38,7 @@ class FinishedRollouts:
 
     def __init__(self, log_path: Path, journal: Journal) -> None:
         self.journal = journal
+        self._log_path = log_path
         self._directory = log_path / "finished"
         for path in self._directory.glob("*.jsonl"):
             mend(path)
@@ -57,6 +58,16 @@ class FinishedRollouts:
         record = {"task": place.task, "member": place.member, "seed": rollout.seed, "attempts": rollout.attempts}
         append_record(self._path(place.purpose, place.step), record | {"result": encoded(rollout.result)})
         self.journal.finished(place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind)
+
+    def job_directory(self, purpose: str, step: int) -> Path:
+        """The folder for the trials of a step or evaluation, less what an earlier process left half done in it."""
+        directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        finished = {rollout.result.trial_name for rollout in self.load(purpose, step).values()}
+        for left in directory.iterdir():
+            if left.name not in finished:
+                remove(left)
+        return directory
 
     def _path(self, purpose: str, step: int) -> Path:
         return self._directory / f"{purpose}_{step:06d}.jsonl"

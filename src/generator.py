@@ -121,11 +121,13 @@ class _Episode:
         self._num_empty = 0
         self._num_cut = 0
         self._metrics: dict[str, float] = {}
+        self._history: list[Message] = []
 
     async def play(self) -> None:
         opening = await self._env.start()
         self.blame = FailureKind.ENV_ERROR
-        history = list(opening.messages)
+        history = self._history
+        history += opening.messages
         prompt_ids = self._chat.render(history, tools=opening.tools)
         while True:
             room = self._limits.room(len(prompt_ids))
@@ -139,9 +141,10 @@ class _Episode:
             text = self._chat.decode(turn.completion_ids)
             observation = await self._env.step(text)
             self._record(turn, observation)
+            history.append({"role": "assistant", "content": text})
             if observation.is_done:
                 return
-            history += [{"role": "assistant", "content": text}, *observation.messages]
+            history += observation.messages
             if self._settings.step_wise:
                 prompt_ids = self._chat.render(history, tools=opening.tools)
             else:
@@ -162,6 +165,7 @@ class _Episode:
             trial_name=trial_name,
             metrics=self._metrics | own,
             turn_rewards=self._rewards,
+            conversation=self._history,
         )
 
     async def _answer(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:

@@ -136,7 +136,7 @@ class Journal:
     def is_evaluated(self, step: int) -> bool:
         return ("eval", step) in self._settled
 
-    def state_after(self, step: int) -> Mapping[str, object]:
+    def state_after(self, step: int) -> Mapping[str, Any]:
         return self._states.get(step, {})
 
     def _note(self, step: int, groups: Sequence[GroupKey]) -> None:

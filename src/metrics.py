@@ -54,6 +54,9 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
         "env/all/reward/total": float(np.mean(rewards)),
         "env/all/success": float(np.mean([reward >= SOLVED for reward in rewards])),
         "reward/avg_raw_reward": float(np.mean(rewards)),
+        "reward/positive_rate": float(np.mean([reward > 0 for reward in rewards])),
+        "train/min_reward": float(min(rewards)),
+        "train/max_reward": float(max(rewards)),
         "reward/zero_reward_rate": float(np.mean([reward == 0 for reward in rewards])),
         "reward/mean_clipped_at_zero": float(np.mean([max(reward, 0.0) for reward in rewards])),
     }
@@ -112,14 +115,37 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= _statistics("generate/{}_assistant_tokens", sampled, ("avg", "min", "max", "std"))
     metrics |= _statistics("generate/tokens_per_turn_{}", [len(turn.completion_ids) for turn in turns], ("mean", "std", "max"))
     times = [trajectory.metrics["duration_s"] for trajectory in trajectories if "duration_s" in trajectory.metrics]
-    metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "max")) if times else {}
+    metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
-    measured: defaultdict[str, list[float]] = defaultdict(list)
+    attempts = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
+    if attempts:
+        num_failed = sum(trajectory.metrics["parse_failures"] for trajectory in attempts)
+        metrics["reward/parse_failure_rate"] = num_failed / max(1, sum(len(trajectory.turns) for trajectory in attempts))
+    return metrics | measured(trajectories)
+
+
+def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What environments measured: `environment/<name>` as SkyRL sums it up, `env/all/<name>` the mean per trial that has it."""
+    values_of: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            measured[name].append(value)
-    return metrics | {f"environment/{name}": float(np.mean(values)) for name, values in sorted(measured.items())}
+            values_of[name].append(value)
+    found = {f"environment/{name}": summed_up(name, values) for name, values in sorted(values_of.items())}
+    return found | {f"env/all/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
+
+
+def summed_up(name: str, values: Sequence[float]) -> float:
+    """SkyRL's rule: a name says by its ending how it is summed up.
+
+    >>> [summed_up(name, [1, 3]) for name in ("score_mean", "length_avg", "length_min", "length_max", "tool_calls")]
+    [2.0, 2.0, 1.0, 3.0, 4.0]
+    """
+    if name.endswith(("avg", "mean")):
+        return float(np.mean(values))
+    if name.endswith("min"):
+        return float(min(values))
+    return float(max(values) if name.endswith("max") else sum(values))
 
 
 def token_metrics(num_tokens: Sequence[int], rewards: Sequence[float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from src.backend import Backend, BackendSettings, address, connect
 from src.chat import Chat, load_chat
 from src.config import TrainerConfig, loss_settings, pairs, run_name
 from src.console import Display, outcome
+from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
@@ -25,6 +26,7 @@ from src.examples import AdvantageSettings
 from src.faults import FaultSettings
 from src.filters import FilterSettings
 from src.finished import FinishedRollouts
+from src.held_out import content_hashes, require_held_out, write_hashes
 from src.importance import ImportanceSettings
 from src.journal import Journal, RunState
 from src.kl_penalty import KlSettings
@@ -34,7 +36,7 @@ from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import RunLog, open_run_log, recorded
+from src.tracking import RunLog, TrackingSettings, open_run_log, recorded
 from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,9 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         if not parts.source.train:
             raise ConfigError(f"tasks_dir {config.tasks_dir} leaves no task to train on; lower eval_split or shorten eval_tasks")
+        await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
         folder.create(config)
+        await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
         with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
             await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
@@ -126,7 +130,7 @@ async def survive(
     A server that is lost again before one more trial was graded or one more step trained is not coming back to its senses.
     """
     progress = -1
-    with open_run_log(folder.path, project=config.wandb_project, name=name, config=chz.asdict(config)) as run_log:
+    with open_run_log(folder.path, narrow(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log:
         while True:
             try:
                 async with connection:
@@ -251,15 +255,18 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     """Derived defaults live here: evaluation follows training unless told otherwise."""
     return LoopSettings(
         log_path=log_path,
+        export_path=(Path(config.export_path).expanduser() if config.export_path else log_path) if config.dump_eval_results else None,
         group_size=config.group_size,
         temperature=config.temperature,
         save_every=config.save_every,
         eval_every=config.eval_every,
+        eval_before_train=config.eval_before_train,
         evaluation=EvaluationSettings(
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
         filters=narrow(config, FilterSettings),
+        curriculum=narrow(config, CurriculumSettings),
         dynamic_sampling=narrow(config, DynamicSamplingSettings),
         preparation=PreparationSettings(
             advantages=narrow(config, AdvantageSettings),

@@ -13,7 +13,7 @@ import chz
 from src import checkpoints
 from src.checkpoints import Checkpoint
 from src.config import TrainerConfig
-from src.durable import replace_text
+from src.durable import remove, replace_text
 from src.errors import ConfigError
 from src.finished import any_graded
 from src.journal import JOURNAL
@@ -21,7 +21,7 @@ from src.journal import JOURNAL
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 # A run that continues under another value of these would not be the same run.
-IDENTITY = ("model_name", "lora_rank", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks")
+IDENTITY = ("model_name", "lora_rank", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks", "task_sampling")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +66,6 @@ def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
         _check_same_run(path, config)
         return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
     raise ConfigError(f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path")
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _ask(path: Path) -> str:

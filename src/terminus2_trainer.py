@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from src import checkpoints
+from src import checkpoints, curriculum
 from src.backend import Backend
 from src.checkpoints import Checkpoint
 from src.console import Display
-from src.dynamic_sampling import DynamicSamplingSettings, sample_groups, sampling_metrics
+from src.curriculum import CurriculumSettings, curriculum_metrics
+from src.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
 from src.errors import BackendError, ConfigError, RubbleError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import Example, examples_of_batch
+from src.exports import dump_evaluation, dump_examples
 from src.faults import FaultSettings, diagnosis, from_record, to_record
 from src.filters import DropReason, FilterSettings, keep_groups
 from src.finished import FinishedRollout, FinishedRollouts
@@ -31,7 +33,6 @@ from src.policy import NewestPolicy, Policy
 from src.preparation import PreparationSettings, prepare, streamed, streamed_metrics
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
-from src.run_folder import remove
 from src.tracking import RunLog
 from src.trajectory import Task, TrajectoryGroup
 from src.watchdog import Watchdog, WatchedPolicy
@@ -44,12 +45,15 @@ SAVE_ON_THE_WAY_OUT_S = 120.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
     log_path: Path
+    export_path: Path | None  # None: nothing is dumped
     group_size: int
     temperature: float
     save_every: int
     eval_every: int
+    eval_before_train: bool
     evaluation: EvaluationSettings
     filters: FilterSettings
+    curriculum: CurriculumSettings
     dynamic_sampling: DynamicSamplingSettings
     pipeline: PipelineSettings
     preparation: PreparationSettings
@@ -86,6 +90,7 @@ class Terminus2RLTrainer:
         self._settings = settings
         self._epoch = 0
         self._faults = from_record(self._journal.state_after(steps_done))
+        self._curriculum = curriculum.from_record(self._journal.state_after(steps_done).get("curriculum", {}))
         self._saved_step = steps_done if steps_done else None  # a resumed run stands on its checkpoint
         self._first_evaluation: Evaluation | None = None
         self._newest = NewestPolicy()
@@ -96,9 +101,9 @@ class Terminus2RLTrainer:
         try:
             policy = await self._policy()
             reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
-            if self.steps_done == 0:
+            if self.steps_done == 0 and self._settings.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
-            elif self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_evaluated(self.steps_done):
+            elif self.steps_done and self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_evaluated(self.steps_done):
                 self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
             self._newest.become(policy)
             async with self._pipeline(batches) as pipeline:
@@ -153,9 +158,12 @@ class Terminus2RLTrainer:
             groups, to_learn = await self._sample(batch, policy, metrics)
         kept, examples_P_G, dropped = self._examples(to_learn)
         self._record(batch, groups, examples_P_G)
+        if settings.export_path is not None:
+            await asyncio.to_thread(dump_examples, settings.export_path, batch.step, groups, self._source.text)
         learned = time.monotonic()
         metrics |= group_metrics(groups, group_size=settings.group_size)
         metrics |= {"tasks/quarantined": float(len(self._faults.quarantined)), "time/rollouts": learned - played}
+        metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(1e-9, learned - played)
         trained = [(group.step, group.task.id) for group, examples in zip(kept, examples_P_G, strict=True) if examples]
         pipeline.update_begins()
         await _uninterrupted(self._learn(batch, trained, examples_P_G, dropped, reference, metrics))
@@ -169,15 +177,17 @@ class Terminus2RLTrainer:
 
     async def _sample(self, batch: Batch, policy: Policy, metrics: dict[str, float]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
         """Plays the step's own tasks: all that was played, and what is to be learned from."""
-        settings, quarantined = self._settings, self._faults.quarantined
-        tasks = [task for task in batch.tasks if task.id not in quarantined]
+        settings = self._settings
+        scheduled = self._chosen(batch)
+        tasks = [task for task in scheduled if task.id not in self._faults.quarantined]
         num_retries: list[int] = []
-        self._journal.begun(batch.step, [(batch.step, task.id) for task in batch.tasks])
+        self._journal.begun(batch.step, [(batch.step, task.id) for task in scheduled])
         play = partial(self._play, batch, policy, num_retries)
-        refills = [task for task in self._source.train if task.id not in quarantined]
+        refills = partial(self._refills, batch)
         state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
         metrics |= sampling_metrics(state, settings.dynamic_sampling)
-        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(batch.tasks) - len(tasks))}
+        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
+        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(scheduled) - len(tasks))}
         return state.played, state.kept
 
     async def _take(self, batch: Batch, pipeline: Pipeline, metrics: dict[str, float]) -> list[TrajectoryGroup]:
@@ -240,8 +250,28 @@ class Terminus2RLTrainer:
             purpose=purpose,
             group_size=settings.group_size,
             temperature=settings.temperature,
-            directory=self._directory(purpose, step),
+            directory=self._finished.job_directory(purpose, step),
         )
+
+    def _chosen(self, batch: Batch) -> Sequence[Task]:
+        """The step's tasks: as scheduled, or as many of those that promise most to learn from."""
+        settings = self._settings.curriculum
+        if settings.task_sampling == "uniform":
+            return batch.tasks
+        return self._curriculum.choose(self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0)
+
+    def _refills(self, batch: Batch, state: Sampled, num_wanted: int) -> Sequence[Task]:
+        """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
+        settings, tasks = self._settings.curriculum, self._playable()
+        place = {"step": batch.step, "attempt": state.num_batches}
+        if settings.task_sampling == "uniform":
+            return refill(tasks, num_wanted, seed=settings.seed, **place)
+        played, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
+        others = [task for task in tasks if task.id not in played]
+        return self._curriculum.choose(others if len(others) >= num_missing else tasks, num_missing, settings, **place)
+
+    def _playable(self) -> list[Task]:
+        return [task for task in self._source.train if task.id not in self._faults.quarantined]
 
     async def _play(
         self, batch: Batch, policy: Policy, num_retries: list[int], tasks: Sequence[Task], attempt: int
@@ -268,6 +298,7 @@ class Terminus2RLTrainer:
         if len({group.task.id for group in groups}) > 1:  # a single task may be at fault itself, and is quarantined then
             require_some_graded(groups, plan)
         self._faults = before.after(groups, settings)
+        self._curriculum = self._curriculum.after(groups)
         if self._faults.is_rubble(settings):
             raise RubbleError(diagnosis(self._faults, groups, settings))
         for task, cause in self._faults.quarantined.items():
@@ -289,8 +320,13 @@ class Terminus2RLTrainer:
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
         metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
-        self._journal.trained(batch.step, groups=trained, state=to_record(self._faults))
+        state = to_record(self._faults) | self._curriculum_record()
+        self._journal.trained(batch.step, groups=trained, state=state)
         self.steps_done += 1
+
+    def _curriculum_record(self) -> dict[str, object]:
+        is_used = self._settings.curriculum.task_sampling == "signal"
+        return {"curriculum": curriculum.to_record(self._curriculum)} if is_used else {}
 
     async def _update(
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
@@ -320,12 +356,14 @@ class Terminus2RLTrainer:
         step = self.steps_done
         self._display.begin(f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size)
         started = time.monotonic()
-        directory = self._directory("eval", step)
+        directory = self._finished.job_directory("eval", step)
         evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, directory)
         self._journal.evaluated(step)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
+        if (path := self._settings.export_path) is not None:
+            await asyncio.to_thread(dump_evaluation, path, step, result.groups, result.metrics, self._source.text)
         self._display.evaluation(result, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or result
         return result.metrics | {"time/evaluation": time.monotonic() - started}
@@ -366,16 +404,6 @@ class Terminus2RLTrainer:
             (example.trajectory.task_id, example.trajectory.trial_name): example.advantage for group in examples_P_G for example in group
         }
         record_groups(self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
-
-    def _directory(self, purpose: str, step: int) -> Path:
-        """The folder for trials, less what an earlier process left half done in it."""
-        directory = self._settings.log_path / "jobs" / f"{purpose}_{step:06d}"
-        directory.mkdir(parents=True, exist_ok=True)
-        finished = {rollout.result.trial_name for rollout in self._finished.load(purpose, step).values()}
-        for left in directory.iterdir():
-            if left.name not in finished:
-                remove(left)
-        return directory
 
 
 def _due(step: int, every: int) -> bool:

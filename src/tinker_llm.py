@@ -115,6 +115,11 @@ class TinkerLLM(BaseLLM):
             return sum(map(len, self._ids[len(messages)]))
         return len(self._chat.render(_dicts(messages)))
 
+    @property
+    def conversation(self) -> list[Mapping[str, object]]:
+        """The main conversation so far, as messages."""
+        return list(_dicts(self._messages))
+
     @contextmanager
     def recording_apart(self) -> Iterator[None]:
         """Calls made inside belong to a sub-agent, not to the conversation that is trained."""

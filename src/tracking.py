@@ -1,7 +1,8 @@
-"""RunLog: one metrics object per step, to metrics.jsonl always and to wandb when asked. The only importer of wandb."""
+"""RunLog: one metrics object per step, to metrics.jsonl always, to wandb and trackio when asked. The only importer of both."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -9,12 +10,14 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from src.durable import append_record, records, replace_text
 from src.errors import ConfigError
+from src.metric_names import with_aliases
 
 if TYPE_CHECKING:
     import wandb
@@ -22,21 +25,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WANDB_ID_FILE = "wandb_id.txt"
-WANDB_FINISH_S = 120.0
+TRACKIO_NAME_FILE = "trackio_name.txt"
+FINISH_S = 120.0
+JUDGE_SUFFIX = "_with_taxonomy_feedback"
+
+
+class TrackioRun(Protocol):
+    """What we use of a trackio run; the package is optional."""
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingSettings:
+    wandb_project: str | None
+    trackio_project: str | None
 
 
 class RunLog:
     """Appends to `metrics.jsonl`, one object with `step` per call."""
 
-    def __init__(self, path: Path, wandb_run: wandb.Run | None = None) -> None:
+    def __init__(self, path: Path, wandb_run: wandb.Run | None = None, trackio_run: TrackioRun | None = None) -> None:
         self._path = path
         self._wandb_run = wandb_run
+        self._trackio_run = trackio_run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        metrics = with_aliases(metrics)
         finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         append_record(self._path, {"step": step, **finite})
         if self._wandb_run is not None:
             self._wandb_run.log(dict(metrics), step=step, commit=True)
+        if self._trackio_run is not None:
+            self._trackio_run.log({name: value for name, value in finite.items() if value is not None}, step=step)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds what the line of a step still lacked."""
@@ -50,26 +73,36 @@ class RunLog:
 
 
 @contextmanager
-def open_run_log(log_path: Path, *, project: str | None, name: str, config: Mapping[str, object]) -> Iterator[RunLog]:
-    """The log of the run in `log_path`, new or continued."""
-    path = log_path / "metrics.jsonl"
-    if project is None:
-        yield RunLog(path)
-        return
-    wandb_run = _wandb_run(log_path, project=project, name=name, config=config)
-    try:
-        yield RunLog(path, wandb_run)
-    finally:
-        finish(wandb_run)
+def open_run_log(log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]) -> Iterator[RunLog]:
+    """The log of the run in `log_path`, new or continued. What it opens it finishes, once."""
+    with ExitStack() as stack:
+        wandb_run = trackio_run = None
+        if settings.wandb_project is not None:
+            wandb_run = _wandb_run(log_path, project=project_name(settings.wandb_project), name=name, config=config)
+            stack.callback(finish, wandb_run, "wandb", "`wandb sync` sends the rest")
+        if settings.trackio_project is not None:
+            trackio_run = _trackio_run(log_path, project=settings.trackio_project, name=name, config=config)
+            stack.callback(finish, trackio_run, "trackio", "`trackio show` has what was written")
+        yield RunLog(log_path / "metrics.jsonl", wandb_run, trackio_run)
 
 
-def finish(wandb_run: wandb.Run) -> None:
-    """Uploads what is left. A network that is gone must not hold the process; the files stay, for `wandb sync`."""
-    uploading = threading.Thread(target=wandb_run.finish, daemon=True)
+def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
+    """Uploads what is left. A network that is gone must not hold the process; the files stay."""
+    uploading = threading.Thread(target=run.finish, daemon=True)
     uploading.start()
-    uploading.join(WANDB_FINISH_S)
+    uploading.join(FINISH_S)
     if uploading.is_alive():
-        logger.warning("wandb did not finish uploading within %g s; `wandb sync` sends the rest", WANDB_FINISH_S)
+        logger.warning("%s did not finish within %g s; %s", program, FINISH_S, advice)
+
+
+def project_name(project: str) -> str:
+    """Runs whose reward a judge has a part in (TAXONOMY_FEEDBACK=true, as the seeds say it) stay apart from the others.
+
+    >>> project_name("tau" + JUDGE_SUFFIX)  # never twice
+    'tau_with_taxonomy_feedback'
+    """
+    is_judged = os.environ.get("TAXONOMY_FEEDBACK", "").lower() == "true"
+    return project + JUDGE_SUFFIX if is_judged and not project.endswith(JUDGE_SUFFIX) else project
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:
@@ -84,7 +117,9 @@ def is_wall_clock(name: str) -> bool:
     [True, True, False]
     """
     name = name.removeprefix("test/")
-    return name.startswith(("time/", "generate/trajectory_time_")) or (name.startswith("environment/") and name.endswith("_s"))
+    if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith("_duration"):
+        return True
+    return name.startswith(("environment/", "env/all/")) and name.endswith("_s")
 
 
 def forget_from(path: Path, step: int) -> None:
@@ -115,3 +150,16 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
     except wandb.Error as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or drop wandb_project") from error
+
+
+def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
+    """A new run, or the one this folder already belongs to; trackio knows a run by its name, and keeps it on this machine."""
+    try:
+        import trackio  # pyright: ignore[reportMissingImports]  # optional
+    except ImportError as error:
+        raise ConfigError("trackio_project needs the package trackio: pip install trackio, or drop trackio_project") from error
+    name_file = log_path / TRACKIO_NAME_FILE
+    if not name_file.exists():
+        replace_text(name_file, name + "\n")
+    with redirect_stdout(io.StringIO()):  # it greets at length
+        return trackio.init(project=project, name=name_file.read_text().strip(), config=dict(config), resume="allow", embed=False)

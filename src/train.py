@@ -58,11 +58,16 @@ async def _train(config: TrainerConfig) -> int:
     from src.console import Display, terminal
     from src.run import run  # seconds of imports that --help and a typing mistake do not need
 
-    logging.getLogger().setLevel(logging.INFO)
-    for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "tinker", "urllib3"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    quieten()
     display = Display(terminal())
     return await until_signalled(run(config, display), display.say)
+
+
+def quieten() -> None:
+    """Our own loggers speak, third parties only of trouble."""
+    logging.getLogger().setLevel(logging.INFO)
+    for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:

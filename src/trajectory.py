@@ -65,6 +65,7 @@ class Trajectory:
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
     turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
+    conversation: list[Mapping[str, object]] = field(default_factory=list)  # the messages, for readers; what trains is `turns`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,15 +10,28 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TRAINER_LAYERS = [
-    {"trajectory", "errors", "limits", "advantages", "durable"},
-    {"config", "command_line", "chat"},
-    {"filters", "dynamic_sampling", "datums", "examples", "importance", "staleness", "metrics", "faults"},
-    {"policy", "backend", "tracking", "recorder", "checkpoints", "run_folder", "journal", "finished"},
+    {"trajectory", "errors", "limits", "advantages", "estimates", "durable"},
+    {"config", "command_line", "chat", "evaluate_config"},
+    {
+        "filters",
+        "curriculum",
+        "dynamic_sampling",
+        "datums",
+        "examples",
+        "importance",
+        "staleness",
+        "metrics",
+        "metric_names",
+        "faults",
+        "held_out",
+    },
+    {"policy", "backend", "endpoint", "tracking", "recorder", "exports", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
     {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console", "watchdog"},
     {"terminus2_trainer"},
     {"run", "train"},
+    {"evaluation_results", "evaluation_run", "evaluate"},
 ]
 SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
 SERVER_HTTP = [
@@ -33,6 +46,8 @@ THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
     "tinker": {"backend", "policy", "learner", "datums", "preparation"},
     "wandb": {"tracking"},
+    "trackio": {"tracking"},
+    "openai": {"endpoint"},
     "torch": set(),
     "tinker_cookbook": set(),
 }

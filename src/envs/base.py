@@ -31,3 +31,7 @@ class TaskSource(Protocol):
     def batch_ended(self, directory: Path) -> None:
         """Every trial below `directory` has ended; time to sum them up for a reader. Blocking."""
         ...
+
+    def text(self, token_ids: Sequence[int], clean: bool) -> str:
+        """What the model's tokens say, for dumps; `clean` leaves special tokens out."""
+        ...

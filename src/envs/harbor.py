@@ -128,6 +128,9 @@ class HarborTasks:
 
         write_job(directory, n_parallel_envs=self.settings.n_parallel_envs)
 
+    def text(self, token_ids: Sequence[int], clean: bool) -> str:
+        return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False)
+
 
 @cache
 def load_harbor() -> None:

@@ -32,6 +32,8 @@ class Session:
     llm: TinkerLLM
     stop_reason: StopReason | None = None  # None: the agent did not come to an end of its own
     error: TrainerError | None = None  # what ended the agent without a gradable result
+    num_commands: int = 0  # Terminus-2's tool calls
+    num_parse_failures: int = 0  # answers that were no such calls
 
 
 _sessions: dict[str, Session] = {}
@@ -77,7 +79,9 @@ class TrainingTerminus2(Terminus2):
     @override
     async def _handle_llm_interaction(self, *args: Any, **kwargs: Any) -> Any:
         interaction = await super()._handle_llm_interaction(*args, **kwargs)
-        _, is_task_complete, *_ = interaction
+        commands, is_task_complete, feedback, *_ = interaction
+        self.session.num_commands += len(commands)
+        self.session.num_parse_failures += feedback.startswith("ERROR")
         self._answers += 1
         self._is_confirmed = is_task_complete and self._pending_completion
         return interaction

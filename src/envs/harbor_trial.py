@@ -124,6 +124,7 @@ class HarborTrial:
             reward=reward,
             stop_reason=stop_reason,
             trial_name=self._name,
+            conversation=llm.conversation,
             metrics={
                 "duration_s": duration_s,
                 "environment_setup_s": _seconds(result.environment_setup),
@@ -132,6 +133,8 @@ class HarborTrial:
                 "prefix_breaks": float(llm.prefix_breaks),
                 "empty_completions": float(llm.empty_completions),
                 "subagent_turns": float(len(llm.subagent_turns)),
+                "tool_calls": float(session.num_commands),
+                "parse_failures": float(session.num_parse_failures),
             },
         )
 

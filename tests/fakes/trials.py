@@ -74,3 +74,6 @@ class FakeTasks:
 
     def batch_ended(self, directory: Path) -> None:
         self.ended.append(directory.name)
+
+    def text(self, token_ids: Sequence[int], clean: bool) -> str:
+        return " ".join(str(token) for token in token_ids if not (clean and token == 9))

@@ -124,6 +124,27 @@ def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(mod
     assert [line["state"] for line in lines(log_path / "journal.jsonl") if line["event"] == "ended"] == ["done"]
 
 
+def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compared(url: str, model_dir: Path, tmp_path: Path) -> None:
+    shared = [f"tasks_dir={QUICKSTART / 'train'}", "tasks=count-01,copy-01", "model_name=local/tiny", "environment_type=sandbox"]
+    shared += ["context_limit=2000", "max_tokens=24", "max_turns=2", "enable_summarize=false", "n_samples=2"]
+
+    def evaluate(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "src.evaluate", *options]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    ours = evaluate(*shared, "backend=skyrl-tx", f"skyrl_tx_url={url}", f"tokenizer={model_dir}", f"log_path={tmp_path / 'ours'}")
+    theirs = evaluate(*shared, f"base_url={url}/v1", f"log_path={tmp_path / 'theirs'}", f"compare_with={tmp_path / 'ours'}")
+    for done in (ours, theirs):
+        assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+        assert "pass@1: " in done.stdout and "trials: 4 graded" in done.stdout
+    assert "paired over 2 tasks" in theirs.stdout
+    for name in ("ours", "theirs"):
+        results = json.loads((tmp_path / name / "results.json").read_text())
+        assert [task["graded"] for task in results["tasks"]] == [2, 2]
+        assert results["metrics"]["test/env/all/turns"] == 2
+        assert json.loads((tmp_path / name / "jobs" / "eval_000000" / "result.json").read_text())["n_total_trials"] == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -83,6 +83,7 @@ def test_the_seeds_own_recipe_is_accepted():
         (["max_staleness=1", "batch_size=4", "max_groups_in_flight=3"], "max_groups_in_flight=3 is below batch_size=4"),
         (["max_staleness=1", "loss_fn=importance_sampling"], "use ppo or cispo, or set allow_unclipped_staleness=true"),
         (["max_staleness=1", "dynamic_sampling=filter"], "max_staleness > 0 and dynamic_sampling=filter exclude each other"),
+        (["max_staleness=1", "task_sampling=signal"], "plays tasks in the order of the schedule; drop task_sampling=signal"),
         (["stream_groups=true"], "cannot go with loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean"),
         (["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"], "cannot go with tis=token, which needs the whole batch"),
         (["failed_trial_reward=1"], "failed_trial_reward=1: not a value of"),

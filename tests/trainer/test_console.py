@@ -23,7 +23,7 @@ def group(name, *rewards, failures=()):
 
 
 def evaluation(step, *groups):
-    return Evaluation(step=step, groups=list(groups), metrics={})
+    return Evaluation(step=step, groups=list(groups), metrics={}, rates={})
 
 
 def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():

@@ -2,8 +2,18 @@ import random
 
 import pytest
 
-from src.dynamic_sampling import NOTHING, DynamicSamplingSettings, is_good, refill, sampled, sampling_metrics, with_bad_replaced
+from src.dynamic_sampling import (
+    NOTHING,
+    DynamicSamplingSettings,
+    is_good,
+    refill,
+    sample_groups,
+    sampled,
+    sampling_metrics,
+    with_bad_replaced,
+)
 from src.errors import TrainerError
+from src.filters import FilterSettings
 from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 
@@ -84,3 +94,22 @@ def test_a_refill_depends_on_seed_step_and_attempt_alone():
     tasks = list(range(20))
     assert refill(tasks, 4, seed=0, step=1, attempt=1) == refill(tasks, 4, seed=0, step=1, attempt=1)
     assert refill(tasks, 4, seed=0, step=1, attempt=1) != refill(tasks, 4, seed=0, step=1, attempt=2)
+
+
+async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
+    played = {0: [*good("a"), *bad("b")], 1: bad("c"), 2: good("d")}
+    asked = []
+
+    async def play(tasks, attempt):
+        return played[attempt]
+
+    def refills(state, wanted):
+        asked.append((state.num_batches, wanted - len(state.kept), names(state.played)))
+        return [task("x")]
+
+    filters = FilterSettings(
+        remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering="off"
+    )
+    state = await sample_groups(play, [task("a"), task("b")], refills, settings("filter"), filters, step=1)
+    assert asked == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
+    assert names(state.kept) == ["a", "d"]

@@ -17,3 +17,11 @@ def test_sigkill_at_random_points_changes_nothing(tmp_path, mode):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "9 of 9 runs ended as" in done.stdout
+
+
+def test_sigkill_changes_nothing_where_tasks_are_chosen_by_what_was_learned_of_them(tmp_path):
+    options = ("task_sampling=signal", "exploration_floor=0.5", "dynamic_sampling=filter")
+    command = [sys.executable, "-m", "tests.fakes.killable", str(tmp_path), "2", "3", "synchronous", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 runs ended as the unbroken one" in done.stdout

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -159,3 +160,15 @@ def test_held_out_rewards_by_family_where_there_are_families():
 @pytest.mark.parametrize(("task_id", "name"), [("count-lines-03", "count-lines"), ("org/copy_7", "copy"), ("hello", "hello"), ("42", "42")])
 def test_a_family_is_an_id_without_its_number(task_id, name):
     assert family(task_id) == name
+
+
+def test_what_environments_measure_is_summed_up_by_its_name_and_averaged_per_trial():
+    members = [
+        replace(trajectory(turns=[turn([1], [2])]), metrics={"calls": count, "score_max": count, "parse_failures": 0}) for count in (1, 3)
+    ]
+    metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=members)], group_size=2)
+    assert (metrics["environment/calls"], metrics["environment/score_max"]) == (4, 3)
+    assert (metrics["env/all/calls"], metrics["env/all/score_max"]) == (2, 2)
+    assert metrics["reward/parse_failure_rate"] == 0
+    failed = replace(members[0], metrics={"parse_failures": 1.0}, turns=[turn([1], [2])] * 3)
+    assert group_metrics([TrajectoryGroup(task=task("a"), trajectories=[failed])], group_size=1)["reward/parse_failure_rate"] == 1 / 3

@@ -13,7 +13,7 @@ from src.command_line import parse
 from src.console import Display
 from src.errors import ConfigError, TrainerError
 from src.run import Parts, logging_to_file, run
-from src.trajectory import FailureKind
+from src.trajectory import FailureKind, Task
 from tests.fakes.backend import BanditBackend
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
@@ -297,3 +297,23 @@ async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
     records = bench.lines("metrics.jsonl")
     assert records[1]["optim/kl_policy_base"] == pytest.approx(0, abs=1e-6)
     assert records[2]["optim/kl_policy_base"] != 0
+
+
+async def test_a_held_out_copy_of_a_training_task_is_refused_before_anything_is_written(tmp_path):
+    bench = Bench(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "tests" / "test.sh").write_text("exit 0")
+    bench.source.train = [Task(id="a", path=tmp_path / "a", instruction="do it")]
+    bench.source.eval = [Task(id="b", path=tmp_path / "b", instruction="do it")]
+    with pytest.raises(ConfigError, match="held-out tasks were trained on: b is training task a under another name"):
+        await bench.go()
+    assert not bench.path.exists()
+
+
+async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("eval_before_train=false", "max_steps=1")
+    assert [record["step"] for record in bench.lines("metrics.jsonl")] == [1]
+    assert {"test/pass_at_1", "test/pass_at_1_low", "test/pass_hat_4"} <= set(bench.lines("metrics.jsonl")[0])
+    assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}

@@ -8,11 +8,16 @@ import types
 import pytest
 
 from src.errors import ConfigError
-from src.tracking import forget_from, open_run_log, recorded
+from src.metric_names import with_aliases
+from src.tracking import TrackingSettings, forget_from, open_run_log, project_name, recorded
+
+NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
+WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
+TRACKIO = TrackingSettings(wandb_project=None, trackio_project="p")
 
 
 def log(path, steps, *, repeat_from=0):
-    with open_run_log(path, project=None, name="n", config={}) as run_log:
+    with open_run_log(path, NOWHERE, name="n", config={}) as run_log:
         run_log.forget_from(repeat_from)
         for step in steps:
             run_log.log(step, {"reward": step / 10})
@@ -29,7 +34,7 @@ def test_each_step_is_one_object(tmp_path):
 
 
 def test_what_is_not_a_number_stays_valid_json(tmp_path):
-    with open_run_log(tmp_path, project=None, name="n", config={}) as run_log:
+    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
         run_log.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
@@ -42,7 +47,7 @@ def test_steps_that_are_repeated_are_logged_once(tmp_path):
 
 
 def test_a_line_can_be_completed(tmp_path):
-    with open_run_log(tmp_path, project=None, name="n", config={}) as run_log:
+    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
         run_log.log(0, {"reward": 0.5})
         run_log.log(1, {"reward": 0.25, "odd": math.nan})
         run_log.amend(1, {"test/reward": 1.0})
@@ -60,9 +65,10 @@ def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from src.tracking import open_run_log
+from src.tracking import TrackingSettings, open_run_log
+settings = TrackingSettings(wandb_project="p", trackio_project=None)
 for start in (0, 2):
-    with open_run_log(Path(sys.argv[1]), project="p", name="my-run", config={"seed": 1}) as log:
+    with open_run_log(Path(sys.argv[1]), settings, name="my-run", config={"seed": 1}) as log:
         log.forget_from(start)
         log.log(start, {"reward": 0.5})
         log.log(start + 1, {"reward": 0.75})
@@ -107,7 +113,7 @@ def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_pat
     fake = FakeWandb(is_down=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="wandb: no network; log in"), open_run_log(tmp_path, project="p", name="n", config={}):
+        with pytest.raises(ConfigError, match="wandb: no network; log in"), open_run_log(tmp_path, WANDB, name="n", config={}):
             pass
     assert len(set(fake.ids)) == 1 and fake.ids[0]
 
@@ -115,8 +121,73 @@ def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_pat
 def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypatch, caplog):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("src.tracking.WANDB_FINISH_S", 0.05)
-    with open_run_log(tmp_path, project="p", name="n", config={}):
+    monkeypatch.setattr("src.tracking.FINISH_S", 0.05)
+    with open_run_log(tmp_path, WANDB, name="n", config={}):
         pass
-    assert "wandb did not finish uploading within 0.05 s" in caplog.text
+    assert "wandb did not finish within 0.05 s" in caplog.text
     fake.released.set()
+
+
+class FakeTrackio(types.ModuleType):
+    """`trackio` as its version 0.43 behaves: a run is known by project and name."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.runs = {}
+        self.finished = 0
+
+    def init(self, *, project, name, config, resume, embed):
+        assert resume == "allow" and not embed
+        print("* Trackio project initialized")
+        self.lines = self.runs.setdefault((project, name), [])
+        return self
+
+    def log(self, metrics, step=None):
+        self.lines.append((step, metrics))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_now(tmp_path, monkeypatch, capsys):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    for start, name in ((0, "monday"), (1, "tuesday")):
+        with open_run_log(tmp_path, TRACKIO, name=name, config={}) as run_log:
+            run_log.log(start, {"reward": 0.5, "odd": math.nan})
+        assert fake.finished == start + 1
+    assert fake.runs == {("p", "monday"): [(0, {"reward": 0.5}), (1, {"reward": 0.5})]}
+    assert capsys.readouterr().out == ""
+
+
+def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match="pip install trackio"), open_run_log(tmp_path, TRACKIO, name="n", config={}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "project", "expected"),
+    [
+        ("true", "tau", "tau_with_taxonomy_feedback"),
+        ("True", "tau_with_taxonomy_feedback", "tau_with_taxonomy_feedback"),
+        ("1", "tau", "tau"),
+        ("", "tau", "tau"),
+    ],
+)
+def test_judged_runs_have_a_project_of_their_own(value, project, expected, monkeypatch):
+    monkeypatch.setenv("TAXONOMY_FEEDBACK", value)
+    assert project_name(project) == expected
+
+
+def test_the_names_of_others_stand_beside_ours_and_never_change_them():
+    ours = {"progress/batch": 3.0, "env/all/reward/total": 0.5, "test/reward/avg_pass_at_4": 0.75, "time/total": 1.0}
+    names = with_aliases(ours)
+    assert list(names)[:4] == list(ours) and names | ours == names
+    assert {
+        "trainer/global_step": 3.0,
+        "generation/avg_reward": 0.5,
+        "eval/all/pass_at_4": 0.75,
+        "timing/step": 1.0,
+    }.items() <= names.items()
+    assert list(with_aliases(names | {"late": 1.0})) == list(with_aliases(ours | {"late": 1.0}))

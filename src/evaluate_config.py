@@ -1,0 +1,92 @@
+"""The options of `python -m src.evaluate`. Those of a trial are the trainer's own, with its defaults and its rules."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import chz
+
+from src.config import TrainerConfig
+
+_DEFAULTS = inspect.signature(TrainerConfig).parameters
+
+
+def _trainers(name: str, *, doc: str = "") -> Any:
+    """The trainer's option of that name, its default and, unless `doc` says otherwise, its meaning included."""
+    return chz.field(default=_DEFAULTS[name].default, doc=doc or chz.chz_fields(TrainerConfig)[name]._doc)
+
+
+@chz.chz
+class EvaluateConfig:
+    """Options of `python -m src.evaluate key=value ...`."""
+
+    model_name: str | None = chz.field(default=None, doc="Model as the server or the endpoint names it; not needed with results=")
+    tasks_dir: str | None = chz.field(default=None, doc="Folder of Harbor task folders to evaluate on; not needed with results=")
+    tasks: list[str] | None = chz.field(default=None, doc="Only these tasks of tasks_dir: ids or globs; None: all")
+    train_data: str | None = chz.field(
+        default=None,
+        doc="Run folder or folder of tasks that no evaluated task may share its content with; None: the run folder given as checkpoint",
+    )
+    checkpoint: str | None = chz.field(
+        default=None, doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: the base model"
+    )
+    base_url: str | None = chz.field(
+        default=None, doc="An OpenAI-compatible endpoint to evaluate instead, e.g. http://127.0.0.1:8000/v1; its key is OPENAI_API_KEY's"
+    )
+    compare_with: str | None = chz.field(
+        default=None, doc="Compare task by task with: another evaluation's folder, a checkpoint (as above), or base"
+    )
+    results: str | None = chz.field(default=None, doc="Folder of an evaluation that was played already, to be compared; nothing is played")
+
+    n_samples: int = chz.field(default=4, doc="Trials per task")
+    temperature: float = _trainers("temperature", doc="Sampling temperature")
+    seed: int = _trainers("seed", doc="Seed of every sample")
+
+    backend: Literal["tinker", "skyrl-tx"] = _trainers("backend")
+    skyrl_tx_url: str | None = _trainers("skyrl_tx_url")
+    tinker_base_url: str | None = _trainers("tinker_base_url")
+    tokenizer: str | None = _trainers("tokenizer")
+    logs_dir: str = _trainers("logs_dir")
+    log_path: str | None = chz.field(default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>")
+
+    max_turns: int | None = _trainers("max_turns")
+    max_tokens: int = _trainers("max_tokens")
+    context_limit: int = _trainers("context_limit")
+    max_input_length: int | None = _trainers("max_input_length")
+    max_length_stops: int = _trainers("max_length_stops")
+    enable_summarize: bool = _trainers("enable_summarize")
+    proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
+    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers("environment_type")
+    environment_kwargs: list[str] | None = _trainers("environment_kwargs")
+    n_parallel_envs: int = _trainers("n_parallel_envs")
+    trial_timeout_sec: float | None = _trainers("trial_timeout_sec")
+    trial_attempts: int = _trainers("trial_attempts")
+    retry_wait_sec: float = _trainers("retry_wait_sec")
+    max_failure_rate: float = chz.field(default=0.5, doc="Fail, results written, when more than this share of the trials had no grade")
+
+    @property
+    def trials(self) -> TrainerConfig:
+        """The trainer's view of these trials. ValueError where the trainer would refuse them."""
+        assert self.model_name is not None and self.tasks_dir is not None
+        shared = {name: getattr(self, name) for name in chz.chz_fields(EvaluateConfig) if name in _DEFAULTS and name != "log_path"}
+        if self.base_url is not None:  # a server of one's own, whose context nobody knows
+            shared |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url}
+        return TrainerConfig(**shared, eval_split=0.0)
+
+    @chz.validate
+    def _something_is_evaluated(self) -> None:
+        if self.results is not None:
+            if self.compare_with is None:
+                raise ValueError("results= is an evaluation that was played already; add compare_with=<another evaluation's folder>")
+            return
+        for name in ("model_name", "tasks_dir"):
+            if getattr(self, name) is None:
+                raise ValueError(f"missing: {name}; e.g. {name}=..., or --help")
+        if self.base_url is not None and self.checkpoint is not None:
+            raise ValueError("base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url={self.base_url} is no address; write base_url=http://host:port/v1")
+        if self.n_samples < 1:
+            raise ValueError(f"n_samples must be at least 1, not {self.n_samples}")
+        assert self.trials

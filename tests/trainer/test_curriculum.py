@@ -1,0 +1,70 @@
+import pytest
+
+from scripts.bench.signal_sampling import simulated
+from src.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_record, to_record
+from src.trajectory import TrajectoryGroup
+from tests.fakes.trials import failure, task, trajectory
+
+SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)
+TASKS = [task(name) for name in "abcdefgh"]
+
+
+def group(name, *rewards):
+    return TrajectoryGroup(
+        task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=[] if rewards else [failure()]
+    )
+
+
+def test_evidence_adds_up_and_fades():
+    state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
+    assert (state.of(task("a")).solved, state.of(task("a")).failed) == (MEMORY * 1 + 2, MEMORY * 3 + 2)
+    assert state.of(task("b")).mean == 0.5
+
+
+def test_a_group_without_a_grade_says_nothing_but_had_its_turn():
+    before = Curriculum().after([group("a", 1, 0)])
+    after = before.after([group("a")])
+    assert (after.of(task("a")).solved, after.of(task("a")).failed) == (before.of(task("a")).solved, before.of(task("a")).failed)
+    assert after.of(task("a")).last_played == 1
+
+
+def test_the_tasks_near_one_half_are_taken_and_one_in_four_is_the_longest_unplayed():
+    state = Curriculum()
+    for _ in range(8):
+        state = state.after([group(name, *([0] * 8)) for name in "abcde"] + [group(name, *([1] * 4 + [0] * 4)) for name in "fgh"])
+    chosen = [task.id for task in state.choose(TASKS, 4, SIGNAL, step=1, attempt=0)]
+    assert chosen[0] == "a" and set(chosen[1:]) == {"f", "g", "h"}
+
+
+def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
+    state = Curriculum().after([group("a", 1, 0), group("b", 0, 0)])
+
+    def chosen(state=state, tasks=TASKS, **place):
+        return [task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "attempt": 0} | place))]
+
+    assert chosen() == chosen(from_record(to_record(state))) == chosen(tasks=TASKS[::-1])
+    assert len({tuple(chosen(step=step)) for step in range(10)}) > 1
+    assert chosen() != chosen(attempt=1)
+    assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
+
+
+def test_the_state_survives_its_record():
+    state = Curriculum().after([group("a", 1, 0, 0), group("b", 1)]).after([group("a", 1)])
+    assert from_record(to_record(state)) == state
+    assert from_record({}) == Curriculum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_of_mostly_hopeless_tasks_gives_twice_the_signal_and_every_task_is_visited(seed):
+    size = {"num_tasks": 100, "batch_size": 8, "group_size": 8, "num_steps": 150, "seed": seed}
+    uniform = simulated("uniform", floor=0.1, **size)
+    signal = simulated("signal", floor=0.1, **size)
+    assert signal.informative >= 2 * uniform.informative
+    assert signal.num_visited == uniform.num_visited == 100
+
+
+def test_the_pool_in_numbers():
+    state = Curriculum().after([group("a", *([0] * 16)), group("b", *([1] * 16)), group("c", 1, 0)])
+    assert curriculum_metrics(state, TASKS, SIGNAL) == {
+        **{"curriculum/tasks_unplayed": 5, "curriculum/tasks_hard": 1, "curriculum/tasks_mid": 1, "curriculum/tasks_easy": 1}
+    }

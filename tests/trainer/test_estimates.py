@@ -1,0 +1,107 @@
+from fractions import Fraction
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from scripts.bench.interval_coverage import POOLS, coverage
+from src.estimates import Tally, compared, mean_rate, pass_at_k, pass_hat_k, pass_rates, sign_flip_p_value, student_quantile
+
+
+@pytest.mark.parametrize("graded", range(1, 9))
+def test_pass_at_k_and_pass_hat_k_agree_with_counting_every_choice_of_k_trials(graded):
+    for solved in range(graded + 1):
+        outcomes = [1] * solved + [0] * (graded - solved)
+        for k in range(1, graded + 1):
+            choices = list(combinations(outcomes, k))
+            tally = Tally(solved=solved, graded=graded)
+            assert pass_at_k(tally, k) == pytest.approx(np.mean([max(choice) for choice in choices]))
+            assert pass_hat_k(tally, k) == pytest.approx(np.mean([min(choice) for choice in choices]))
+
+
+def test_pass_at_k_and_pass_hat_k_are_unbiased():
+    rate, graded, k = 0.3, 5, 3
+    expected = {"at": 0.0, "hat": 0.0}
+    for outcomes in product([0, 1], repeat=graded):
+        chance = float(np.prod([rate if outcome else 1 - rate for outcome in outcomes]))
+        tally = Tally(solved=sum(outcomes), graded=graded)
+        expected["at"] += chance * pass_at_k(tally, k)
+        expected["hat"] += chance * pass_hat_k(tally, k)
+    assert expected["at"] == pytest.approx(1 - 0.7**3)
+    assert expected["hat"] == pytest.approx(0.3**3)
+
+
+@pytest.mark.parametrize("pool", ["even", "hard", "bimodal", "alike"])
+@pytest.mark.parametrize("size", [(20, 8), (40, 4), (100, 4)])
+def test_intervals_of_pass_at_1_hold_the_truth_93_to_97_times_in_100(pool, size):
+    assert 0.93 <= coverage(POOLS[pool], size, "pass_at_1", repeats=1500, seed=1) <= 0.97
+
+
+@pytest.mark.parametrize("kind", ["pass_at_n", "pass_hat_n"])
+@pytest.mark.parametrize("pool", ["even", "bimodal"])
+def test_intervals_of_the_other_rates_hold_the_truth_as_often(pool, kind):
+    assert 0.93 <= coverage(POOLS[pool], (100, 4), kind, repeats=1500, seed=1) <= 0.97
+
+
+def test_trials_of_one_task_are_not_counted_as_if_they_were_independent():
+    alike = mean_rate([1.0] * 5 + [0.0] * 5, num_trials=80)
+    spread = mean_rate([0.5] * 10, num_trials=80)
+    assert alike.high - alike.low > 0.5
+    assert 0.15 < spread.high - spread.low < 0.6
+
+
+def test_an_interval_has_a_width_even_where_every_trial_was_solved():
+    estimate = mean_rate([1.0] * 20, num_trials=80)
+    assert estimate.value == 1 and estimate.high == pytest.approx(1) and 0.8 < estimate.low < 0.9
+    assert (mean_rate([0.5], num_trials=4).low, mean_rate([0.5], num_trials=4).high) == (0, 1)
+
+
+def test_tasks_with_too_few_graded_trials_are_left_out_and_show_in_num_tasks():
+    rates = pass_rates([Tally(solved=2, graded=4), Tally(solved=1, graded=1), Tally(solved=0, graded=0)], group_size=4)
+    assert list(rates) == ["pass_at_1", "pass_at_2", "pass_hat_2", "pass_at_4", "pass_hat_4"]
+    assert (rates["pass_at_1"].value, rates["pass_at_1"].num_tasks) == (0.75, 2)
+    assert (rates["pass_at_4"].value, rates["pass_at_4"].num_tasks) == (1.0, 1)
+    assert pass_rates([Tally(solved=0, graded=0)], group_size=4) == {}
+
+
+def test_sizes_are_the_powers_of_two_and_the_group_itself():
+    assert list(pass_rates([Tally(solved=2, graded=6)], group_size=6))[1:] == [
+        *("pass_at_2", "pass_hat_2", "pass_at_4", "pass_hat_4", "pass_at_6", "pass_hat_6")
+    ]
+    assert list(pass_rates([Tally(solved=1, graded=1)], group_size=1)) == ["pass_at_1"]
+
+
+def test_the_sign_flip_test_agrees_with_trying_every_flip():
+    values = [Fraction(1, 4), Fraction(-1, 2), Fraction(3, 4), Fraction(1, 3), Fraction(0)]
+    sums = [abs(sum(sign * value for sign, value in zip(signs, values, strict=True))) for signs in product([1, -1], repeat=5)]
+    assert sign_flip_p_value(values) == pytest.approx(np.mean([total >= abs(sum(values)) for total in sums]))
+    assert sign_flip_p_value([Fraction(0)] * 3) == 1.0
+
+
+def test_a_comparison_is_paired_by_task():
+    before = [Tally(solved=count, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
+    after = [Tally(solved=count + 1, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
+    comparison = compared(before, after)
+    assert (comparison.first, comparison.second) == (0.375, 0.625)
+    assert (comparison.difference.value, comparison.difference.low, comparison.difference.high) == (0.25, 0.25, 0.25)
+    assert comparison.p_value == pytest.approx(2 / 2**8)
+    assert (comparison.num_better, comparison.num_worse) == (8, 0)
+    assert compared([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)]) == comparison
+
+
+def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
+    rng = np.random.default_rng(3)
+    held = rejected = 0
+    for _ in range(600):
+        chances = rng.beta(1, 1, size=20)
+        first, second = ([Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2))
+        comparison = compared(first, second)
+        held += comparison.difference.low <= 0 <= comparison.difference.high
+        rejected += comparison.p_value < 0.05
+    assert 0.93 <= held / 600 <= 0.97
+    assert rejected / 600 <= 0.06
+
+
+@pytest.mark.parametrize(("degrees", "exact", "within"), [(2, 4.3027, 0.04), (4, 2.7764, 0.003), (9, 2.2622, 0.0002), (99, 1.9842, 0.0001)])
+def test_students_quantile(degrees, exact, within):
+    assert student_quantile(0.975, degrees) == pytest.approx(exact, rel=within)

@@ -1,0 +1,171 @@
+import asyncio
+import io
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from src.checkpoints import Checkpoint, append
+from src.command_line import parse_as
+from src.console import Display
+from src.errors import ConfigError, RubbleError
+from src.evaluate import main
+from src.evaluate_config import EvaluateConfig
+from src.evaluation_run import Evaluated, run
+from src.held_out import write_hashes
+from src.policy import Policy
+from src.trajectory import FailureKind, Task
+from tests.fakes.trials import FakeTasks, failure, trajectory, turn
+
+SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1", "model_name=m", "tasks_dir=t", "retry_wait_sec=0", "n_parallel_envs=4"]
+TASKS = [Task(id=f"say-{number:02d}", path=Path("tasks") / str(number), instruction=f"say {number}") for number in range(8)]
+
+
+EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+
+
+class Bench:
+    """Evaluations on fakes. `solves(checkpoint, task, member)` is what the policy can do."""
+
+    def __init__(self, path, solves, *, lost=()):
+        self.path = path / "evaluation"
+        self.text = io.StringIO()
+        self.opened = []
+        self.played = 0
+        self._solves, self._lost = solves, lost
+        self.tasks = TASKS
+
+    async def go(self, *options):
+        config = parse_as(EvaluateConfig, [*SERVER, f"log_path={self.path}", *options])
+        await run(config, Display(Console(file=self.text, width=200)), open_evaluated=self._open)
+
+    @asynccontextmanager
+    async def _open(self, config, checkpoint):
+        self.opened.append(checkpoint)
+        members = {}
+
+        async def play(trial, policy):
+            self.played += 1
+            member = members[trial.task.id] = members.get(trial.task.id, -1) + 1
+            name = f"{trial.task.id}-{member}"
+            if (trial.task.id, member) in self._lost:
+                return failure(trial.task.id, FailureKind.BACKEND, "gone")
+            reward = float(self._solves(checkpoint, trial.task.id, member))
+            return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
+
+        yield Evaluated(policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play))
+
+    def results(self, name="results.json"):
+        return json.loads((self.path / name).read_text())
+
+
+def first_half(checkpoint, task, member):
+    return member < 2
+
+
+async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    await bench.go("n_samples=4")
+    results = bench.results()
+    assert results["evaluated"] == "m"
+    assert {name: rate["value"] for name, rate in results["rates"].items()} == pytest.approx(
+        {"pass_at_1": 0.5, "pass_at_2": 5 / 6, "pass_hat_2": 1 / 6, "pass_at_4": 1.0, "pass_hat_4": 0.0}
+    )
+    assert results["rates"]["pass_at_1"]["low"] < 0.5 < results["rates"]["pass_at_1"]["high"]
+    assert [(task["id"], task["solved"], task["graded"]) for task in results["tasks"]] == [(task.id, 2, 4) for task in TASKS]
+    assert results["metrics"]["test/env/all/turns"] == 1
+    text = bench.text.getvalue()
+    assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "ended by stop 100%" in text
+    assert (bench.path / "rollouts" / "eval_000000.jsonl").exists() and (bench.path / "jobs" / "eval_000000").is_dir()
+
+
+async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
+    bench = Bench(tmp_path, lambda *_: True, lost={("say-00", 3), ("say-01", 0)})
+    await bench.go("n_samples=4", "trial_attempts=1")
+    results = bench.results()
+    assert results["rates"]["pass_at_1"] == pytest.approx(
+        {"value": 1.0, "low": results["rates"]["pass_at_1"]["low"], "high": 1, "num_tasks": 8}
+    )
+    assert results["rates"]["pass_hat_4"]["num_tasks"] == 6
+    assert results["tasks"][0] | {"content": ""} == {
+        **{"id": "say-00", "content": "", "solved": 3, "graded": 3, "rewards": [1.0] * 3, "failures": {"backend": 1}}
+    }
+    assert "trials: 30 graded, 2 without a grade, in no rate above: backend 2" in bench.text.getvalue()
+
+
+async def test_too_many_lost_trials_are_an_error_and_only_they_are_played_again(tmp_path):
+    lost = {(task.id, member) for task in TASKS for member in (0, 1, 2)}
+    bench = Bench(tmp_path, first_half, lost=lost)
+    with pytest.raises(RubbleError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"):
+        await bench.go("n_samples=4", "trial_attempts=1")
+    bench._lost, bench.played = (), 0
+    await bench.go("n_samples=4", "trial_attempts=1")
+    assert bench.played == 24
+    assert bench.results()["metrics"]["test/trials/graded"] == 32
+    with pytest.raises(ConfigError, match="holds another evaluation"):
+        await bench.go("n_samples=8", "trial_attempts=1")
+
+
+async def test_a_held_out_set_that_was_trained_on_is_refused_whatever_it_is_called(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    append(folder, Checkpoint(name="7", batch=7, epoch=0, final=True, state_path="tinker://r/weights/7", sampler_path="tinker://r/s/7"))
+    for name in ("a", "b"):
+        for part, content in (("environment", "FROM x"), ("tests", f"grade {name}")):
+            (tmp_path / name / part).mkdir(parents=True)
+            (tmp_path / name / part / "file").write_text(content)
+    copy = Task(id="copied", path=tmp_path / "a", instruction="do  it\n")
+    bench = Bench(tmp_path, first_half)
+    write_hashes(folder, [Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
+    bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
+    with pytest.raises(ConfigError, match="copied is training task original under another name"):
+        await bench.go(f"checkpoint={folder}")
+    assert not bench.path.exists()
+    await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")  # the same name, another content
+    assert bench.opened[-1] == "tinker://r/s/7"
+
+
+async def test_two_checkpoints_are_compared_task_by_task(tmp_path):
+    bench = Bench(tmp_path, lambda checkpoint, task, member: member < (1 if checkpoint is None else 3))
+    await bench.go("n_samples=4", "checkpoint=tinker://r/sampler_weights/2", "compare_with=base")
+    comparison = bench.results("comparison.json")
+    assert (comparison["first_name"], comparison["second_name"]) == ("m", "tinker://r/sampler_weights/2")
+    assert bench.opened == ["tinker://r/sampler_weights/2", None]
+    assert "success 25.0% -> 75.0%, difference +50.0 points" in bench.text.getvalue()
+    assert "8 tasks better, 0 worse; p = 0.00781 (exact sign-flip test)" in bench.text.getvalue()
+
+
+def test_two_evaluations_that_were_played_are_compared_without_a_server(tmp_path, capsys):
+    first, second = Bench(tmp_path / "1", lambda *_: False), Bench(tmp_path / "2", first_half)
+    asyncio.run(first.go("n_samples=2"))
+    asyncio.run(second.go("n_samples=4", "tasks=say-00,say-01"))
+    assert main([f"results={first.path}", f"compare_with={second.path}"]) == 0
+    said = capsys.readouterr().out
+    assert "m -> m, paired over 2 tasks" in said and "left out: 6 tasks" in said and "difference +50.0 points" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["modle_name=x"], "error: unknown option 'modle_name'; did you mean model_name?"),
+        (["model_name=m"], "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
+        (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
+        (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1 or None, not 0"),
+        ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
+        ([*SERVER, "checkpoint=/no/such"], "error: /no/such is no tinker:// path and no run folder with a checkpoint; give one of them"),
+        ([*SERVER, "checkpoint=tinker://r/weights/2"], "error: tinker://r/weights/2 is a training state; evaluate its sampler: tinker://r/sampler_weights/2"),
+        (["results=/no/such"], "error: results= is an evaluation that was played already; add compare_with=<another evaluation's folder>"),
+        (["results=/no/such", "compare_with=/none"], "error: /no/such holds no results.json of an evaluation; give the folder of one"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(argv, line, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) in (1, 2)
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_help_takes_the_trainers_defaults(capsys):
+    assert main(["--help"]) == 0
+    assert "max_tokens = 1024" in capsys.readouterr().out
