@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -25,6 +26,7 @@ from scripts.bench.hostile_world import (
     JSON,
     PROTOBUF,
     VOCABULARY,
+    Tenant,
     World,
     chat_json,
     mutated_bytes,
@@ -40,6 +42,8 @@ from tests.fakes.bodies import ROUTES
 
 MAX_UNDER_WAY = 400
 BURST = 2000
+BURST_PART = 100
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=200)
 BURST_EVERY_S = 180.0
 
 
@@ -292,19 +296,32 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def burst(world: World) -> None:
-    """2,000 samples at once; every one of them must come back."""
+    """2,000 samples at once; every one of them must come back. In parts, each with connections of its own: a pool is slow to search."""
     tenant = await new_tenant(world)
-    settings = {"max_tokens": 2, "temperature": 1.0}
-
-    async def one(index: int) -> None:
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
-        body = {"sampling_session_id": tenant.sampler_id, "seq_id": index, "num_samples": 1, "prompt": prompt, "sampling_params": settings}
-        result = await world.made("asample", body)
-        if "sequences" not in result:
-            world.fault(f"burst: sample {index} failed: {str(result)[:200]}")
-
-    await asyncio.gather(*(one(index) for index in range(BURST)))
+    heartbeat = asyncio.create_task(_heartbeat(world, tenant))
+    await asyncio.gather(*(_part_of_burst(world, tenant, range(first, first + BURST_PART)) for first in range(0, BURST, BURST_PART)))
+    heartbeat.cancel()
     await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
+
+
+async def _heartbeat(world: World, tenant: Tenant) -> None:
+    while True:
+        await asyncio.sleep(10)
+        await world.post("session_heartbeat", {"session_id": tenant.session_id})
+
+
+async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
+    async with httpx.AsyncClient(base_url=world.http.base_url, timeout=ANSWER_WITHIN_S, limits=UNLIMITED) as http:
+        part = replace(world, http=http)  # one book for all: the counters and the list of faults are shared
+
+        async def one(index: int) -> None:
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
+            body = {"sampling_session_id": tenant.sampler_id, "seq_id": index, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+            result = await part.made("asample", body)
+            if "sequences" not in result:
+                part.fault(f"burst: sample {index} failed: {str(result)[:200]}")
+
+        await asyncio.gather(*(one(index) for index in indices))
 
 
 ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
@@ -338,8 +355,7 @@ def report(world: World) -> None:
 
 async def main(url: str, seconds: float, rate: float, seed: int) -> None:
     address = httpx.URL(url)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_WITHIN_S, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_WITHIN_S, limits=UNLIMITED) as http:
         world = World(http=http, host=address.host, port=address.port or 80, random=random.Random(seed))
         slots, began, made = asyncio.Semaphore(MAX_UNDER_WAY), time.monotonic(), 0
         next_burst, next_report = began + 10, began + 60
