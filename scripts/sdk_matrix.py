@@ -7,6 +7,7 @@ unless `url` names one, and runs `sdk_smoke.py` in each. Prints one line per ver
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,13 +70,28 @@ def run(version: str, venv: Path, url: str) -> bool:
     return right
 
 
+def find_uv() -> str:
+    """uv from PATH, or the copy that scripts/setup.sh fetched."""
+    found = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".cache" / "uv" / "bin"))
+    if found is None:
+        raise SystemExit("sdk_matrix: no uv; run scripts/setup.sh")
+    return found
+
+
 def make_venv(version: str, venv: Path) -> str:
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
-        subprocess.run(["uv", "venv", "--quiet", "--python", "3.12", str(venv)], check=True)
+        subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, str(venv)], check=True)
     packages = [f"tinker=={version}", "orjson"]  # 0.18.0 imports orjson without asking for it
-    subprocess.run(["uv", "pip", "install", "--quiet", "--python", python, *packages], check=True)
+    subprocess.run([find_uv(), "pip", "install", "--quiet", "--python", python, *packages], check=True)
     return python
+
+
+def package_index_problem() -> str | None:
+    """Why no package can be had here; None when they can. A tiny package is asked for, past the cache, and not installed."""
+    command = [find_uv(), "pip", "compile", "--quiet", "--no-deps", "--refresh-package", "iniconfig", "-"]
+    asked = subprocess.run(command, input="iniconfig", capture_output=True, text=True, check=False)
+    return None if asked.returncode == 0 else asked.stderr.strip()[-300:]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,11 @@ class EngineSettings:
     decode_slots: int
     decode_block: int
     train_tokens_per_batch: int
+    max_models: int
     max_snapshots: int
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
+    exact_batches: bool = True  # whoever shares a decode batch, a sample comes out the same to the bit
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
@@ -78,7 +80,12 @@ class ServerConfig:
         default="model",
         doc="Log-probabilities of sampled tokens: the model's own (temperature 1), or of the tempered distribution they were drawn from",
     )
+    exact_batches: bool = chz.field(
+        default=True,
+        doc="A sample is the same to the bit whoever shares its batch; false decodes faster while all samples use one adapter",
+    )
     train_tokens_per_batch: int = chz.field(default=8192, doc="Padded tokens per training micro-batch")
+    max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
     tensor_parallel: int = chz.field(default=1, doc="Devices to shard over; only 1 so far")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
@@ -112,6 +119,7 @@ class ServerConfig:
             ("decode_slots", self.decode_slots),
             ("decode_block", self.decode_block),
             ("train_tokens_per_batch", self.train_tokens_per_batch),
+            ("max_models", self.max_models),
             ("max_snapshots", self.max_snapshots),
             ("session_timeout_s", self.session_timeout_s),
             ("max_request_mb", self.max_request_mb),
@@ -138,6 +146,8 @@ class ServerConfig:
             decode_slots=self.decode_slots,
             decode_block=self.decode_block,
             train_tokens_per_batch=self.train_tokens_per_batch,
+            exact_batches=self.exact_batches,
+            max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
             tempered_logprobs=self.sampled_logprobs == "tempered",

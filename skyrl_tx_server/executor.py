@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
-from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
+from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
+from skyrl_tx_server.live_models import LiveModel, LiveModels
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
@@ -89,17 +90,6 @@ def _careful_adam_step(
 _add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LiveModel:
-    """A model being trained; every operation replaces the record by a new one."""
-
-    lora: LoraSpec
-    adapter: Adapter  # float32
-    adam: AdamState
-    mask: Adapter
-    gradient: Adapter | None = None  # None: nothing accumulated since the last optimizer step
-
-
 class DeviceExecutor:
     """Implements `engine.Executor` on jax's default device."""
 
@@ -116,7 +106,7 @@ class DeviceExecutor:
         context = _context_length(settings, self._config)
         self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
         self._remat = _remat(settings, self._config, dtype)
-        self._models: dict[str, LiveModel] = {}
+        self._models = LiveModels(on_device=settings.max_models)
         self._snapshots = SnapshotBank(
             self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, store=self._store
         )
@@ -130,6 +120,7 @@ class DeviceExecutor:
             dtype=dtype,
             model_dir=settings.model_dir,
             tempered_logprobs=settings.tempered_logprobs,
+            exact_batches=settings.exact_batches,
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
@@ -179,8 +170,7 @@ class DeviceExecutor:
             case SaveExternal():
                 return self._save_external(op)
             case UnloadModel():
-                self._model(op.model_id)
-                del self._models[op.model_id]
+                self._models.drop(op.model_id)
                 return Done()
             case DropSnapshot():
                 self._snapshots.drop(op.weights)
@@ -192,16 +182,16 @@ class DeviceExecutor:
         return {
             "slots": self.num_slots,
             "slots_used": self.rows_decoding,
-            "models": len(self._models),
             "programs": compilations.programs(),
             "program_seconds": compilations.seconds(),
             "programs_from_cache": compilations.cache_hits(),
+            **self._models.stats(),
             **self._snapshots.stats(),
             **_device_memory(),
         }
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
-        model = self._model(op.model_id)
+        model = self._models.get(op.model_id)
         check_data(op.data, vocab_size=self._config.vocab_size, max_context_length=self.info.max_context_length)
         check_loss_inputs(op.data, op.loss_fn)
         loss = select_loss(op.loss_fn, op.loss_fn_config)
@@ -212,6 +202,7 @@ class DeviceExecutor:
         for number, packed in enumerate(batches):
             if number:
                 yield
+                model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
             if op.loss_fn is LossFn.GSPO:
                 first = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
                 packed = packed.with_sequence_ratios(op.data, np.asarray(first.logprobs))
@@ -225,28 +216,28 @@ class DeviceExecutor:
             total += float(outputs.loss)
         if gradient is not None:
             summed = gradient if model.gradient is None else _add(model.gradient, gradient)
-            self._models[op.model_id] = replace(model, gradient=jax.block_until_ready(summed))
+            self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(summed)))
         return ForwardBackwardResult(logprobs=unpack(batches, logprobs), metrics={"loss:sum": total})
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
-        model = self._model(op.model_id)
+        model = self._models.get(op.model_id)
         gradient = model.gradient if model.gradient is not None else zero_adapter(self._config, self._max_lora_rank)
         adapter, adam, norm, finite = _careful_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
         grad_norm = float(norm)
         if not math.isfinite(grad_norm) or not finite:
-            self._models[op.model_id] = replace(model, gradient=None)
+            self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
                 f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are as they were, the gradient is dropped; "
                 "go on with other data, or lower the learning rate or the advantages"
             )
-        self._models[op.model_id] = replace(model, adapter=adapter, adam=adam, gradient=None)
+        self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
         return OptimStepResult(metrics={"grad_norm": grad_norm})
 
     def _create(self, op: CreateModel) -> Done:
         self._new_id(op.model_id)
         adapter = init_adapter(self._config, op.lora, self._max_lora_rank)
-        self._models[op.model_id] = self._fresh(op.lora, adapter)
+        self._models.put(op.model_id, self._fresh(op.lora, adapter))
         return Done()
 
     def _load(self, op: LoadWeights) -> WeightsLoaded:
@@ -254,7 +245,7 @@ class DeviceExecutor:
         if op.create:
             self._new_id(op.model_id)
         else:
-            model = self._model(op.model_id)
+            model = self._models.get(op.model_id)
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
             raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
         info, arrays = self._store.read(op.path)
@@ -263,11 +254,11 @@ class DeviceExecutor:
         loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
         if op.optimizer:
             loaded = replace(loaded, adam=jax.device_put(adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
-        self._models[op.model_id] = loaded
+        self._models.put(op.model_id, loaded)
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
     def _save(self, op: SaveWeights) -> WeightsSaved:
-        model = self._model(op.model_id)
+        model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
         info = self._store.write(
             CheckpointKind.TRAINING,
@@ -282,7 +273,7 @@ class DeviceExecutor:
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
     def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
-        model = self._model(op.model_id)
+        model = self._models.get(op.model_id)
         if op.name is None:
             self._snapshots.put(op.weights, model.adapter, on_disk=False)
             return WeightsSaved(path=None, size_bytes=0)
@@ -296,7 +287,7 @@ class DeviceExecutor:
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
     def _save_external(self, op: SaveExternal) -> WeightsSaved:
-        model = self._model(op.model_id)
+        model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
         info = self._store.write(CheckpointKind.EXTERNAL, op.model_id, op.name, arrays, model.lora, int(model.adam.step), {})
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
@@ -306,11 +297,6 @@ class DeviceExecutor:
         mask = trainable_mask(self._config, lora, self._max_lora_rank)
         adapter, adam, mask = jax.device_put((adapter, init_adam(self._config, self._max_lora_rank), mask))
         return LiveModel(lora=lora, adapter=adapter, adam=adam, mask=mask)
-
-    def _model(self, model_id: str) -> LiveModel:
-        if model_id not in self._models:
-            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
-        return self._models[model_id]
 
     def _new_id(self, model_id: str) -> None:
         if model_id in self._models:
@@ -366,6 +352,7 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         context=context,
         decode_slots=settings.decode_slots,
         max_lora_rank=settings.max_lora_rank,
+        max_models=settings.max_models,
         max_snapshots=settings.max_snapshots,
         train_tokens_per_batch=settings.train_tokens_per_batch,
         activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype)),

@@ -61,11 +61,12 @@ def memory_plan(
     context: int,
     decode_slots: int,
     max_lora_rank: int,
+    max_models: int,
     max_snapshots: int,
     train_tokens_per_batch: int,
     activation_bytes: int,
 ) -> MemoryPlan:
-    """The shares of one server with one model in training; every further model adds the adapter's share again."""
+    """The shares of one server with as many models in training as it keeps on the device."""
     vocabulary = config.vocab_size * config.hidden_size
     weights = vocabulary * (1 if config.tie_word_embeddings else 2) + config.hidden_size
     weights += config.num_layers * sum(prod(shape) for shape in layer_shapes(config).values())
@@ -82,7 +83,11 @@ def memory_plan(
                 num_bytes=decode_slots * cache_bytes_per_slot(config, context, dtype),
                 lower="decode_slots or max_context_length",
             ),
-            Share(name=f"one model in training, rank {max_lora_rank}", num_bytes=COPIES_PER_MODEL * 4 * adapter, lower="max_lora_rank"),
+            Share(
+                name=f"{max_models} models in training, rank {max_lora_rank}",
+                num_bytes=max_models * COPIES_PER_MODEL * 4 * adapter,
+                lower="max_models or max_lora_rank",
+            ),
             Share(
                 name=f"{max_snapshots} sampler snapshots and the base model's place",
                 num_bytes=(max_snapshots + 1) * dtype.itemsize * adapter,

@@ -80,6 +80,7 @@ class DecodeSlots:
         dtype: np.dtype,
         model_dir: Path,
         tempered_logprobs: bool,
+        exact_batches: bool,
     ) -> None:
         self._config = config
         self._params = params
@@ -88,6 +89,7 @@ class DecodeSlots:
         self._dtype = np.dtype(dtype)
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
+        self._exact_batches = exact_batches
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
         self._prefix_ends = prefix_ends(max_context_length)
@@ -270,7 +272,7 @@ class DecodeSlots:
             config=self._config,
             steps=self._block,
             segments=self._segments(max(int(rows.positions[slot]) for slot, _ in live)),
-            one_adapter=bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
+            one_adapter=not self._exact_batches and bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
             tempered=self._tempered,
         )
         host = jax.device_get(outputs)

@@ -41,7 +41,13 @@ SERVER_HTTP = [
     {"routes"},
     {"app"},
 ]
-SERVER_JAX = [{"model"}, {"steps", "batching", "compilations"}, {"snapshots", "stop_strings", "memory_plan"}, {"slots"}, {"executor"}]
+SERVER_JAX = [
+    {"model"},
+    {"steps", "batching", "compilations"},
+    {"snapshots", "live_models", "stop_strings", "memory_plan"},
+    {"slots"},
+    {"executor"},
+]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
     "tinker": {"backend", "policy", "learner", "datums", "preparation"},

@@ -140,6 +140,7 @@ def make_settings(config: BenchConfig, directory: Path) -> EngineSettings:
         decode_slots=config.rows,
         decode_block=config.block,
         train_tokens_per_batch=2048,
+        max_models=1,
         max_snapshots=8,
     )
 

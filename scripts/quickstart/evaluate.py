@@ -103,6 +103,7 @@ def main() -> None:
                     decode_slots=32,
                     decode_block=16,
                     train_tokens_per_batch=1024,
+                    max_models=1,
                     max_snapshots=1,
                 )
             )

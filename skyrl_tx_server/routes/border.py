@@ -55,6 +55,8 @@ async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
     """Run one request, whatever happens."""
     began = time.perf_counter()
     response = await _answer(endpoint, lobby, request)
+    if lobby.context is not None:
+        lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
         endpoint.log_level if response.status_code < 400 or response.status_code in NOT_YET else logging.WARNING,
         "method=%s route=%s status=%d ms=%.1f sdk=%s",

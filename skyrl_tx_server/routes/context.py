@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,7 @@ class Context:
     checkpoints: CheckpointStore
     ledger: Ledger
     settings: HttpSettings
+    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # answered, by method, route and status
 
     @property
     def base_model(self) -> str:

@@ -88,6 +88,9 @@ async def metrics(context: Context, request: Request) -> Reply:
         lines += _described(Metric(name=f"registry_{name}", kind="gauge", help="Known to the HTTP side", source=""), {"": value})
     memory = Metric(name="resident_memory_bytes", kind="gauge", help="The server process's resident memory", source="")
     lines += _described(memory, {"": _resident_bytes()})
+    lines += [f"# HELP {PREFIX}requests_total HTTP requests answered", f"# TYPE {PREFIX}requests_total counter"]
+    for (method, route, status), count in sorted(context.requests.items()):
+        lines.append(f'{PREFIX}requests_total{{method="{method}",route="{route}",status="{status}"}} {count}')
     return Response("\n".join(lines) + "\n", media_type=MEDIA_TYPE)
 
 

@@ -170,7 +170,7 @@ def decode_block(
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
     Attention reads the first `segments` segments of the cache; every live row's position must lie within. `one_adapter` says that all
-    adapter indices are equal, which saves gathering an adapter per row.
+    adapter indices are equal, which saves gathering an adapter per row and rounds differently.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the cache is written once per block instead of once per step.

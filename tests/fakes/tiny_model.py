@@ -56,6 +56,7 @@ def make_settings(model_dir: Path, checkpoints_dir: Path, **changes: object) -> 
         "decode_slots": 6,
         "decode_block": 8,
         "train_tokens_per_batch": 512,
+        "max_models": 3,
         "max_snapshots": 2,
     }
     return EngineSettings(**(settings | changes))  # type: ignore[arg-type]

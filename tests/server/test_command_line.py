@@ -100,4 +100,5 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     weights = load_params(FIXTURES / "tied", config, "float32")
     assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     assert plan.shares[1].num_bytes == 3 * 256 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    assert plan.shares[2].num_bytes == 5 * sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
+    adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
+    assert plan.shares[2].num_bytes == settings.max_models * 5 * adapter

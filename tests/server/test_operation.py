@@ -22,7 +22,7 @@ from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine, serving
 
 KEY = "tml-secret"
-SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"\})? -?[0-9.e+]+')
+SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+]+')
 
 
 @pytest.fixture
@@ -49,6 +49,8 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context,
     programs = {"programs": {"forward_backward": 2, 'a "quoted" one': 1}, "device_bytes_in_use": 7}
     monkeypatch.setattr(context.engine, "stats", lambda: engine.stats() | programs)
     async with http_of(context) as http:
+        await http.get("/metrics")  # without the key
+        await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
         reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = reply.text.splitlines()
@@ -60,6 +62,8 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context,
         'skyrl_tx_tokens_total{kind="prefilled"} 5',
         'skyrl_tx_queue_depth{kind="sample"} 0',
         "skyrl_tx_decode_slots 4",
+        'skyrl_tx_requests_total{method="GET",route="/metrics",status="200"} 1',
+        'skyrl_tx_requests_total{method="GET",route="/metrics",status="401"} 1',
         "skyrl_tx_decode_slots_used 0",
         'skyrl_tx_programs_total{program="forward_backward"} 2',
         'skyrl_tx_programs_total{program="a \\"quoted\\" one"} 1',

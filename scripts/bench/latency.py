@@ -1,0 +1,122 @@
+"""What HTTP itself costs: the round trip of an operation that does nothing, and how many requests a second many clients get.
+
+    python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
+
+A round trip is what the SDK does for one operation: post it (an optim_step of a model without a gradient is the engine's nearest thing to
+a no-op), then one retrieve_future that waits for its result. The parts are timed too, and `healthz`, the cheapest route there is. With
+no `url`, a server on a random one-layer model is started. The best of `rounds` is the one to compare; the load of the machine is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from scripts.sdk_matrix import serving
+
+HEADERS = {"X-API-Key": "tml-dummy", "Accept": "application/json"}
+
+
+class Client:
+    """One session with one model, on the wire."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http, self._url = http, url
+        self._model_id, self._seq_id = "", 1
+
+    async def post(self, route: str, **body: object) -> dict:
+        async with self._http.post(f"{self._url}/api/v1/{route}", json=body, headers=HEADERS) as response:
+            answer = await response.json()
+            if response.status != 200 or "error" in answer:
+                raise SystemExit(f"latency: {route} answered {response.status}: {answer}")
+            return answer
+
+    async def open(self) -> None:
+        session = await self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0", type="create_session")
+        async with self._http.get(f"{self._url}/api/v1/get_server_capabilities", headers=HEADERS) as response:
+            base_model = (await response.json())["supported_models"][0]["model_name"]
+        made = await self.post(
+            "create_model", session_id=session["session_id"], model_seq_id=0, base_model=base_model, lora_config={"rank": 1}
+        )
+        self._model_id = (await self.post("retrieve_future", request_id=made["request_id"]))["model_id"]
+
+    async def round_trip(self) -> tuple[float, float]:
+        """Seconds until the operation is accepted, and until its result is here."""
+        began = time.perf_counter()
+        self._seq_id += 1
+        accepted = await self.post("optim_step", model_id=self._model_id, adam_params={"learning_rate": 0.0}, seq_id=self._seq_id)
+        between = time.perf_counter()
+        await self.post("retrieve_future", request_id=accepted["request_id"])
+        return between - began, time.perf_counter() - began
+
+    async def healthz(self) -> float:
+        began = time.perf_counter()
+        async with self._http.get(f"{self._url}/api/v1/healthz") as response:
+            await response.read()
+        return time.perf_counter() - began
+
+
+async def requests_per_second(client: Client, clients: int, requests: int) -> tuple[float, np.ndarray]:
+    """`clients` connections that each ask again as soon as they are answered; the rate, and each request's seconds."""
+
+    async def one() -> list[float]:
+        return [await client.healthz() for _ in range(requests // clients)]
+
+    began = time.perf_counter()
+    took = [second for seconds in await asyncio.gather(*(one() for _ in range(clients))) for second in seconds]
+    return len(took) / (time.perf_counter() - began), np.array(took)
+
+
+async def operations_per_second(client: Client, clients: int, requests: int) -> float:
+    async def one() -> None:
+        for _ in range(max(1, requests // clients // 2)):
+            await client.round_trip()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return clients * max(1, requests // clients // 2) * 2 / (time.perf_counter() - began)
+
+
+def percentiles(seconds: np.ndarray) -> str:
+    p50, p99 = np.percentile(1e3 * seconds, (50, 99))
+    return f"p50 {p50:6.2f} ms  p99 {p99:6.2f} ms"
+
+
+async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: int) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as http:
+        client = Client(http, url)
+        await client.open()
+        for _ in range(20):  # programs compiled, connections open
+            await client.round_trip()
+        for number in range(rounds):
+            print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+            pairs = np.array([await client.round_trip() for _ in range(ops)])
+            print(f"  operation, there and back       {percentiles(pairs[:, 1])}")
+            print(f"    of it the post alone          {percentiles(pairs[:, 0])}")
+            print(f"  healthz                         {percentiles(np.array([await client.healthz() for _ in range(ops)]))}")
+            rate, took = await requests_per_second(client, clients, requests)
+            print(f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(took)}")
+            print(
+                f"  {clients} clients, operations         {await operations_per_second(client, clients, requests):7.0f} requests/s",
+                flush=True,
+            )
+
+
+def main(argv: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in argv)
+    numbers = {name: int(given.get(name, default)) for name, default in (("ops", 300), ("clients", 256), ("requests", 5120), ("rounds", 3))}
+    with tempfile.TemporaryDirectory() as folder, contextlib.nullcontext(given["url"]) if "url" in given else serving(Path(folder)) as url:
+        asyncio.run(measure(url, **numbers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Tenants are isolated to the bit: a model among seven others ends as it does alone, wherever the server keeps it meanwhile."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server import live_models
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+    SaveWeights,
+    TrainDatum,
+    UnloadModel,
+)
+from tests.fakes.tiny_model import make_model, make_settings
+
+TIMEOUT_S = 300
+STEPS = 2
+ON_DEVICE = 3
+TENANTS = 8
+ALONE = (0, 5, 7)  # which of them are trained alone too
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@contextmanager
+def running(model_dir: Path, folder: Path) -> Iterator[Engine]:
+    engine = Engine(DeviceExecutor(make_settings(model_dir, folder, max_models=ON_DEVICE, max_snapshots=3)))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def lora(tenant: int) -> LoraSpec:
+    return LoraSpec(rank=(4, 2, 8, 1)[tenant % 4], seed=tenant, train_mlp=tenant % 3 != 1, train_unembed=tenant % 2 == 0)
+
+
+def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
+    """Several micro-batches, so that other models' turns come in between."""
+    rng = np.random.default_rng((tenant, step))
+    sequences = [rng.integers(0, 256, rng.integers(20, 200)).astype(np.int32) for _ in range(6)]
+    return tuple(
+        TrainDatum(
+            tokens=tokens[:-1],
+            target_tokens=tokens[1:],
+            logprobs=np.full(len(tokens) - 1, -2.0, np.float32),
+            advantages=rng.normal(size=len(tokens) - 1).astype(np.float32),
+        )
+        for tokens in sequences
+    )
+
+
+class Tenant:
+    """A client's whole life, one step at a time, each submitted without waiting for anything."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.engine, self.number, self.model_id = engine, number, f"m{number}"
+        self.futures: list[Future] = [engine.submit(CreateModel(model_id=self.model_id, lora=lora(number)))]
+
+    def step(self, step: int) -> None:
+        weights = f"{self.model_id}-snapshot-{step}"
+        loss = (LossFn.PPO, LossFn.CROSS_ENTROPY, LossFn.IMPORTANCE_SAMPLING)[self.number % 3]
+        adam = AdamSettings(learning_rate=1e-2 / (1 + self.number), beta2=0.9 + 0.01 * self.number, weight_decay=0.01 * self.number)
+        settings = SamplingSettings(max_tokens=12 + self.number, temperature=1.0, seed=step, stop_at_eos=False)
+        prompt = np.arange(5 + 9 * self.number, dtype=np.int32)
+        self.futures += [
+            self.engine.submit(op)
+            for op in (
+                ForwardBackward(model_id=self.model_id, data=batch(self.number, step), loss_fn=loss),
+                OptimStep(model_id=self.model_id, adam=adam),
+                SaveSampler(model_id=self.model_id, name=None, weights=weights),
+                Sample(weights=weights, prompt=prompt, settings=settings, num_samples=2),
+                Sample(weights=None, prompt=prompt, settings=settings),
+            )
+        ]
+
+    def outcome(self, folder: Path) -> dict[str, np.ndarray]:
+        """Losses, gradient norms, sampled tokens, every log-probability, weights and optimizer state."""
+        found: dict[str, np.ndarray] = {}
+        for at, future in enumerate(self.futures):
+            result = future.result(TIMEOUT_S)
+            for name, value in getattr(result, "metrics", {}).items():
+                found[f"{at} {name}"] = np.asarray(value)
+            for number, row in enumerate(getattr(result, "logprobs", ())):
+                found[f"{at} logprobs {number}"] = row
+            for number, sequence in enumerate(getattr(result, "sequences", ())):
+                found[f"{at} tokens {number}"], found[f"{at} sampled logprobs {number}"] = sequence.tokens, sequence.logprobs
+        saved = self.engine.submit(SaveWeights(model_id=self.model_id, name="end")).result(TIMEOUT_S)
+        return found | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
+
+
+def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(model_dir: Path, tmp_path: Path):
+    """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every decode block."""
+    with running(model_dir, tmp_path / "together") as engine:
+        tenants = [Tenant(engine, number) for number in range(TENANTS)]
+        for step in range(STEPS):
+            for tenant in tenants:
+                tenant.step(step)
+        together = [tenant.outcome(tmp_path / "together") for tenant in tenants]
+        stats = engine.stats()
+    assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
+    for number in ALONE:
+        folder = tmp_path / f"alone{number}"
+        with running(model_dir, folder) as engine:
+            tenant = Tenant(engine, number)
+            for step in range(STEPS):
+                tenant.step(step)
+            alone = tenant.outcome(folder)
+        assert alone.keys() == together[number].keys()
+        different = [name for name, value in alone.items() if not np.array_equal(value, together[number][name])]
+        assert not different, f"model {number}: {different}"
+
+
+def test_a_model_that_nothing_can_make_room_for_is_refused_and_fits_once_another_is_unloaded(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with running(model_dir, tmp_path) as engine:
+        for number in range(ON_DEVICE):
+            engine.submit(CreateModel(model_id=f"m{number}", lora=lora(number))).result(TIMEOUT_S)
+        monkeypatch.setattr(live_models, "available_host_bytes", lambda: 1 << 10)
+        with pytest.raises(CapacityError, match=r"3 models are on the device \(max_models\).*moving m0.*unload a model"):
+            engine.submit(CreateModel(model_id="one too many", lora=lora(0))).result(TIMEOUT_S)
+        engine.submit(UnloadModel(model_id="m1")).result(TIMEOUT_S)
+        engine.submit(CreateModel(model_id="another", lora=lora(0))).result(TIMEOUT_S)
+        engine.submit(OptimStep(model_id="m0", adam=AdamSettings(learning_rate=1e-3))).result(TIMEOUT_S)
