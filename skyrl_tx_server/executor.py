@@ -25,10 +25,11 @@ from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
-from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
+from skyrl_tx_server.model.config import ModelConfig, stretch_context
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.qwen3 import Remat
+from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
     CreateModel,
@@ -123,6 +124,7 @@ class DeviceExecutor:
             max_context_length=context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
+            model_type=self._config.model_type,
         )
 
     # --- sampling -------------------------------------------------------------------------------------------------

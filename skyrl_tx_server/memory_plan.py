@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import zero_adapter
-from skyrl_tx_server.model.qwen3 import layer_shapes
 from skyrl_tx_server.steps.train import MAX_CHUNK_LOGITS
 
 COPIES_PER_MODEL = 5
@@ -68,7 +68,7 @@ def memory_plan(
     """The shares of one server with one model in training; every further model adds the adapter's share again."""
     vocabulary = config.vocab_size * config.hidden_size
     weights = vocabulary * (1 if config.tie_word_embeddings else 2) + config.hidden_size
-    weights += config.num_layers * sum(prod(shape) for shape in layer_shapes(config).values())
+    weights += config.num_layers * sum(prod(weight.shape) for weight in family_of(config).weights(config).values())
     adapter = sum(leaf.size for leaf in jax.tree.leaves(zero_adapter(config, max_lora_rank)))
     smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
     logits = min(MAX_CHUNK_LOGITS, train_tokens_per_batch * config.vocab_size)

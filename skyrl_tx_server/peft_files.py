@@ -18,15 +18,17 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.base_model import BaseTensors
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 PREFIX = "base_model.model."
-ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
-MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+_ATTENTION = re.compile(r"(?P<module>model\.layers\.\d+\.self_attn\.[qkvo]_proj)\.weight")
+_MLP = re.compile(r"(?P<module>model\.layers\.\d+\.mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
+_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
+_EXPERTS_PATTERN = r"mlp\.experts\.\d+\.(gate|up|down)_proj"  # the key of PEFT's rank_pattern
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "alpha_pattern", "modules_to_save", "layer_replication")
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -35,14 +37,13 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32."""
-    scale = np.float32(lora.alpha / lora.rank)
+    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with each factor's own rank."""
     found = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
             b = arrays[name.replace(".lora_A.", ".lora_B.")]
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            found[f"{module}.weight"] = scale * (b.astype(np.float32) @ a.astype(np.float32))
+            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (b.astype(np.float32) @ a.astype(np.float32))
     return found
 
 
@@ -65,6 +66,7 @@ def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraS
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
+        "rank_pattern": _rank_pattern(tensors),
     }
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -80,6 +82,8 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}")
+    if config.get("rank_pattern") and config["rank_pattern"] != _rank_pattern(tensors):
+        raise UserError(f"{directory}: rank_pattern is not supported by this server but for experts; merge the adapter with peft instead")
     for name in _UNSUPPORTED:
         if config.get(name):
             raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
@@ -102,12 +106,18 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return {"optimizer.step": np.array(0, np.int32), **moments}
 
 
+def _rank_pattern(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """PEFT's entry for experts, whose rank is not the adapter's."""
+    rank = next((array.shape[0] for name, array in tensors.items() if _EXPERT.fullmatch(name) and ".lora_A." in name), None)
+    return {} if rank is None else {_EXPERTS_PATTERN: rank}
+
+
 def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alpha: float) -> LoraSpec:
     """Which whole parts are trained; a part trained here and there has no counterpart."""
     num_layers = sum(name.endswith(".input_layernorm.weight") for name in base.files)
     parts = {
-        "train_attn": {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in ATTENTION},
-        "train_mlp": {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in MLP},
+        "train_attn": {found["module"] for name in base.files if (found := _ATTENTION.fullmatch(name))},
+        "train_mlp": {found["module"] for name in base.files if (found := _MLP.fullmatch(name))},
         "train_unembed": {"lm_head"},
     }
     trained = {name: part <= modules for name, part in parts.items()}
@@ -123,10 +133,12 @@ def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alph
 
 
 def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int) -> None:
+    per_token = int(json.loads((base.directory / "config.json").read_text(encoding="utf-8")).get("num_experts_per_tok") or 1)
     for module in {name.rpartition(".lora_")[0] for name in arrays}:
+        own = expert_rank(rank, per_token) if _EXPERT.fullmatch(module) else rank
         weight = f"{module.removeprefix(PREFIX)}.weight"
         outputs, inputs = base.shape(weight if weight in base.files else "model.embed_tokens.weight")  # a tied head
-        for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
             name = f"{module}.lora_{side}.weight"
             if name not in arrays or arrays[name].shape != shape:
                 found = arrays[name].shape if name in arrays else "missing"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Leaf
+from skyrl_tx_server.model.low_rank import Leaf
 
 
 @jax.tree_util.register_dataclass

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.family import LayerParams
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, join, read_slot, segment_of, segment_starts, write_block, write_prompt
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, rows_of
-from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, adapters_of_rows
+from skyrl_tx_server.model.low_rank import Leaf, rows_of
+from skyrl_tx_server.model.transformer import Params, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -176,7 +178,8 @@ def decode_block(
     the cache is written once per block instead of once per step.
     """
     batch = rows.tokens.shape[0]
-    adapter = rows_of(bank, jnp.asarray(rows.adapter_indices)[0] if one_adapter else jnp.asarray(rows.adapter_indices))
+    indices = jnp.asarray(rows.adapter_indices)
+    adapter = rows_of(bank, indices[0]) if one_adapter else adapters_of_rows(config, bank, indices)
     layer_axis = 0 if one_adapter else 1
     adapters = [jax.tree.map(lambda leaf, i=i: jnp.take(leaf, i, axis=layer_axis), adapter.layers) for i in range(config.num_layers)]
     weights = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers)]

@@ -16,8 +16,9 @@ import numpy as np
 
 from skyrl_tx_server.batching import PackedBatch
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, LowRank, zero_adapter
-from skyrl_tx_server.model.qwen3 import Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, zero_adapter
+from skyrl_tx_server.model.low_rank import Leaf, LowRank
+from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.ops import AdamSettings, LoraSpec
 from skyrl_tx_server.steps.losses import LossInputs, LossSelection, token_losses

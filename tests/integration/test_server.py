@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.executor import plan_memory
-from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.weights import load_params
 from tests.fakes.tiny_model import make_settings
