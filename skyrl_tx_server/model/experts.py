@@ -24,7 +24,7 @@ from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.family import LayerParams, Split, Switch, Weight
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
-from skyrl_tx_server.model.mesh import rows_spec
+from skyrl_tx_server.model.mesh import on_each, rows_spec
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
 
@@ -59,12 +59,11 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
         return x + mix(normed, *weights, modules)
     rows = rows_spec(config.mesh, x.shape[0])
     columns, inputs = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
-    shared = jax.shard_map(
+    shared = on_each(
+        config,
         partial(_shared_mix, mix),
-        mesh=config.mesh,
-        in_specs=(rows, PartitionSpec(), columns, inputs, None if modules is None else _module_specs(modules, rows, columns, inputs)),
-        out_specs=rows,
-        check_vma=False,
+        (rows, PartitionSpec(), columns, inputs, None if modules is None else _module_specs(modules, rows, columns, inputs)),
+        rows,
     )
     return x + shared(normed, *weights, modules)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,15 @@ def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Inside a program: `adapter` lies where `place_adapter` puts one."""
     return adapter if config.mesh is None else jax.lax.with_sharding_constraint(adapter, _shardings(config, adapter))
+
+
+def adapter_size(config: ModelConfig, max_rank: int) -> int:
+    """How many numbers of an adapter lie on each device."""
+    adapter = zero_adapter(config, max_rank)
+    shardings = _shardings(config, adapter)
+    if shardings is None:
+        return sum(leaf.size for leaf in jax.tree.leaves(adapter))
+    return sum(jax.tree.leaves(jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)))
 
 
 def adapters_of_rows(config: ModelConfig, bank: Adapter, index_B: jax.Array) -> Adapter:

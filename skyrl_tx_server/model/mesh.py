@@ -12,13 +12,15 @@ An adapter lies on every device, its experts' factors beside their experts. With
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.family import LayerParams, Split, Weight
@@ -29,32 +31,13 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 """Of the embedding and the head, [V, D]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshShape:
-    """Devices along each axis."""
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    @property
-    def devices(self) -> int:
-        return prod(asdict(self).values())
-
-    @property
-    def batch(self) -> int:
-        """Into how many parts the rows of a batch are divided."""
-        return self.data * self.fsdp
-
-
 def make_mesh(shape: MeshShape) -> Mesh | None:
     """The first devices of this process in that shape; None for one. ConfigError when there are too few."""
     if shape.devices == 1:
         return None
     devices = jax.local_devices()
     if len(devices) < shape.devices:
-        raise ConfigError(f"{_options(shape)} needs {shape.devices} devices; this machine has {len(devices)} ({devices[0].platform})")
+        raise ConfigError(f"{shape} needs {shape.devices} devices; this machine has {len(devices)} ({devices[0].platform})")
     sizes = asdict(shape)
     return Mesh(np.array(devices[: shape.devices]).reshape(*sizes.values()), tuple(sizes))
 
@@ -71,7 +54,7 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
     ]
     for axis, size, whole, what in divided:
         if size > 1 and (whole == 0 or whole % size):
-            raise ConfigError(f"{_options(shape)}: {whole} {what} do not divide over {size} devices ({axis})")
+            raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
 
 
 def weight_spec(weight: Weight) -> PartitionSpec:
@@ -100,6 +83,16 @@ def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
+def place_whole(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
+    """The whole array on every device."""
+    return jax.device_put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
+
+
+def part_size(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec) -> int:
+    """How many entries of such an array lie on each device."""
+    return prod(shape if config.mesh is None else NamedSharding(config.mesh, spec).shard_shape(shape))
+
+
 def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:
     """Inside a program: the leading axis of x over the batch's devices, as `rows_spec` has it."""
     return constrain(config.mesh, x, rows_spec(config.mesh, x.shape[0]))
@@ -120,10 +113,13 @@ def gathered(config: ModelConfig, weights: Mapping[str, Weight], params: LayerPa
     return {field: whole(weights[field], leaf) for field, leaf in params.items()}
 
 
+def on_each[**Inputs, Output](
+    config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
+) -> Callable[Inputs, Output]:
+    """`function` run by every device on what lies there, as the specs of its inputs and outputs say."""
+    return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def constrain(mesh: Mesh | None, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Inside a program: x lies as `spec` says."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _options(shape: MeshShape) -> str:
-    return " ".join(f"{axis}_parallel={size}" for axis, size in asdict(shape).items() if size > 1)
