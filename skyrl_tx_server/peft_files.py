@@ -26,9 +26,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ATTENTION = re.compile(r"(?P<module>model\.layers\.\d+\.self_attn\.[qkvo]_proj)\.weight")
 _MLP = re.compile(r"(?P<module>model\.layers\.\d+\.mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
-_EXPERTS_PATTERN = r"mlp\.experts\.\d+\.(gate|up|down)_proj"  # the key of PEFT's rank_pattern
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "alpha_pattern", "modules_to_save", "layer_replication")
+_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -49,7 +48,8 @@ def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.nda
 
 def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str) -> None:
     """Write both files of an adapter into `directory`."""
-    tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in adapter_tensors(arrays).items()}
+    widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
+    tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in widened.items()}
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = {
         "peft_type": "LORA",
@@ -66,7 +66,6 @@ def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraS
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
-        "rank_pattern": _rank_pattern(tensors),
     }
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -82,21 +81,24 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}")
-    if config.get("rank_pattern") and config["rank_pattern"] != _rank_pattern(tensors):
-        raise UserError(f"{directory}: rank_pattern is not supported by this server but for experts; merge the adapter with peft instead")
     for name in _UNSUPPORTED:
         if config.get(name):
             raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
+    base_config = json.loads((base.directory / "config.json").read_text(encoding="utf-8"))
+    of_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
     arrays = {}
     for name, tensor in tensors.items():
         factor = _FACTOR.fullmatch(name.replace(".base_layer.", "."))
         if factor is None:
             raise UserError(f"{directory}: {name} is not a LoRA factor that this server knows")
-        arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = tensor.astype(np.float32)
+        array = tensor.astype(np.float32)
+        if _EXPERT.fullmatch(name):
+            array = _narrowed(directory, name, array, rank, of_expert)
+        arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
     spec = _spec(directory, {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}, base, rank, alpha)
-    _check_shapes(directory, arrays, base, rank)
+    _check_shapes(directory, arrays, base, rank, of_expert)
     return spec, arrays
 
 
@@ -106,10 +108,25 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return {"optimizer.step": np.array(0, np.int32), **moments}
 
 
-def _rank_pattern(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """PEFT's entry for experts, whose rank is not the adapter's."""
-    rank = next((array.shape[0] for name, array in tensors.items() if _EXPERT.fullmatch(name) and ".lora_A." in name), None)
-    return {} if rank is None else {_EXPERTS_PATTERN: rank}
+def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
+    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled so that B @ A stays."""
+    side = 0 if ".lora_A." in name else 1
+    rank = array.shape[side]
+    if rank == lora.rank:
+        return array
+    missing = [(0, lora.rank - rank) if axis == side else (0, 0) for axis in range(2)]
+    return np.pad(array if side == 0 else array * np.float32(lora.rank / rank), missing)
+
+
+def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int) -> np.ndarray:
+    """The inverse of `_widened`. UserError where what it would cut off is not zero."""
+    side = 0 if ".lora_A." in name else 1
+    if array.shape[side] != rank:
+        return array
+    kept, rest = np.split(array, [own], axis=side)
+    if np.any(rest):
+        raise UserError(f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead")
+    return kept if side == 0 else kept / np.float32(rank / own)
 
 
 def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alpha: float) -> LoraSpec:
@@ -132,10 +149,9 @@ def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alph
     )
 
 
-def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int) -> None:
-    per_token = int(json.loads((base.directory / "config.json").read_text(encoding="utf-8")).get("num_experts_per_tok") or 1)
+def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int) -> None:
     for module in {name.rpartition(".lora_")[0] for name in arrays}:
-        own = expert_rank(rank, per_token) if _EXPERT.fullmatch(module) else rank
+        own = of_expert if _EXPERT.fullmatch(module) else rank
         weight = f"{module.removeprefix(PREFIX)}.weight"
         outputs, inputs = base.shape(weight if weight in base.files else "model.embed_tokens.weight")  # a tied head
         for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -13,10 +15,11 @@ import numpy as np
 from skyrl_tx_server.batching import pack, train_shapes
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.memory_plan import memory_plan
+from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.kv_cache import Segment, empty_cache, read_slot, write_block, write_prompt
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
-from skyrl_tx_server.model.mesh import make_mesh
+from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
@@ -70,8 +73,12 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
     shared = replace(config, mesh=make_mesh(shape))
     (expected, logprobs, loss), (gradient, shared_logprobs, shared_loss) = step(config), step(shared)
     pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(gradient), strict=True))
-    params = load_params(model_dir, shared, "float32")
+    parts: list[int] = []
+    with patch.object(weights, "place", partial(_noting_parts, parts)):
+        params = load_params(model_dir, shared, "float32")
     return {
+        "largest read": max(parts),
+        "largest held": max(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "logprobs": float(np.abs(logprobs - shared_logprobs).max()),
         "loss": abs(loss - shared_loss) / abs(loss),
         "gradient": max(float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)),
@@ -79,6 +86,15 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
         "held": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "whole": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
     }
+
+
+def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
+    def noted(part: tuple[slice, ...]) -> np.ndarray:
+        host = read(part)
+        parts.append(host.nbytes)
+        return host
+
+    return place(config, shape, spec, noted)
 
 
 def planned_weights(config: ModelConfig, shape: MeshShape) -> int:

@@ -43,6 +43,10 @@ def test_each_device_holds_the_part_that_was_planned(found: dict) -> None:
     assert found["held"] == found["planned"] < 0.4 * found["whole"]
 
 
+def test_host_memory_holds_one_devices_part_of_one_field_at_a_time(found: dict) -> None:
+    assert found["largest read"] == found["largest held"]
+
+
 def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) -> None:
     assert found["written"] and found["read"]
 
