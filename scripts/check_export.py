@@ -22,9 +22,9 @@ def write(base: Path, directory: Path) -> int:
     from skyrl_tx_server.base_model import fingerprint
     from skyrl_tx_server.checkpoints import CheckpointStore
     from skyrl_tx_server.export import main
-    from skyrl_tx_server.model.config import load_model_config
+    from skyrl_tx_server.model.config_json import load_model_config
     from skyrl_tx_server.model.lora import init_adapter
-    from skyrl_tx_server.model.qwen3 import head_logits, hidden_states
+    from skyrl_tx_server.model.transformer import head_logits, hidden_states
     from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
     from skyrl_tx_server.ops import LoraSpec
 

@@ -1,4 +1,4 @@
-"""Makes tests/fixtures/qwen3: tiny random Qwen3 models with Hugging Face's logits, and LoRA gradients by torch autograd.
+"""Makes tests/fixtures/{qwen3,families}: tiny random models with Hugging Face's logits, and LoRA gradients by torch autograd.
 
 The server is tested against these files, so that its tests need no torch. Rebuild them with Python 3.11 and
 torch==2.13.0 transformers==5.23.0 safetensors:
@@ -11,65 +11,102 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
 from safetensors.numpy import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 RANK, ALPHA = 3, 32.0
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
-MODELS: dict[str, dict] = {
-    "tied": dict(tie_word_embeddings=True, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_theta=1e6),
-    "untied": dict(tie_word_embeddings=False, num_attention_heads=4, num_key_value_heads=1, head_dim=8, rope_theta=1e4),
-    "multi_head": dict(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=3, head_dim=16, rope_theta=1e5),
-    "yarn": dict(tie_word_embeddings=False, num_attention_heads=6, num_key_value_heads=2, head_dim=16, rope_theta=1e4),
+
+def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **scaling}
+
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=101,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    eos_token_id=[2, 5],
+    bos_token_id=None,
+)
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
+SPARSE: dict[str, Any] = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, **HEADS, head_dim=16)
+
+QWEN3: dict[str, PreTrainedConfig] = {
+    "tied": Qwen3Config(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e6), **COMMON),
+    "untied": Qwen3Config(num_attention_heads=4, num_key_value_heads=1, head_dim=8, rope_parameters=_rope(1e4), **COMMON),
+    "multi_head": Qwen3Config(
+        tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=3, head_dim=16, rope_parameters=_rope(1e5), **COMMON
+    ),
+    "yarn": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rope_parameters=_rope(1e4, **YARN), **COMMON),
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(tie_word_embeddings=True, **HEADS, rope_parameters=_rope(1e6), **COMMON),
+    "llama": LlamaConfig(**HEADS, rope_parameters=_rope(5e5), **COMMON),
+    "llama3": LlamaConfig(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e4, **LLAMA3), **COMMON),
+    "qwen3_moe": Qwen3MoeConfig(norm_topk_prob=True, rope_parameters=_rope(1e6), **SPARSE, **COMMON),
+    "qwen3_moe_unnormalized": Qwen3MoeConfig(tie_word_embeddings=True, rope_parameters=_rope(1e4), **SPARSE, **COMMON),
+}
 
 
 def main(output: Path) -> None:
-    for seed, (name, options) in enumerate(MODELS.items()):
-        torch.manual_seed(seed)
-        make_model(name, options, output / name)
-        model = Qwen3ForCausalLM.from_pretrained(output / name, dtype=torch.float32, attn_implementation="eager").eval()
-        tokens = torch.randint(0, model.config.vocab_size, (2, 160))
-        with torch.no_grad():
-            logits = model(tokens).logits
-        np.savez_compressed(output / name / "expected.npz", tokens=tokens.int().numpy(), logits=logits[:, ::8].numpy(), stride=np.int32(8))
-        if name == "tied":
-            save_lora_gradients(model, output / name)
+    for first_seed, folder, configs in ((0, "qwen3", QWEN3), (100, "families", FAMILIES)):
+        for seed, (name, config) in enumerate(configs.items(), first_seed):
+            torch.manual_seed(seed)
+            directory = output / folder / name
+            make_model(config, directory, sharded=name == "untied")
+            if name == "tied":
+                use_old_rope_keys(directory / "config.json")
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+            save_logits(model, directory)
+            if name == "tied":
+                save_lora_gradients(model, directory)
 
 
-def make_model(name: str, options: dict, directory: Path) -> None:
-    """A model whose norms are not all one, so that a forgotten norm would show."""
-    rope = {"rope_type": "default", "rope_theta": options.pop("rope_theta")}
-    if name == "yarn":
-        rope |= YARN
-    config = Qwen3Config(
-        vocab_size=101,
-        hidden_size=40,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        rope_parameters=rope,
-        eos_token_id=[2, 5],
-        bos_token_id=None,
-        **options,
-    )
-    model = Qwen3ForCausalLM(config).float()
+def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> None:
+    """A model whose norms are not all one and whose biases are not zero, so that a forgotten one would show."""
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif parameter.dim() == 1:
+                parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
-                parameter.copy_(torch.randn_like(parameter) * (1.0 if "embed" in key else parameter.shape[1] ** -0.5))
-    model.save_pretrained(directory, max_shard_size="60KB" if name == "untied" else "1GB")
+                parameter.copy_(torch.randn_like(parameter) * (1.0 if "embed" in key else parameter.shape[-1] ** -0.5))
+    model.save_pretrained(directory, max_shard_size="60KB" if sharded else "1GB")
     (directory / "generation_config.json").unlink(missing_ok=True)
-    if name == "tied":
-        use_old_rope_keys(directory / "config.json")
+
+
+def save_logits(model: PreTrainedModel, directory: Path) -> None:
+    """Of every eighth position of two random texts."""
+    tokens = torch.randint(0, model.config.vocab_size, (2, 160))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    np.savez_compressed(directory / "expected.npz", tokens=tokens.int().numpy(), logits=logits[:, ::8].numpy(), stride=np.int32(8))
 
 
 def use_old_rope_keys(path: Path) -> None:
@@ -80,7 +117,7 @@ def use_old_rope_keys(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def save_lora_gradients(model: Qwen3ForCausalLM, directory: Path) -> None:
+def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
     """A random adapter under PEFT's names, and the gradient of the weighted cross-entropy sum of two sequences."""
     model.requires_grad_(False)
     adapter: dict[str, torch.Tensor] = {}
@@ -107,4 +144,4 @@ def save_lora_gradients(model: Qwen3ForCausalLM, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "tests" / "fixtures" / "qwen3")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "tests" / "fixtures")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,8 +29,10 @@ class TrainShape:
     length: int
 
 
-def train_shapes(*, max_context_length: int, tokens_per_batch: int) -> tuple[TrainShape, ...]:
+def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: int = 1) -> tuple[TrainShape, ...]:
     """Every training shape, shortest rows first: lengths double from 128 and end at the context (rounded up to 128).
+
+    Rows are a multiple of `row_groups`, the devices they are divided over.
 
     >>> [(s.rows, s.length) for s in train_shapes(max_context_length=1000, tokens_per_batch=512)]
     [(4, 128), (2, 256), (1, 512), (1, 1024)]
@@ -39,7 +41,7 @@ def train_shapes(*, max_context_length: int, tokens_per_batch: int) -> tuple[Tra
     lengths = [MIN_TRAIN_LENGTH]
     while lengths[-1] < longest:
         lengths.append(min(2 * lengths[-1], longest))
-    return tuple(TrainShape(rows=max(1, tokens_per_batch // length), length=length) for length in lengths)
+    return tuple(TrainShape(rows=max(1, tokens_per_batch // (length * row_groups)) * row_groups, length=length) for length in lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import chz
 
 from skyrl_tx_server.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """Devices along each axis; what an axis divides is in `model/mesh.py`."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.expert
+
+    @property
+    def batch(self) -> int:
+        """Into how many parts the rows of a batch are divided."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}_parallel={size}" for axis, size in asdict(self).items() if size > 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +53,7 @@ class EngineSettings:
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
     exact_batches: bool = True  # whoever shares a decode batch, a sample comes out the same to the bit
+    mesh: MeshShape = MeshShape()
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
@@ -87,7 +110,12 @@ class ServerConfig:
     train_tokens_per_batch: int = chz.field(default=8192, doc="Padded tokens per training micro-batch")
     max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
-    tensor_parallel: int = chz.field(default=1, doc="Devices to shard over; only 1 so far")
+    tensor_parallel: int = chz.field(default=1, doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them")
+    fsdp_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch, each keeping a part of every matrix")
+    data_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch and keep all weights each")
+    expert_parallel: int = chz.field(
+        default=1, doc="Devices that share a mixture's experts; as many devices are used as all four multiply to"
+    )
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
     max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
     dry_run: bool = chz.field(default=False, doc="Print what this would hold in memory, refuse what does not fit, and stop there")
@@ -95,8 +123,6 @@ class ServerConfig:
 
     @chz.validate
     def _check(self) -> None:
-        if self.tensor_parallel != 1:
-            raise ConfigError(f"tensor_parallel={self.tensor_parallel}: this server runs on one device so far; pass tensor_parallel=1")
         if self.model_alias is not None and (
             self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))
         ):
@@ -121,6 +147,10 @@ class ServerConfig:
             ("train_tokens_per_batch", self.train_tokens_per_batch),
             ("max_models", self.max_models),
             ("max_snapshots", self.max_snapshots),
+            ("tensor_parallel", self.tensor_parallel),
+            ("fsdp_parallel", self.fsdp_parallel),
+            ("data_parallel", self.data_parallel),
+            ("expert_parallel", self.expert_parallel),
             ("session_timeout_s", self.session_timeout_s),
             ("max_request_mb", self.max_request_mb),
             ("checkpoint_quota_gb", 1 if self.checkpoint_quota_gb is None else self.checkpoint_quota_gb),
@@ -150,6 +180,7 @@ class ServerConfig:
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
+            mesh=MeshShape(data=self.data_parallel, fsdp=self.fsdp_parallel, tensor=self.tensor_parallel, expert=self.expert_parallel),
             tempered_logprobs=self.sampled_logprobs == "tempered",
         )
 

@@ -34,6 +34,7 @@ class EngineInfo:
     max_context_length: int  # prompt + completion
     max_lora_rank: int
     vocab_size: int
+    model_type: str = "qwen3"  # the family, as config.json names it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

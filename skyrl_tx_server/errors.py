@@ -1,14 +1,14 @@
 """Every error the server raises on purpose. Each carries its HTTP status and the Tinker failure category.
 
-    ServerError                 500 server
-    |-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
-    |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
-    |   |-- UnauthorizedError   401 user     the API key is missing or wrong
-    |   |-- TooLongError        400 user     prompt and completion do not fit into the context
-    |   `-- ConflictError       409 user     the name is taken
-    |-- CapacityError           429 server   out of slots or memory right now
-    |-- FutureLostError         410 server   the request was lost in a restart
-    `-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit status 2
+ServerError                 500 server
+|-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
+|   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
+|   |-- UnauthorizedError   401 user     the API key is missing or wrong
+|   |-- TooLongError        400 user     prompt and completion do not fit into the context
+|   `-- ConflictError       409 user     the name is taken
+|-- CapacityError           429 server   out of slots or memory right now
+|-- FutureLostError         410 server   the request was lost in a restart
+`-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit status 2
 """
 
 

@@ -27,10 +27,12 @@ from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
 from skyrl_tx_server.live_models import LiveModel, LiveModels
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
-from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
+from skyrl_tx_server.model.config import ModelConfig, stretch_context
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
-from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.qwen3 import Remat
+from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.mesh import check_divisible, make_mesh
+from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
     CreateModel,
@@ -66,6 +68,7 @@ from skyrl_tx_server.steps.train import (
     forward,
     forward_backward,
     init_adam,
+    place_adam,
     train_batch,
 )
 
@@ -97,14 +100,16 @@ class DeviceExecutor:
         _use_compilation_cache(settings)
         compilations.watch()
         dtype = _dtype(settings)
-        self._config = _model_config(settings)
+        self._config = _on_mesh(settings, _model_config(settings))
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
             settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir), quota_bytes=settings.checkpoint_quota_bytes
         )
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
-        self._train_shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch)
+        self._train_shapes = train_shapes(
+            max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch
+        )
         self._remat = _remat(settings, self._config, dtype)
         self._models = LiveModels(on_device=settings.max_models)
         self._snapshots = SnapshotBank(
@@ -127,6 +132,7 @@ class DeviceExecutor:
             max_context_length=context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
+            model_type=self._config.model_type,
         )
 
     # --- sampling -------------------------------------------------------------------------------------------------
@@ -196,7 +202,7 @@ class DeviceExecutor:
         check_loss_inputs(op.data, op.loss_fn)
         loss = select_loss(op.loss_fn, op.loss_fn_config)
         batches = pack(op.data, self._train_shapes)
-        gradient = None if op.forward_only else zero_adapter(self._config, self._max_lora_rank)
+        gradient = None if op.forward_only else self._nothing()
         logprobs: list[np.ndarray] = []
         total = 0.0
         for number, packed in enumerate(batches):
@@ -221,7 +227,7 @@ class DeviceExecutor:
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
-        gradient = model.gradient if model.gradient is not None else zero_adapter(self._config, self._max_lora_rank)
+        gradient = model.gradient if model.gradient is not None else self._nothing()
         adapter, adam, norm, finite = _careful_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
         grad_norm = float(norm)
         if not math.isfinite(grad_norm) or not finite:
@@ -253,7 +259,7 @@ class DeviceExecutor:
             raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
         loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
         if op.optimizer:
-            loaded = replace(loaded, adam=jax.device_put(adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
+            loaded = replace(loaded, adam=place_adam(self._config, adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
         self._models.put(op.model_id, loaded)
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
@@ -295,8 +301,16 @@ class DeviceExecutor:
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
         """A model on the device, with an optimizer that has taken no step."""
         mask = trainable_mask(self._config, lora, self._max_lora_rank)
-        adapter, adam, mask = jax.device_put((adapter, init_adam(self._config, self._max_lora_rank), mask))
-        return LiveModel(lora=lora, adapter=adapter, adam=adam, mask=mask)
+        return LiveModel(
+            lora=lora,
+            adapter=place_adapter(self._config, adapter),
+            adam=place_adam(self._config, init_adam(self._config, self._max_lora_rank)),
+            mask=place_adapter(self._config, mask),
+        )
+
+    def _nothing(self) -> Adapter:
+        """A gradient of zeros."""
+        return place_adapter(self._config, zero_adapter(self._config, self._max_lora_rank))
 
     def _new_id(self, model_id: str) -> None:
         if model_id in self._models:
@@ -328,6 +342,12 @@ def _model_config(settings: EngineSettings) -> ModelConfig:
     return stretched
 
 
+def _on_mesh(settings: EngineSettings, config: ModelConfig) -> ModelConfig:
+    """The same model on the devices that the settings ask for. ConfigError in one line where it cannot be divided over them."""
+    check_divisible(config, settings.mesh, decode_slots=settings.decode_slots)
+    return replace(config, mesh=make_mesh(settings.mesh))
+
+
 def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
     if settings.max_context_length is None:
         return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
@@ -341,14 +361,15 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
 
 def plan_memory(settings: EngineSettings) -> MemoryPlan:
     """What an executor with these settings would hold, with every option as asked for. Loads nothing."""
-    dtype, config = _dtype(settings), _model_config(settings)
+    dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
     device = jax.local_devices()[0]
+    each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
     return memory_plan(
         config,
         dtype,
-        device=f"{jax.default_backend()} ({device.device_kind})",
-        available_bytes=int(_memory_bytes()),
+        device=f"{jax.default_backend()} ({device.device_kind}){each}",
+        available_bytes=int(_memory_bytes(settings)),
         context=context,
         decode_slots=settings.decode_slots,
         max_lora_rank=settings.max_lora_rank,
@@ -356,27 +377,32 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         max_snapshots=settings.max_snapshots,
         train_tokens_per_batch=settings.train_tokens_per_batch,
         activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype)),
+        row_groups=settings.mesh.batch,
     )
 
 
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
     """Recompute in the backward pass what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
     whole = _activation_bytes(settings, config, dtype, Remat.NOTHING)
-    return Remat.NOTHING if whole <= _memory_bytes() * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+    return Remat.NOTHING if whole <= _memory_bytes(settings) * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
 
 
 def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
-    """Of all layers of a training batch, or of their inputs and one layer."""
-    kept_per_layer = 6 * config.hidden_size + 3 * sum(config.qkv_widths) + 4 * config.intermediate_size
+    """On one device, of all layers of a training batch, or of their inputs and one layer."""
+    copies = 1 if config.experts is None else config.experts.per_token
+    of_experts = 0 if config.experts is None else 2 * copies * config.hidden_size
+    divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
+    kept_per_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
     per_token = config.num_layers * (kept_per_layer if remat is Remat.NOTHING else config.hidden_size)
-    return settings.train_tokens_per_batch * (per_token + (0 if remat is Remat.NOTHING else kept_per_layer)) * dtype.itemsize
+    tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
+    return tokens * (per_token + (0 if remat is Remat.NOTHING else kept_per_layer)) * dtype.itemsize
 
 
 def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:
-    """As many of the `decode_slots` asked for as have room for a whole context each."""
-    each = cache_bytes_per_slot(config, context, dtype)
-    budget = _cache_budget_bytes()
-    fitting = min(settings.decode_slots, int(budget // each))
+    """As many of the `decode_slots` asked for as have room for a whole context each, as many on each of the batch's devices."""
+    each = cache_bytes_per_slot(config, context, dtype) // config.tensor_shards
+    budget = _cache_budget_bytes(settings)
+    fitting = min(settings.decode_slots, int(budget // each) * settings.mesh.batch)
     if fitting < 1:
         raise ConfigError(
             f"keys and values of one {context}-token sequence take {each / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are free for them: "
@@ -393,9 +419,9 @@ def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, 
     return fitting
 
 
-def _cache_budget_bytes() -> float:
+def _cache_budget_bytes(settings: EngineSettings) -> float:
     on_cpu = jax.default_backend() == "cpu"
-    return _memory_bytes() * (CACHE_SHARE_OF_CPU_MEMORY if on_cpu else CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
+    return _memory_bytes(settings) * (CACHE_SHARE_OF_CPU_MEMORY if on_cpu else CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
 
 
 def _device_memory() -> dict[str, object]:
@@ -405,9 +431,9 @@ def _device_memory() -> dict[str, object]:
     return {name: stats[key] for key, name in names.items() if key in stats}
 
 
-def _memory_bytes() -> float:
-    """Free memory of the device; all of the machine's on a CPU, where what is free changes from second to second."""
+def _memory_bytes(settings: EngineSettings) -> float:
+    """Free memory of one device; on a CPU its share of all the machine's, because what is free changes from second to second."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / settings.mesh.devices

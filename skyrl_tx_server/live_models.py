@@ -41,7 +41,7 @@ class LiveModels:
     def __init__(self, *, on_device: int) -> None:
         self._limit = on_device
         self._device: dict[str, LiveModel] = {}  # least recently used first
-        self._parked: dict[str, LiveModel] = {}  # numpy arrays
+        self._parked: dict[str, tuple[LiveModel, object]] = {}  # numpy arrays, and how they lay on the devices
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._device or model_id in self._parked
@@ -50,8 +50,8 @@ class LiveModels:
         """The model, on the device. NotFoundError when there is none."""
         if model_id in self._parked:
             self._make_room()
-            self._device[model_id] = self._parked[model_id].moved(jax.device_put)
-            del self._parked[model_id]
+            model, places = self._parked.pop(model_id)
+            self._device[model_id] = model.moved(lambda arrays: jax.device_put(arrays, places))
         elif model_id in self._device:
             self._device[model_id] = self._device.pop(model_id)
         else:
@@ -85,7 +85,8 @@ class LiveModels:
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
                     f"not the {model.num_bytes >> 20} MiB that moving {longest_unused} there takes; unload a model"
                 )
-            self._parked[longest_unused] = model.moved(jax.device_get)
+            places = jax.tree.map(lambda leaf: leaf.sharding, model.arrays())
+            self._parked[longest_unused] = model.moved(jax.device_get), places
             del self._device[longest_unused]
 
 

@@ -1,17 +1,16 @@
-"""What the server will hold in memory, computed before anything is loaded: `dry_run=true` prints it and refuses what does not fit."""
+"""What each device will hold in memory, computed before anything is loaded: `dry_run=true` prints it and refuses what does not fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
-import jax
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
-from skyrl_tx_server.model.lora import zero_adapter
-from skyrl_tx_server.model.qwen3 import layer_shapes
+from skyrl_tx_server.model.lora import adapter_size
+from skyrl_tx_server.model.mesh import VOCABULARY, part_size, weight_spec
 from skyrl_tx_server.steps.train import MAX_CHUNK_LOGITS
 
 COPIES_PER_MODEL = 5
@@ -65,22 +64,25 @@ def memory_plan(
     max_snapshots: int,
     train_tokens_per_batch: int,
     activation_bytes: int,
+    row_groups: int,
 ) -> MemoryPlan:
     """The shares of one server with as many models in training as it keeps on the device."""
-    vocabulary = config.vocab_size * config.hidden_size
-    weights = vocabulary * (1 if config.tie_word_embeddings else 2) + config.hidden_size
-    weights += config.num_layers * sum(prod(shape) for shape in layer_shapes(config).values())
-    adapter = sum(leaf.size for leaf in jax.tree.leaves(zero_adapter(config, max_lora_rank)))
+    weights = part_size(config, (config.vocab_size, config.hidden_size), VOCABULARY) * (1 if config.tie_word_embeddings else 2)
+    weights += config.hidden_size
+    for weight in family_of(config).weights(config).values():
+        weights += part_size(config, (config.num_layers, *weight.shape), weight_spec(weight))
+    adapter = adapter_size(config, max_lora_rank)
+    own_slots = -(-decode_slots // row_groups)
     smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
-    logits = min(MAX_CHUNK_LOGITS, train_tokens_per_batch * config.vocab_size)
+    logits = min(MAX_CHUNK_LOGITS, train_tokens_per_batch * config.vocab_size) // (row_groups * config.tensor_shards)
     return MemoryPlan(
         device=device,
         available_bytes=available_bytes,
         shares=(
             Share(name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower=smaller_dtype),
             Share(
-                name=f"keys and values of {decode_slots} sequences of {context} tokens",
-                num_bytes=decode_slots * cache_bytes_per_slot(config, context, dtype),
+                name=f"keys and values of {own_slots} sequences of {context} tokens",
+                num_bytes=own_slots * cache_bytes_per_slot(config, context, dtype) // config.tensor_shards,
                 lower="decode_slots or max_context_length",
             ),
             Share(

@@ -47,6 +47,11 @@ class LoraSpec:
     alpha: float = LORA_ALPHA
 
 
+def expert_rank(rank: int, experts_per_token: int) -> int:
+    """The rank of each expert's factors: an adapter's rank, shared among the experts that see a token (as "LoRA Without Regret" does)."""
+    return max(1, rank // experts_per_token)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamSettings:
     """One optimizer step's settings, exactly Tinker's AdamParams: decoupled weight decay, global-norm clipping (0 = off)."""

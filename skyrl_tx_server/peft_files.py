@@ -18,13 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.base_model import BaseTensors
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 PREFIX = "base_model.model."
-ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
-MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+_ATTENTION = re.compile(r"(?P<module>model\.layers\.\d+\.self_attn\.[qkvo]_proj)\.weight")
+_MLP = re.compile(r"(?P<module>model\.layers\.\d+\.mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
+_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 
@@ -35,20 +36,20 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32."""
-    scale = np.float32(lora.alpha / lora.rank)
+    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with each factor's own rank."""
     found = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
             b = arrays[name.replace(".lora_A.", ".lora_B.")]
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            found[f"{module}.weight"] = scale * (b.astype(np.float32) @ a.astype(np.float32))
+            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (b.astype(np.float32) @ a.astype(np.float32))
     return found
 
 
 def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str) -> None:
     """Write both files of an adapter into `directory`."""
-    tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in adapter_tensors(arrays).items()}
+    widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
+    tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in widened.items()}
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = {
         "peft_type": "LORA",
@@ -85,14 +86,19 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
             raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
+    base_config = json.loads((base.directory / "config.json").read_text(encoding="utf-8"))
+    of_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
     arrays = {}
     for name, tensor in tensors.items():
         factor = _FACTOR.fullmatch(name.replace(".base_layer.", "."))
         if factor is None:
             raise UserError(f"{directory}: {name} is not a LoRA factor that this server knows")
-        arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = tensor.astype(np.float32)
+        array = tensor.astype(np.float32)
+        if _EXPERT.fullmatch(name):
+            array = _narrowed(directory, name, array, rank, of_expert)
+        arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
     spec = _spec(directory, {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}, base, rank, alpha)
-    _check_shapes(directory, arrays, base, rank)
+    _check_shapes(directory, arrays, base, rank, of_expert)
     return spec, arrays
 
 
@@ -102,12 +108,33 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return {"optimizer.step": np.array(0, np.int32), **moments}
 
 
+def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
+    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled so that B @ A stays."""
+    side = 0 if ".lora_A." in name else 1
+    rank = array.shape[side]
+    if rank == lora.rank:
+        return array
+    missing = [(0, lora.rank - rank) if axis == side else (0, 0) for axis in range(2)]
+    return np.pad(array if side == 0 else array * np.float32(lora.rank / rank), missing)
+
+
+def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int) -> np.ndarray:
+    """The inverse of `_widened`. UserError where what it would cut off is not zero."""
+    side = 0 if ".lora_A." in name else 1
+    if array.shape[side] != rank:
+        return array
+    kept, rest = np.split(array, [own], axis=side)
+    if np.any(rest):
+        raise UserError(f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead")
+    return kept if side == 0 else kept / np.float32(rank / own)
+
+
 def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alpha: float) -> LoraSpec:
     """Which whole parts are trained; a part trained here and there has no counterpart."""
     num_layers = sum(name.endswith(".input_layernorm.weight") for name in base.files)
     parts = {
-        "train_attn": {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in ATTENTION},
-        "train_mlp": {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in MLP},
+        "train_attn": {found["module"] for name in base.files if (found := _ATTENTION.fullmatch(name))},
+        "train_mlp": {found["module"] for name in base.files if (found := _MLP.fullmatch(name))},
         "train_unembed": {"lm_head"},
     }
     trained = {name: part <= modules for name, part in parts.items()}
@@ -122,11 +149,12 @@ def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alph
     )
 
 
-def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int) -> None:
+def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int) -> None:
     for module in {name.rpartition(".lora_")[0] for name in arrays}:
+        own = of_expert if _EXPERT.fullmatch(module) else rank
         weight = f"{module.removeprefix(PREFIX)}.weight"
         outputs, inputs = base.shape(weight if weight in base.files else "model.embed_tokens.weight")  # a tied head
-        for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
             name = f"{module}.lora_{side}.weight"
             if name not in arrays or arrays[name].shape != shape:
                 found = arrays[name].shape if name in arrays else "missing"

@@ -23,7 +23,7 @@ from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostEr
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.qwen3 import Params
+from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
 from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, Rows, RowSettings, decode_block, prefill

@@ -8,6 +8,7 @@ pinned; otherwise the least recently used one makes room, and its snapshot comes
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, zero_adapter
+from skyrl_tx_server.model.lora import Adapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays
 
 BASE_SLOT = 0
@@ -39,8 +40,8 @@ class SnapshotBank:
         self._saves: Counter[str] = Counter()
         self._dropped: set[str] = set()  # to be forgotten once unpinned
         empty = zero_adapter(config, max_lora_rank)
-        self.arrays: Adapter = jax.device_put(
-            jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty)
+        self.arrays: Adapter = place_adapter(
+            config, jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty)
         )
 
     def put(self, weights: str, adapter: Adapter, *, on_disk: bool) -> None:
@@ -119,7 +120,7 @@ class SnapshotBank:
         return self._free[-1]
 
     def _load(self, weights: str, adapter: Adapter, slot: int) -> None:
-        self.arrays = _write_slot(self.arrays, adapter, np.int32(slot))
+        self.arrays = _write_slot(self.arrays, place_adapter(self._config, adapter), np.int32(slot), config=self._config)
         self._free.remove(slot)
         self._slots[weights] = slot
 
@@ -127,10 +128,10 @@ class SnapshotBank:
         self._free.append(self._slots.pop(weights))
 
 
-@jax.jit
-def _write_slot(bank: Adapter, adapter: Adapter, slot: np.ndarray) -> Adapter:
+@partial(jax.jit, static_argnames=("config",))
+def _write_slot(bank: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
     """Not donated: a failed copy must not take the snapshots of running samples with it."""
-    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), bank, adapter)
+    return keep_adapter(config, jax.tree.map(lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), bank, adapter))
 
 
 def _bank_dtype(leaf: np.ndarray, dtype: np.dtype) -> np.dtype:

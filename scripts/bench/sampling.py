@@ -24,7 +24,7 @@ from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 from skyrl_tx_server.ops import CreateModel, LoraSpec, Sample, SampleResult, SamplingSettings, SaveSampler
 

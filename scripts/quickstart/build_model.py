@@ -26,7 +26,7 @@ from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.tokenizer import save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.qwen3 import Params, Remat, head_logits, hidden_states, init_params
+from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROW, ROWS = 256, 8
@@ -122,8 +122,8 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
     With one standard deviation for all matrices, as large models use, copying is not learnt in any number of steps we can afford.
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
-    layers = params.layers
-    layers = replace(layers, qkv=3 * layers.qkv, o=0.5 * layers.o, gate_up=2 * layers.gate_up, down=0.5 * layers.down)
+    factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}
+    layers = {field: factors.get(field, 1) * leaf for field, leaf in params.layers.items()}
     return replace(params, embed=5 * params.embed, layers=layers)
 
 

@@ -18,9 +18,11 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Leaf
+from skyrl_tx_server.model.low_rank import Leaf
+from skyrl_tx_server.model.mesh import BATCH, constrain, on_each
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +33,10 @@ class Segment:
     keys: jax.Array  # [slots, K, hd, n]
     values: jax.Array  # [slots, K, n, hd]
 
+
+SLOTS = PartitionSpec(BATCH, "tensor")
+"""Of every array of the cache: slots over the batch's devices, heads over `tensor`."""
+ONE_SLOT, STACKED_SLOT = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
 
 type KVCache = tuple[tuple[Segment, ...], ...]
 """Segments by layer."""
@@ -56,7 +62,12 @@ def empty_cache(*, config: ModelConfig, slots: int, ends: tuple[int, ...], dtype
     def segment(length: int) -> Segment:
         return Segment(keys=jnp.zeros((slots, heads, head_dim, length), dtype), values=jnp.zeros((slots, heads, length, head_dim), dtype))
 
-    return tuple(tuple(segment(end - first) for first, end in pairwise((0, *ends))) for _ in range(config.num_layers))
+    return keep_cache(config, tuple(tuple(segment(end - first) for first, end in pairwise((0, *ends))) for _ in range(config.num_layers)))
+
+
+def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
+    """Inside a program: the cache stays where it is."""
+    return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, SLOTS), cache)
 
 
 def segment_starts(segments: Sequence[Segment]) -> list[int]:
@@ -64,16 +75,38 @@ def segment_starts(segments: Sequence[Segment]) -> list[int]:
     return [sum(lengths[:index]) for index in range(len(lengths))]
 
 
-def read_slot(cache: KVCache, slot: Leaf, segments: int) -> Segment:
+def read_slot(config: ModelConfig, cache: KVCache, slot: Leaf, segments: int) -> Segment:
     """One slot's first `segments` segments laid end to end and stacked over layers: leaves [L, 1, K, ...]."""
+    if config.mesh is None:
+        return _read_own_slot(cache, slot, segments)
 
-    def read(layer: tuple[Segment, ...]) -> Segment:
-        rows = [jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), segment) for segment in layer[:segments]]
-        return Segment(
-            keys=jnp.concatenate([row.keys for row in rows], axis=3), values=jnp.concatenate([row.values for row in rows], axis=2)
-        )
+    def read(cache: KVCache, slot: jax.Array) -> Segment:
+        own, count = slot - _first_own_slot(cache), cache[0][0].keys.shape[0]
+        found = _read_own_slot(cache, jnp.clip(own, 0, count - 1), segments)
+        return jax.lax.psum(jax.tree.map(lambda leaf: jnp.where((own >= 0) & (own < count), leaf, 0), found), BATCH)
 
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *[read(layer) for layer in cache])
+    return on_each(config, read, (SLOTS, PartitionSpec()), STACKED_SLOT)(cache, jnp.asarray(slot))
+
+
+def write_prompt(config: ModelConfig, cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
+    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`, as far as it fits."""
+    if config.mesh is None:
+        return _write_own_prompt(cache, prompt, slots_R, num_slots)
+
+    def write(cache: KVCache, prompt: Sequence[Segment], slots_R: jax.Array, num_slots: jax.Array) -> KVCache:
+        own = slots_R - _first_own_slot(cache)
+        here = (own >= 0) & (own < cache[0][0].keys.shape[0]) & (jnp.arange(own.shape[0]) < num_slots)
+        return _write_own_prompt(cache, prompt, own[jnp.argsort(~here)], here.sum())
+
+    specs = (SLOTS, ONE_SLOT, PartitionSpec(), PartitionSpec())
+    return on_each(config, write, specs, SLOTS)(cache, prompt, jnp.asarray(slots_R), jnp.asarray(num_slots))
+
+
+def write_block(config: ModelConfig, cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
+    """Append a decode block (by layer, of every slot) at each slot's own position; what would lie beyond the cache is left out."""
+    if config.mesh is None:
+        return _write_own_block(cache, block, starts_B)
+    return on_each(config, _write_own_block, (SLOTS, SLOTS, PartitionSpec(BATCH)), SLOTS)(cache, block, jnp.asarray(starts_B))
 
 
 def join(past: Segment, new: Segment, length: Leaf) -> Segment:
@@ -85,8 +118,25 @@ def join(past: Segment, new: Segment, length: Leaf) -> Segment:
     )
 
 
-def write_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
-    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`, as far as it fits."""
+# --- on one device, or on one of several: the slots that lie there ----------------------------------------------------
+
+
+def _first_own_slot(cache: KVCache) -> jax.Array:
+    return jax.lax.axis_index(BATCH) * cache[0][0].keys.shape[0]
+
+
+def _read_own_slot(cache: KVCache, slot: Leaf, segments: int) -> Segment:
+
+    def read(layer: tuple[Segment, ...]) -> Segment:
+        rows = [jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), segment) for segment in layer[:segments]]
+        return Segment(
+            keys=jnp.concatenate([row.keys for row in rows], axis=3), values=jnp.concatenate([row.values for row in rows], axis=2)
+        )
+
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *[read(layer) for layer in cache])
+
+
+def _write_own_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
     slots_R = jnp.asarray(slots_R)
     starts = segment_starts(cache[0])
     length = prompt[0].keys.shape[-1]
@@ -119,8 +169,7 @@ def write_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_s
     return jax.lax.fori_loop(0, num_slots, copy, cache)
 
 
-def write_block(cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
-    """Append a decode block (by layer, of every slot) at each slot's own position; what would lie beyond the cache is left out."""
+def _write_own_block(cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
     starts_B = jnp.asarray(starts_B)
     firsts = segment_starts(cache[0])
     steps = block[0].keys.shape[-1]

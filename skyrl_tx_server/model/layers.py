@@ -1,4 +1,4 @@
-"""The pieces of a Qwen3 layer: RMS norm, rotary embedding, causal attention over packed rows."""
+"""The pieces of a layer: RMS norm, rotary embedding, causal attention over packed rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.config import ModelConfig, YarnScaling
+from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling
 
 QUERY_BLOCKS = 4  # each is one more attention to compile; four save 3/8 of a full causal mask's work, eight only 7/16
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
@@ -30,7 +30,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def rope_tables(config: ModelConfig, positions: jax.Array | np.ndarray, dtype: jnp.dtype = jnp.float32) -> Rope:
     """cos and sin for positions [B, T], computed in float32 and cast to the activations' dtype."""
-    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    scale = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(config)
     return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
 
@@ -72,7 +72,19 @@ def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """[head_dim / 2] float32, known when the program is traced."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     plain = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    return plain if config.rope_scaling is None else _yarn_frequencies(plain, config.rope_scaling, config)
+    match config.rope_scaling:
+        case YarnScaling() as yarn:
+            return _yarn_frequencies(plain, yarn, config)
+        case Llama3Scaling() as llama3:
+            return _llama3_frequencies(plain, llama3)
+    return plain
+
+
+def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Keep what turns `high_freq_factor` times or more within the original length, slow what turns `low_freq_factor` times or less."""
+    turns = scaling.original_max_position_embeddings * plain / np.float32(2 * math.pi)
+    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return (plain / scaling.factor * (1 - kept) + plain * kept).astype(np.float32)
 
 
 def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, config: ModelConfig) -> np.ndarray:

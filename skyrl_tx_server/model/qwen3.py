@@ -1,159 +1,53 @@
-"""Qwen3 as pure functions over stacked weights: one layer body for training, prefill and decode.
-
-The three differ in how a token attends, so `layer` takes that as a callback. Weights are kept in the checkpoint's dtype; norms, rotary
-angles, softmax and logits are computed in float32.
-"""
+"""Qwen3, dense: queries and keys are normed before they are rotated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.layers import Rope, packed_attention, rms_norm, rope_tables, rotate
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, low_rank_deltas, project
+from skyrl_tx_server.model.family import (
+    Attend,
+    Family,
+    LayerParams,
+    Weight,
+    add_attention,
+    add_mlp,
+    attention_weights,
+    heads_of,
+    mlp_weights,
+)
+from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
+from skyrl_tx_server.model.low_rank import LowRank
+
+EXPECTED = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+HEAD_DIM = 128
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerParams:
-    """One layer's weights; stacked over layers every leaf has a leading L axis."""
-
-    attention_norm: jax.Array  # [D]
-    qkv: jax.Array  # [D, (H + 2K) * hd]
-    q_norm: jax.Array  # [hd]
-    k_norm: jax.Array  # [hd]
-    o: jax.Array  # [H * hd, D]
-    mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array  # [D, 2F]
-    down: jax.Array  # [F, D]
+def normed_attention_weights(config: ModelConfig) -> dict[str, Weight]:
+    norms = {f"{name}_norm": Weight(names=(f"self_attn.{name}_norm.weight",), widths=(config.head_dim,)) for name in "qk"}
+    return attention_weights(config, heads=norms)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Params:
-    """A whole model's weights."""
-
-    embed: jax.Array  # [V, D]
-    layers: LayerParams  # stacked
-    final_norm: jax.Array  # [D]
-    head: jax.Array | None  # [V, D]; None when the embedding is the head
+def add_normed_attention[Aux](
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+) -> tuple[jax.Array, Aux]:
+    q, k, v = heads_of(config, x, params, adapter)
+    q = rotate(rms_norm(q, params["q_norm"], config.rms_norm_eps), rope)
+    k = rotate(rms_norm(k, params["k_norm"], config.rms_norm_eps), rope)
+    return add_attention(config, x, params, adapter, (q, k, v), attend)
 
 
-class Remat(StrEnum):
-    """What the backward pass recomputes. Memory falls and time rises down the list."""
-
-    NOTHING = "nothing"
-    ACTIVATIONS = "activations"  # norms, rotary, silu and attention again; matmul results kept
-    LAYERS = "layers"  # everything but each layer's input
-
-
-type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
-"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and rotated."""
-
-
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's weights by field of `LayerParams`; initialisation, loading and saving follow this one description."""
-    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    return {
-        "attention_norm": (hidden,),
-        "qkv": (hidden, sum(config.qkv_widths)),
-        "q_norm": (head_dim,),
-        "k_norm": (head_dim,),
-        "o": (config.qkv_widths[0], hidden),
-        "mlp_norm": (hidden,),
-        "gate_up": (hidden, 2 * ffn),
-        "down": (ffn, hidden),
-    }
-
-
-def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random weights: norms one, matrices normal with standard deviation 0.02. Call it jitted, it is many small operations otherwise."""
-    shapes = layer_shapes(config)
-    keys = dict(zip((*shapes, "embed", "head"), jax.random.split(key, len(shapes) + 2), strict=True))
-
-    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
-        return (0.02 * jax.random.normal(keys[name], shape, jnp.float32)).astype(dtype)
-
-    def stacked(name: str) -> jax.Array:
-        shape = (config.num_layers, *shapes[name])
-        return jnp.ones(shape, dtype) if name.endswith("norm") else draw(name, shape)
-
-    vocabulary = (config.vocab_size, config.hidden_size)
-    return Params(
-        embed=draw("embed", vocabulary),
-        layers=LayerParams(**{name: stacked(name) for name in shapes}),
-        final_norm=jnp.ones(config.hidden_size, dtype),
-        head=None if config.tie_word_embeddings else draw("head", vocabulary),
-    )
+def weights(config: ModelConfig) -> dict[str, Weight]:
+    return normed_attention_weights(config) | mlp_weights(config)
 
 
 def layer[Aux](
-    config: ModelConfig,
-    x: jax.Array,
-    params: LayerParams,
-    adapter: LayerAdapter | None,
-    rope: Rope,
-    attend: Attend[Aux],
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
-    """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves with a leading B axis)."""
-    batch, length, _ = x.shape
-    ffn = config.intermediate_size
-
-    normed = rms_norm(x, params.attention_norm, config.rms_norm_eps)
-    q, k, v = (
-        checkpoint_name(part, "qkv").reshape(batch, length, -1, config.head_dim)
-        for part in project(normed, params.qkv, config.qkv_widths, adapter and adapter.qkv)
-    )
-    q = rotate(rms_norm(q, params.q_norm, config.rms_norm_eps), rope)
-    k = rotate(rms_norm(k, params.k_norm, config.rms_norm_eps), rope)
-    attended, aux = attend(q, k, v)
-    attended = checkpoint_name(attended.reshape(batch, length, -1), "attended")
-    x = x + project(attended, params.o, (config.hidden_size,), adapter and adapter.o)[0]
-
-    normed = rms_norm(x, params.mlp_norm, config.rms_norm_eps)
-    gate, up = (checkpoint_name(part, "gate_up") for part in project(normed, params.gate_up, (ffn, ffn), adapter and adapter.gate_up))
-    x = x + project(jax.nn.silu(gate) * up, params.down, (config.hidden_size,), adapter and adapter.down)[0]
-    return x, aux
+    x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
+    return add_mlp(config, x, params, adapter), aux
 
 
-def hidden_states(
-    config: ModelConfig,
-    params: Params,
-    adapter: Adapter | None,
-    tokens_BT: Leaf,
-    positions_BT: Leaf,
-    segment_ids_BT: Leaf,
-    *,
-    remat: Remat = Remat.LAYERS,
-) -> jax.Array:
-    """Final-normed hidden states [B, T, D] of whole sequences; a token sees earlier tokens of its own segment."""
-    x = params.embed[tokens_BT]
-    rope = rope_tables(config, positions_BT, x.dtype)
-
-    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
-        return layer(config, x, *weights, rope, lambda q, k, v: (packed_attention(q, k, v, segment_ids_BT), None))
-
-    x, _ = jax.lax.scan(_remat(body, remat), x, (params.layers, adapter and adapter.layers))
-    return rms_norm(x, params.final_norm, config.rms_norm_eps)
-
-
-def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
-    weight = params.embed if params.head is None else params.head
-    logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
-    if adapter is None:
-        return logits
-    return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
-
-
-def _remat(body: Callable, remat: Remat) -> Callable:
-    if remat is Remat.NOTHING:
-        return body
-    saved = () if remat is Remat.LAYERS else ("qkv", "attended", "gate_up")
-    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
+FAMILY = Family(architecture="Qwen3ForCausalLM", weights=weights, layer=layer, expected=EXPECTED, default_head_dim=HEAD_DIM)

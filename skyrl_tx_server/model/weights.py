@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
+from jax.sharding import PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import (
-    Adapter,
-    Leaf,
-    LowRank,
-    Projection,
-    head_projection,
-    is_trained,
-    layer_projections,
-    zero_adapter,
-)
-from skyrl_tx_server.model.qwen3 import LayerParams, Params, layer_shapes
+from skyrl_tx_server.model.config_json import config_json
+from skyrl_tx_server.model.families import family_of
+from skyrl_tx_server.model.family import Split, Weight
+from skyrl_tx_server.model.lora import Adapter, adapted_weights, head_weight, is_trained, rank_of, zero_adapter
+from skyrl_tx_server.model.low_rank import Leaf, LowRank
+from skyrl_tx_server.model.mesh import VOCABULARY, place, weight_spec
+from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import LoraSpec
-
-LAYER_PARTS: dict[str, tuple[str, ...]] = {
-    "attention_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Hugging Face modules that make up each field of `LayerParams`, in order."""
 
 PEFT_PREFIX = "base_model.model."
 
@@ -62,59 +47,66 @@ def resolve_model(base_model: str) -> Path:
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Read a model's safetensors onto the device in `dtype`. Raises ConfigError when a tensor is missing or misshapen."""
+    """Read a model's safetensors to where the devices want them, in `dtype`. ConfigError when a tensor is missing or misshapen."""
     target = np.dtype(dtype)
     with ExitStack() as files:
-        read = _reader(model_dir, files)
+        part_of = _reader(model_dir, files)
+
+        def whole(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+            return place(config, shape, spec, lambda index: part_of(name, shape, index).astype(target))
+
+        def stacked(weight: Weight) -> jax.Array:
+            shards = config.tensor_shards if weight.split is Split.OUTPUTS else 1
+
+            def read(index: tuple[slice, ...]) -> np.ndarray:
+                out = np.empty([part.stop - part.start for part in index], target)
+                for at, number in enumerate(range(config.num_layers)[index[0]]):
+                    if not weight.experts:
+                        out[at] = _read_field(part_of, f"model.layers.{number}.", weight, index[1:], shards)
+                    else:
+                        for inner, expert in enumerate(range(weight.experts)[index[1]]):
+                            out[at, inner] = _read_field(part_of, f"model.layers.{number}.", weight, index[2:], shards, expert)
+                return out
+
+            return place(config, (config.num_layers, *weight.shape), weight_spec(weight), read)
+
         vocabulary = (config.vocab_size, config.hidden_size)
-
-        def matrix(name: str, shape: tuple[int, ...]) -> jax.Array:
-            return jax.device_put(_checked(read(f"{name}.weight"), shape, name, model_dir).astype(target))
-
-        def stack(field: str, shape: tuple[int, ...]) -> jax.Array:
-            out = np.empty((config.num_layers, *shape), target)
-            for index in range(config.num_layers):
-                parts = [read(f"model.layers.{index}.{name}.weight").T for name in LAYER_PARTS[field]]
-                fused = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-                out[index] = _checked(fused, shape, f"layer {index} {field}", model_dir)
-            return jax.device_put(out)
-
-        shapes = layer_shapes(config)
         return Params(
-            embed=matrix("model.embed_tokens", vocabulary),
-            layers=LayerParams(**{field: stack(field, shapes[field]) for field in LAYER_PARTS}),
-            final_norm=matrix("model.norm", vocabulary[1:]),
-            head=None if config.tie_word_embeddings else matrix("lm_head", vocabulary),
+            embed=whole("model.embed_tokens.weight", vocabulary, VOCABULARY),
+            layers={field: stacked(weight) for field, weight in family_of(config).weights(config).items()},
+            final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
+            head=None if config.tie_word_embeddings else whole("lm_head.weight", vocabulary, VOCABULARY),
         )
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
     """Write config.json and model.safetensors as Hugging Face reads them (one file; tokenizer files are the caller's)."""
+    assert config.mesh is None, "a model is made on one device"
     model_dir.mkdir(parents=True, exist_ok=True)
     host = jax.device_get(params)
     tensors = {"model.embed_tokens.weight": host.embed, "model.norm.weight": host.final_norm}
     if host.head is not None:
         tensors["lm_head.weight"] = host.head
-    projections = layer_projections(config)
-    for field, names in LAYER_PARTS.items():
-        stacked = getattr(host.layers, field)
-        widths = projections[field].outputs if field in projections else stacked.shape[-1:]
-        for name, part in zip(names, np.split(stacked, np.cumsum(widths)[:-1], axis=-1), strict=True):
-            for index in range(config.num_layers):
-                tensors[f"model.layers.{index}.{name}.weight"] = np.ascontiguousarray(part[index].T)
+    for field, weight in family_of(config).weights(config).items():
+        parts = np.split(host.layers[field], np.cumsum(weight.widths)[:-1], axis=-1)
+        for name, part in zip(weight.names, parts, strict=True):
+            for number in range(config.num_layers):
+                of_experts = part[number] if weight.experts else part[number][None]
+                for expert, tensor in enumerate(of_experts):
+                    tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor.T)
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    (model_dir / "config.json").write_text(json.dumps(_config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8")
+    (model_dir / "config.json").write_text(json.dumps(config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8")
 
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """PEFT's tensors of an adapter: only trained parts, without the rank padding. `adapter` may also be a gradient or a moment."""
     host = jax.device_get(adapter)
     arrays: dict[str, np.ndarray] = {}
-    for name, module, layer, part, _ in _parts(host, config, spec):
-        at = () if layer is None else (layer,)
-        padded = module.b[part].shape[-2]
-        arrays[f"{name}.lora_A.weight"] = np.ascontiguousarray(module.a[at][:, part * padded : part * padded + spec.rank].T)
-        arrays[f"{name}.lora_B.weight"] = np.ascontiguousarray(module.b[part][at][: spec.rank].T)
+    for piece in _pieces(host, config, spec):
+        padded = piece.b.shape[-2]
+        columns = slice(piece.part * padded, piece.part * padded + piece.rank)
+        arrays[f"{piece.name}.lora_A.weight"] = np.ascontiguousarray(piece.a[:, columns].T)
+        arrays[f"{piece.name}.lora_B.weight"] = np.ascontiguousarray(piece.b[: piece.rank].T)
     return arrays
 
 
@@ -125,32 +117,56 @@ def adapter_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, s
             f"the checkpoint's LoRA rank {spec.rank} is above this server's max_lora_rank={max_rank}: start it with a larger one"
         )
     adapter = zero_adapter(config, max_rank)
-    for name, module, layer, part, projection in _parts(adapter, config, spec):
-        at = () if layer is None else (layer,)
-        columns = slice(part * max_rank, part * max_rank + spec.rank)
-        _fill(module.a, (*at, slice(None), columns), _tensor(arrays, f"{name}.lora_A.weight", (spec.rank, projection.inputs)).T)
-        _fill(module.b[part], (*at, slice(spec.rank)), _tensor(arrays, f"{name}.lora_B.weight", (projection.outputs[part], spec.rank)).T)
-    for module in (adapter.layers.qkv, adapter.layers.o, adapter.layers.gate_up, adapter.layers.down, adapter.head):
-        _fill(module.scale, ..., np.float32(spec.alpha / spec.rank))
+    for piece in _pieces(adapter, config, spec):
+        inputs, (padded, outputs) = piece.a.shape[0], piece.b.shape
+        columns = slice(piece.part * padded, piece.part * padded + piece.rank)
+        piece.a[:, columns] = _tensor(arrays, f"{piece.name}.lora_A.weight", (piece.rank, inputs)).T
+        piece.b[: piece.rank] = _tensor(arrays, f"{piece.name}.lora_B.weight", (outputs, piece.rank)).T
+    weights = adapted_weights(config) | {"head": head_weight(config)}
+    for field, module in (adapter.layers | {"head": adapter.head}).items():
+        _in_host_memory(module.scale)[...] = np.float32(spec.alpha / rank_of(weights[field], config, spec.rank))
     return adapter
 
 
-def _fill(leaf: Leaf, at: tuple[int | slice, ...] | EllipsisType, value: np.ndarray | np.float32) -> None:
-    assert isinstance(leaf, np.ndarray), "only an adapter in host memory is filled in place"
-    leaf[at] = value
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """One Hugging Face module's factors, as views into an adapter in host memory."""
+
+    name: str  # PEFT's
+    a: np.ndarray  # [in, parts * padded rank]; the module's are the `part`th columns
+    b: np.ndarray  # [padded rank, out]
+    part: int
+    rank: int
 
 
-def _parts(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> list[tuple[str, LowRank, int | None, int, Projection]]:
-    """(PEFT name, module, layer or None, part, projection) of every trained part."""
-    found: list[tuple[str, LowRank, int | None, int, Projection]] = []
-    for field, projection in layer_projections(config).items():
-        if is_trained(spec, field):
-            for layer in range(config.num_layers):
-                for part, name in enumerate(projection.parts):
-                    found.append((f"{PEFT_PREFIX}model.layers.{layer}.{name}", getattr(adapter.layers, field), layer, part, projection))
-    if is_trained(spec, "head"):
-        found.append((f"{PEFT_PREFIX}lm_head", adapter.head, None, 0, head_projection(config)))
-    return found
+def _pieces(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_Piece]:
+    """Every trained module."""
+    for field, weight in adapted_weights(config).items():
+        if is_trained(spec, weight):
+            for number in range(config.num_layers):
+                yield from _module_pieces(f"model.layers.{number}.", weight, adapter.layers[field], (number,), config, spec)
+    if is_trained(spec, head_weight(config)):
+        yield from _module_pieces("", head_weight(config), adapter.head, (), config, spec)
+
+
+def _module_pieces(
+    prefix: str, weight: Weight, module: LowRank, at: tuple[int, ...], config: ModelConfig, spec: LoraSpec
+) -> Iterator[_Piece]:
+    for part, name in enumerate(weight.names):
+        for expert in range(weight.experts or 1):
+            where = (*at, expert) if weight.experts else at
+            yield _Piece(
+                name=f"{PEFT_PREFIX}{prefix}{name.format(expert=expert).removesuffix('.weight')}",
+                a=_in_host_memory(module.a)[where],
+                b=_in_host_memory(module.b[part])[where],
+                part=part,
+                rank=rank_of(weight, config, spec.rank),
+            )
+
+
+def _in_host_memory(leaf: Leaf) -> np.ndarray:
+    assert isinstance(leaf, np.ndarray), "only an adapter in host memory is read and filled in place"
+    return leaf
 
 
 def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -161,8 +177,12 @@ def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...])
     return arrays[name]
 
 
-def _reader(model_dir: Path, files: ExitStack) -> Callable[[str], np.ndarray]:
-    """A function from tensor name to array, over one file or the shards of an index."""
+type _PartOf = Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
+"""(a tensor's name, the shape it must have, the part to read) -> that part."""
+
+
+def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
+    """Reads from one file or the shards of an index."""
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
     if index.exists():
@@ -177,50 +197,34 @@ def _reader(model_dir: Path, files: ExitStack) -> Callable[[str], np.ndarray]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{model_dir}: cannot read the weights: {error}") from None
 
-    def read(name: str) -> np.ndarray:
+    def part_of(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
         try:
-            return opened[where.get(name, paths[0])].get_tensor(name)
+            tensor = opened[where.get(name, paths[0])].get_slice(name)
         except SafetensorError:
             raise ConfigError(f"{model_dir}: the weights hold no tensor {name}") from None
+        if tuple(tensor.get_shape()) != shape:
+            raise ConfigError(f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}")
+        return tensor[part]
 
-    return read
-
-
-def _checked(array: np.ndarray, shape: tuple[int, ...], name: str, model_dir: Path) -> np.ndarray:
-    if array.shape != shape:
-        raise ConfigError(f"{model_dir}: {name} has shape {array.shape}, config.json implies {shape}")
-    return array
+    return part_of
 
 
-def _config_json(config: ModelConfig, dtype: str) -> dict:
-    rope: dict = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if (yarn := config.rope_scaling) is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "attention_factor": yarn.attention_factor,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "truncate": yarn.truncate,
-        }
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
-        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
-        "dtype": dtype,
-    }
+def _read_field(part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0) -> np.ndarray:
+    """A part of one layer's (and expert's) field, [in, out] or [out], in the arrangement that `Weight` describes."""
+    *rows, columns = index
+    parts = []
+    for name, width, own in _columns(weight, columns, shards):
+        shape = (width, weight.inputs) if weight.inputs else (width,)
+        parts.append(part_of(prefix + name.format(expert=expert), shape, (own, *rows)).T)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _columns(weight: Weight, columns: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
+    """(name, its width, which of its columns) of the tensors that make up `columns` of a field, in order."""
+    if len(weight.names) == 1:
+        yield weight.names[0], weight.widths[0], columns
+        return
+    block = sum(weight.widths) // shards
+    for shard in range(columns.start // block, columns.stop // block):
+        for name, width in zip(weight.names, weight.widths, strict=True):
+            yield name, width, slice(shard * width // shards, (shard + 1) * width // shards)

@@ -83,7 +83,7 @@ async def get_info(context: Context, request: Request) -> Reply:
         "lora_rank": model.lora.rank,
         "model_name": context.base_model,
         "model_data": {
-            "arch": "qwen3",
+            "arch": context.engine.info.model_type,
             "model_name": context.base_model,
             "tokenizer_id": str(model_dir) if is_local and model_dir is not None else None,
         },

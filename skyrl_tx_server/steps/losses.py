@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.model.lora import Leaf
+from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.ops import LossFn, TrainDatum
 
 CLIP_LOW_THRESHOLD = 0.8

@@ -18,10 +18,22 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, join, read_slot, segment_of, segment_starts, write_block, write_prompt
+from skyrl_tx_server.model.family import LayerParams
+from skyrl_tx_server.model.kv_cache import (
+    KVCache,
+    Segment,
+    join,
+    keep_cache,
+    read_slot,
+    segment_of,
+    segment_starts,
+    write_block,
+    write_prompt,
+)
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, rows_of
-from skyrl_tx_server.model.qwen3 import LayerParams, Params, head_logits, layer
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, adapters_of_rows
+from skyrl_tx_server.model.low_rank import Leaf, rows_of
+from skyrl_tx_server.model.transformer import Params, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -121,7 +133,7 @@ def prefill(
     length = tokens.shape[1]
     x = params.embed[tokens]
     rope = rope_tables(config, prompt.cached + jnp.arange(length)[None], x.dtype)
-    past = read_slot(cache, prompt.source, segments) if segments else None
+    past = read_slot(config, cache, prompt.source, segments) if segments else None
 
     def attend(past: Segment | None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
         if past is None:  # padding comes last, where causality hides it
@@ -133,7 +145,7 @@ def prefill(
 
     x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers, past))
     written = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers)]
-    cache = write_prompt(cache, written, prompt.slots, prompt.num_slots)
+    cache = keep_cache(config, write_prompt(config, cache, written, prompt.slots, prompt.num_slots))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(
@@ -176,7 +188,8 @@ def decode_block(
     the cache is written once per block instead of once per step.
     """
     batch = rows.tokens.shape[0]
-    adapter = rows_of(bank, jnp.asarray(rows.adapter_indices)[0] if one_adapter else jnp.asarray(rows.adapter_indices))
+    indices = jnp.asarray(rows.adapter_indices)
+    adapter = rows_of(bank, indices[0]) if one_adapter else adapters_of_rows(config, bank, indices)
     layer_axis = 0 if one_adapter else 1
     adapters = [jax.tree.map(lambda leaf, i=i: jnp.take(leaf, i, axis=layer_axis), adapter.layers) for i in range(config.num_layers)]
     weights = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers)]
@@ -216,7 +229,7 @@ def decode_block(
 
     start = _BlockState(tokens=jnp.asarray(rows.tokens), remaining=jnp.asarray(rows.remaining), recent=recent, outputs=outputs)
     end = jax.lax.fori_loop(0, steps, step, start)
-    return write_block(cache, end.recent, rows.positions), end.outputs
+    return keep_cache(config, write_block(config, cache, end.recent, rows.positions)), end.outputs
 
 
 def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:

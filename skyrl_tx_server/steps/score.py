@@ -15,8 +15,9 @@ import numpy as np
 
 from skyrl_tx_server.batching import pad_tokens
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, Leaf
-from skyrl_tx_server.model.qwen3 import Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.lora import Adapter
+from skyrl_tx_server.model.low_rank import Leaf
+from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, TopkLogprobs
 
 MAX_SCORE_LOGITS = 1 << 24

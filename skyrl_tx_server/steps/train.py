@@ -16,8 +16,10 @@ import numpy as np
 
 from skyrl_tx_server.batching import PackedBatch
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, Leaf, LowRank, zero_adapter
-from skyrl_tx_server.model.qwen3 import Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.low_rank import Leaf, LowRank
+from skyrl_tx_server.model.mesh import by_rows, place_whole
+from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.ops import AdamSettings, LoraSpec
 from skyrl_tx_server.steps.losses import LossInputs, LossSelection, token_losses
@@ -86,6 +88,12 @@ def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
     return AdamState(step=np.zeros((), np.int32), first=zero_adapter(config, max_rank), second=zero_adapter(config, max_rank))
 
 
+def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
+    """From host memory to the devices, moments where the adapter lies."""
+    first, second = place_adapter(config, state.first), place_adapter(config, state.second)
+    return AdamState(step=place_whole(config, state.step), first=first, second=second)
+
+
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames=("grad_sum",))
 def forward_backward(
     adapter: Adapter,
@@ -105,7 +113,7 @@ def forward_backward(
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)
     outputs, grad_hidden, grad_head = _head_gradient(config, params, adapter, hidden, batch, loss)
     (grad_layers,) = pull_back(grad_hidden)
-    return jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head)), outputs
+    return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -200,7 +208,7 @@ def _head_gradient(
 
 def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """(summed loss, logprobs of the targets) of one chunk."""
-    logits = head_logits(config, params, adapter, chunk.hidden[None])[0]
+    logits = head_logits(config, params, adapter, by_rows(config, chunk.hidden)[None])[0]
     if chunk.targets.ndim == 1:
         chosen = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
         logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.qwen3 import init_params
+from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 CONFIG = ModelConfig(

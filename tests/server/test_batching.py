@@ -69,3 +69,8 @@ def test_a_sequence_the_model_cannot_hold_is_refused(bad: TrainDatum, message: s
 def test_a_request_without_data_is_refused() -> None:
     with pytest.raises(UserError, match="no data"):
         check_data([], vocab_size=53, max_context_length=8)
+
+
+def test_rows_are_a_multiple_of_the_devices_they_are_divided_over() -> None:
+    shapes = train_shapes(max_context_length=1000, tokens_per_batch=1024, row_groups=4)
+    assert [(shape.rows, shape.length) for shape in shapes] == [(8, 128), (4, 256), (4, 512), (4, 1024)]

@@ -12,7 +12,7 @@ from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.executor import plan_memory
-from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.weights import load_params
 from tests.fakes.tiny_model import make_settings
@@ -30,7 +30,7 @@ from tests.server.tiny_qwen3 import FIXTURES
         (["base_model=x", "port=abc"], "port=abc: expected int"),
         (["base_model=x", "port=99999"], "between 0 and 65535"),
         (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
-        (["base_model=x", "tensor_parallel=2"], "pass tensor_parallel=1"),
+        (["base_model=x", "tensor_parallel=0"], "tensor_parallel=0: must be above 0"),
         (["base_model=x", "max_lora_rank=0"], "max_lora_rank=0: must be above 0"),
         (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
         (["base_model=x", "checkpoints_dir=/proc/nowhere"], "checkpoints_dir=/proc/nowhere"),

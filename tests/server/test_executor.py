@@ -486,11 +486,11 @@ def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     each = cache_bytes_per_slot(CONFIG, 600, np.dtype(np.float32))
-    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda: 3.5 * each)
+    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda settings: 3.5 * each)
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
     assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
-    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda: 0.5 * each)
+    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda settings: 0.5 * each)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))
 

@@ -12,15 +12,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server import disk
-from skyrl_tx_server.base_model import fingerprint
+from skyrl_tx_server.base_model import fingerprint, open_base_model
 from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.errors import ServerError, UserError
 from skyrl_tx_server.export import main
-from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import init_adapter
-from skyrl_tx_server.model.qwen3 import head_logits, hidden_states
+from skyrl_tx_server.model.transformer import head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.peft_files import read_adapter
 from skyrl_tx_server.steps.train import adam_from_arrays
 from tests.server.tiny_qwen3 import FIXTURES
 
@@ -53,7 +54,16 @@ def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec
     return np.asarray(head_logits(config, params, adapter, hidden))
 
 
-@pytest.mark.parametrize(("model", "spec"), [("tied", LoraSpec(rank=3)), ("untied", LoraSpec(rank=2, alpha=5.0, train_attn=False))])
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        ("tied", LoraSpec(rank=3)),
+        ("untied", LoraSpec(rank=2, alpha=5.0, train_attn=False)),
+        ("../families/qwen2", LoraSpec(rank=3)),
+        ("../families/llama3", LoraSpec(rank=3)),
+        ("../families/qwen3_moe", LoraSpec(rank=4)),
+    ],
+)
 def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, model: str, spec: LoraSpec) -> None:
     arrays = save(tmp_path, FIXTURES / model, spec)
     options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={FIXTURES / model}", f"output={tmp_path / 'merged'}"]
@@ -82,7 +92,30 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
     adam = adam_from_arrays(imported, load_model_config(FIXTURES / "tied"), spec, MAX_RANK)
-    assert int(adam.step) == 0 and not np.any(adam.second.layers.qkv.a)
+    assert int(adam.step) == 0 and not np.any(adam.second.layers["qkv"].a)
+
+
+def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path: Path) -> None:
+    spec, base = LoraSpec(rank=4, train_unembed=False), FIXTURES.parent / "families" / "qwen3_moe"
+    arrays = save(tmp_path, base, spec)
+    expert = "base_model.model.model.layers.1.mlp.experts.5.up_proj"
+    a, b = (arrays[f"{expert}.lora_{side}.weight"] for side in "AB")
+    assert a.shape == (4 // 2, 40)  # two experts see a token
+    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"]) == 0
+    written = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    wide_a, wide_b = (written[f"{expert}.lora_{side}.weight"] for side in "AB")
+    assert wide_a.shape == (4, 40)
+    np.testing.assert_allclose(spec.alpha / 4 * wide_b @ wide_a, spec.alpha / 2 * b @ a, rtol=1e-5)
+    into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
+    assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
+    info, imported = CheckpointStore(tmp_path, "local/qwen3_moe", fingerprint(base)).read("tinker://imported/weights/one")
+    assert info.lora == spec
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(imported[name], array)
+    written[f"{expert}.lora_A.weight"] = np.ones_like(wide_a)
+    save_file(written, tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, this server's experts 2"):
+        read_adapter(tmp_path / "peft", open_base_model(base))
 
 
 def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -5,16 +5,17 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.model.lora import check_spec, init_adapter, is_trained, low_rank_deltas, project, rows_of, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora import adapted_weights, check_spec, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
+from skyrl_tx_server.model.low_rank import low_rank_deltas, project, rows_of
 from skyrl_tx_server.ops import LoraSpec
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
 
-FIELDS = ("qkv", "o", "gate_up", "down")
+WEIGHTS = {**adapted_weights(CONFIG), "head": head_weight(CONFIG)}
 
 
 def modules(adapter):
-    return {**{field: getattr(adapter.layers, field) for field in FIELDS}, "head": adapter.head}
+    return {**adapter.layers, "head": adapter.head}
 
 
 def test_a_new_adapter_has_random_a_zero_b_and_scale_alpha_over_rank() -> None:
@@ -39,7 +40,7 @@ def test_a_part_switched_off_is_zero_and_leaves_the_others_as_they_were(off: str
     spec = replace(SPEC, **{off: False})
     whole = modules(init_adapter(CONFIG, SPEC, MAX_RANK))
     for field, module in modules(init_adapter(CONFIG, spec, MAX_RANK)).items():
-        np.testing.assert_array_equal(module.a, whole[field].a if is_trained(spec, field) else 0)
+        np.testing.assert_array_equal(module.a, whole[field].a if is_trained(spec, WEIGHTS[field]) else 0)
 
 
 def test_every_adapter_has_one_shape() -> None:
@@ -61,7 +62,7 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
         np.testing.assert_array_equal(np.broadcast_to(mask[field].a, module.a.shape), module.a != 0)
         for b, b_mask in zip(module.b, mask[field].b, strict=True):
             expected = np.zeros(b.shape)
-            expected[..., : spec.rank, :] = is_trained(spec, field)
+            expected[..., : spec.rank, :] = is_trained(spec, WEIGHTS[field])
             np.testing.assert_array_equal(np.broadcast_to(b_mask, b.shape), expected)
         assert not np.any(mask[field].scale)
 
@@ -70,7 +71,7 @@ def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(CONFIG.hidden_size, sum(CONFIG.qkv_widths))).astype(np.float32)
-    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers.qkv) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
+    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     index = np.array([2, 0, 1], np.int32)
     mixed = project(x, weight, CONFIG.qkv_widths, rows_of(bank, index))
@@ -81,7 +82,7 @@ def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
 
 
 def test_the_delta_is_scale_times_x_a_b() -> None:
-    module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers.gate_up)
+    module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers["gate_up"])
     x = np.random.default_rng(0).normal(size=(2, 5, CONFIG.hidden_size)).astype(np.float32)
     for part, delta in enumerate(low_rank_deltas(x, module)):
         expected = 32 / 3 * x @ module.a[:, part * MAX_RANK : (part + 1) * MAX_RANK] @ module.b[part]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.model.config import ModelConfig, load_model_config, stretch_context
+from skyrl_tx_server.model.config import ModelConfig, stretch_context
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention
 from skyrl_tx_server.model.lora import Adapter, init_adapter
-from skyrl_tx_server.model.qwen3 import Remat, head_logits, hidden_states
+from skyrl_tx_server.model.transformer import Remat, head_logits, hidden_states
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES
@@ -123,7 +124,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'; this server runs llama, qwen2, qwen3, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),

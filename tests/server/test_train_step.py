@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from skyrl_tx_server.batching import pack, train_shapes, unpack
-from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, TrainDatum

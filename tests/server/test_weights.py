@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.errors import ConfigError, UserError
-from skyrl_tx_server.model.config import load_model_config
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, resolve_model, save_model
 from skyrl_tx_server.ops import LoraSpec
 from tests.server import tiny_qwen3
@@ -56,7 +56,7 @@ def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         load_params(tmp_path, config, "float32")
     save_file(tensors | {"model.norm.weight": np.ones(7, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.norm has shape \(7,\), config\.json implies \(40,\)"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(7,\), config\.json implies \(40,\)"):
         load_params(tmp_path, config, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"not a model")
     with pytest.raises(ConfigError, match="cannot read the weights"):

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, init_adapter
-from skyrl_tx_server.model.qwen3 import Params, init_params
+from skyrl_tx_server.model.lora import Adapter, adapted_weights, init_adapter
+from skyrl_tx_server.model.transformer import Params, init_params
 from skyrl_tx_server.ops import LoraSpec, TrainDatum
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "qwen3"
@@ -50,8 +50,8 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
             b[..., : spec.rank, :] = random.normal(0, b_scale, b[..., : spec.rank, :].shape) * trained
         return module
 
-    for field in ("qkv", "o", "gate_up", "down"):
-        with_b(getattr(fresh.layers, field))
+    for module in (fresh.layers[field] for field in adapted_weights(CONFIG)):  # in the weights' order, which jax does not keep
+        with_b(module)
     with_b(fresh.head)
     return jax.device_put(fresh)
 

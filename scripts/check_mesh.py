@@ -1,0 +1,162 @@
+"""Holds servers on 2 and 8 virtual CPU devices against the one-device server: losses, gradients, sampled tokens, log-probabilities.
+
+    .venv/bin/python -m scripts.check_mesh [FAMILY ...]     # of llama, qwen2, qwen3, qwen3_moe; default: llama qwen3_moe
+
+Prints the largest differences of each mesh from one device and how many programs each compiled; exit status 1 over the bars. Takes
+minutes: every mesh compiles its own programs. Needs about 2 GiB.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+
+from skyrl_tx_server import compilations
+from skyrl_tx_server.config import EngineSettings, MeshShape
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.model.weights import save_model
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    Op,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+    TrainDatum,
+)
+
+BARS = {"logprobs": 1e-4, "loss": 1e-5, "gradient norm": 1e-4, "tokens": 0.0, "sampled logprobs": 1e-4}
+DENSE = [MeshShape(tensor=2), MeshShape(data=2), MeshShape(fsdp=2), MeshShape(data=2, fsdp=2, tensor=2)]
+SPARSE = [MeshShape(expert=2), MeshShape(data=2, tensor=2, expert=2), MeshShape(fsdp=2, expert=4)]
+
+
+def main(families: list[str]) -> int:
+    ok = True
+    for family in families or ["llama", "qwen3_moe"]:
+        with tempfile.TemporaryDirectory() as directory:
+            model_dir = make_model(family, Path(directory) / "model")
+            alone = outputs_of(model_dir, MeshShape(), Path(directory) / "alone")
+            for number, shape in enumerate(SPARSE if family == "qwen3_moe" else DENSE):
+                shared = outputs_of(model_dir, shape, Path(directory) / str(number))
+                worst = differences(alone, shared)
+                ok &= all(worst[kind] <= bar for kind, bar in BARS.items())
+                print(f"{family:10} {shape!s:52}", "  ".join(f"{kind} {value:.1e}" for kind, value in worst.items()), flush=True)
+    return 0 if ok else 1
+
+
+def make_model(family: str, directory: Path) -> Path:
+    config = ModelConfig(
+        model_type=family,
+        vocab_size=104,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=8,
+        rope_theta=1e4,
+        tie_word_embeddings=family != "llama",
+        max_position_embeddings=256,
+        eos_token_ids=(1,),
+        experts=Experts(count=8, per_token=2, normalized=True) if family == "qwen3_moe" else None,
+    )
+    params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
+    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (5 if leaf.ndim > 1 else 1), params), config, directory)
+    return directory
+
+
+def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path) -> dict[str, np.ndarray]:
+    """Two models trained for two steps each, then groups sampled under both and the base, one of them from a cached prompt."""
+    settings = EngineSettings(
+        model_dir=model_dir,
+        base_model="check/mesh",
+        checkpoints_dir=checkpoints_dir,
+        compilation_cache_dir=None,
+        dtype="float32",
+        max_lora_rank=8,
+        max_context_length=256,
+        decode_slots=8,
+        decode_block=8,
+        train_tokens_per_batch=512,
+        max_snapshots=2,
+        mesh=shape,
+    )
+    before = sum(compilations.programs().values())
+    engine, random, found = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}
+    engine.start()
+
+    def run(op: Op) -> Any:
+        return engine.submit(op).result(600)
+
+    def datum(length: int) -> TrainDatum:
+        tokens = random.integers(0, 101, length).astype(np.int32)
+        return TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
+
+    for seed, model_id in enumerate(("one", "two")):
+        run(CreateModel(model_id=model_id, lora=LoraSpec(rank=4, seed=seed)))
+        for step in range(2):
+            data = tuple(datum(20 + 9 * index) for index in range(9))
+            result = run(ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY))
+            found[f"logprobs/{model_id} {step}"] = np.concatenate(result.logprobs)
+            found[f"loss/{model_id} {step}"] = np.array(result.metrics["loss:sum"])
+            norm = run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=1e-3))).metrics["grad_norm"]
+            found[f"gradient norm/{model_id} {step}"] = np.array(norm)
+        run(SaveSampler(model_id=model_id, name=None, weights=f"memory://{model_id}"))
+    prompt = random.integers(0, 101, 150).astype(np.int32)
+    waiting: list[Future[Any]] = [
+        engine.submit(Sample(prompt=prompt, weights=weights, num_samples=2, settings=sampling(temperature)))
+        for weights in (None, "memory://one", "memory://two")
+        for temperature in (0.0, 1.0)
+    ]
+    hits = 0
+    for request, future in enumerate(waiting):
+        result = future.result(600)
+        hits += result.prompt_cache_hit_tokens
+        for number, sequence in enumerate(result.sequences):
+            found[f"tokens/{request} {number}"], found[f"sampled logprobs/{request} {number}"] = sequence.tokens, sequence.logprobs
+    engine.stop()
+    programs = sum(compilations.programs().values()) - before
+    print(f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache", flush=True)
+    return found
+
+
+def sampling(temperature: float) -> SamplingSettings:
+    return SamplingSettings(max_tokens=20, seed=5, stop_at_eos=False, temperature=temperature)
+
+
+def differences(alone: dict[str, np.ndarray], shared: dict[str, np.ndarray]) -> dict[str, float]:
+    """The largest of each kind; losses and norms relative, tokens 0 or 1."""
+    worst: dict[str, float] = defaultdict(float)
+    for name, expected in alone.items():
+        kind = name.split("/")[0]
+        match kind:
+            case "tokens":
+                difference = float(not np.array_equal(expected, shared[name]))
+            case "loss" | "gradient norm":
+                difference = float(abs(expected - shared[name]) / abs(expected))
+            case _:
+                difference = float(np.abs(expected - shared[name]).max())
+        worst[kind] = max(worst[kind], difference)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

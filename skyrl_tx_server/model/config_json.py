@@ -1,0 +1,150 @@
+"""config.json of a Hugging Face directory, read and written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.config import Experts, Llama3Scaling, ModelConfig, YarnScaling, attention_factor
+from skyrl_tx_server.model.families import FAMILIES, family_of
+from skyrl_tx_server.model.family import Family
+
+DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's, when config.json names none
+
+
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Read config.json (and the stop tokens of generation_config.json). Raises ConfigError for what no family here computes."""
+    path = model_dir / "config.json"
+    raw = _read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(f"{path}: model_type is {model_type!r}; this server runs {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    for name, expected in family.expected.items():
+        if raw.get(name, expected) not in (expected, None):
+            raise ConfigError(f"{path}: {name}={raw[name]!r} is not supported, only {expected!r}")
+    try:
+        config = _model_config(raw, model_type, family, model_dir)
+    except KeyError as error:
+        raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads")
+    if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
+        raise ConfigError(f"{path}: num_experts_per_tok={config.experts.per_token} of {config.experts.count} experts")
+    return config
+
+
+def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What `load_model_config` and Hugging Face read back as `config`."""
+    family = family_of(config)
+    experts = config.experts
+    if experts is None:
+        widths: dict[str, Any] = {"intermediate_size": config.intermediate_size}
+    else:
+        widths = {
+            "intermediate_size": config.intermediate_size,  # Hugging Face's is of a dense layer, of which there is none
+            "moe_intermediate_size": config.intermediate_size,
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "norm_topk_prob": experts.normalized,
+        }
+    return {
+        "architectures": [family.architecture],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        **widths,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        **family.expected,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": _rope_json(config),
+        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
+        "dtype": dtype,
+    }
+
+
+def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_dir: Path) -> ModelConfig:
+    num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    max_position_embeddings = int(raw.get("max_position_embeddings", 32768))
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    experts = None
+    if family.has_experts:
+        count = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])  # transformers 5 and before
+        experts = Experts(count=count, per_token=int(raw["num_experts_per_tok"]), normalized=bool(raw.get("norm_topk_prob", False)))
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(raw["intermediate_size" if experts is None else "moe_intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
+        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", DEFAULT_ROPE_THETA))),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position_embeddings=max_position_embeddings,
+        rope_scaling=_rope_scaling(rope, max_position_embeddings, model_dir / "config.json"),
+        eos_token_ids=_eos_token_ids(model_dir, raw),
+        experts=experts,
+    )
+
+
+def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int, path: Path) -> YarnScaling | Llama3Scaling | None:
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return None
+        case "llama3":
+            return Llama3Scaling(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+            )
+        case "yarn":
+            original = int(rope.get("original_max_position_embeddings") or max_position_embeddings)
+            factor = float(rope.get("factor") or max_position_embeddings / original)
+            return YarnScaling(
+                factor=factor,
+                original_max_position_embeddings=original,
+                attention_factor=attention_factor(rope, factor),
+                beta_fast=float(rope.get("beta_fast") or 32.0),
+                beta_slow=float(rope.get("beta_slow") or 1.0),
+                truncate=bool(rope.get("truncate", True)),
+            )
+        case kind:
+            raise ConfigError(f"{path}: rope_type {kind!r} is not supported; use 'default', 'yarn' or 'llama3'")
+
+
+def _rope_json(config: ModelConfig) -> dict[str, Any]:
+    kinds = {YarnScaling: "yarn", Llama3Scaling: "llama3"}
+    kind = "default" if config.rope_scaling is None else kinds[type(config.rope_scaling)]
+    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
+    return {"rope_type": kind, "rope_theta": config.rope_theta, **scaling}
+
+
+def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json wins: it lists every token that ends a turn, config.json often only one."""
+    generation = model_dir / "generation_config.json"
+    ids = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face model directory") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None

@@ -1,0 +1,224 @@
+"""A mixture of experts: each token goes through the few that its router chooses, grouped so that each expert's tokens are matrix products.
+
+Assignments (a token and one of its experts) are sorted by expert and laid out in blocks that belong to one expert each; a loop over the
+blocks in use multiplies each by its expert's weight. Neither the program nor its memory grows with the number of experts, and no token is
+dropped. `jax.lax.ragged_dot` computes the same, but where XLA has no kernel for it every token meets every expert: 17x slower on a CPU
+(64 experts, 4,096 rows, 256 x 256). Example, blocks of 2, experts a b c:
+
+    assignments  b a b b c   ->   blocks  a . | b b | b . | c .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+
+from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.family import LayerParams, Split, Switch, Weight
+from skyrl_tx_server.model.layers import rms_norm
+from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
+from skyrl_tx_server.model.mesh import on_each, rows_spec
+
+MIN_BLOCK, MAX_BLOCK = 8, 128
+
+
+def expert_weights(config: ModelConfig) -> dict[str, Weight]:
+    assert config.experts is not None
+    hidden, width, count = config.hidden_size, config.intermediate_size, config.experts.count
+    names = {name: f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
+    return {
+        "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
+        "router": Weight(names=("mlp.gate.weight",), inputs=hidden, widths=(count,)),
+        "gate_up": Weight(
+            names=(names["gate"], names["up"]),
+            inputs=hidden,
+            widths=(width, width),
+            experts=count,
+            switch=Switch.MLP,
+            split=Split.OUTPUTS,
+        ),
+        "down": Weight(names=(names["down"],), inputs=width, widths=(hidden,), experts=count, switch=Switch.MLP, split=Split.INPUTS),
+    }
+
+
+def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+    """x [B, T, D] plus its experts' outputs."""
+    assert config.experts is not None
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    weights = (params["router"], params["gate_up"], params["down"])
+    modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
+    mix = partial(_mix, config.experts)
+    if config.mesh is None:
+        return x + mix(normed, *weights, modules)
+    rows = rows_spec(config.mesh, x.shape[0])
+    columns, inputs = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
+    shared = on_each(
+        config,
+        partial(_shared_mix, mix),
+        (rows, PartitionSpec(), columns, inputs, None if modules is None else _module_specs(modules, rows, columns, inputs)),
+        rows,
+    )
+    return x + shared(normed, *weights, modules)
+
+
+def route(experts: Experts, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(weights in the logits' dtype, experts) of each token, both [N, per_token], from router logits [N, count]; softmax in float32."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), experts.per_token)
+    if experts.normalized:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights.astype(logits.dtype), chosen
+
+
+def _mix(
+    experts: Experts,
+    x: jax.Array,
+    router: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    modules: tuple[LowRank, LowRank] | None,
+    first: jax.Array | int = 0,
+) -> jax.Array:
+    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, D, 2F] and `down` [E, F, D] are, `first` being the first.
+
+    The adapter's modules are one for the batch (A [E, in, ...]), or a bank that `rows` points into (A [S, E, in, ...]).
+    """
+    batch, length, hidden = x.shape
+    tokens = x.reshape(-1, hidden)
+    weights, chosen = route(experts, tokens @ router)
+    local = chosen.reshape(-1) - first
+    entries = None if modules is None else modules[0].rows  # of the bank, by row
+    layout = _lay_out(local, gate_up.shape[0], block=_block_size(local.size, experts.count) if entries is None else 1)
+    assigned = jnp.arange(local.size) // experts.per_token
+    blocks = layout.fill(tokens[assigned])
+    deltas = None
+    if modules is not None:
+        entry = None if entries is None else layout.fill(entries[assigned // length][:, None])[:, 0, 0]
+        deltas = [partial(low_rank_deltas, module=_of_blocks(module, layout.experts, entry)) for module in modules]
+
+    gate, up = jnp.split(_block_products(blocks, gate_up, layout.experts, layout.used), 2, axis=-1)
+    if deltas is not None:
+        gate_delta, up_delta = deltas[0](blocks)
+        gate, up = gate + gate_delta, up + up_delta
+    inner = jax.nn.silu(gate) * up
+    outputs = _block_products(inner, down, layout.experts, layout.used)
+    if deltas is not None:
+        outputs = outputs + deltas[1](inner)[0]
+    per_token = layout.take(outputs).reshape(-1, experts.per_token, hidden)
+    return (per_token * weights[..., None]).sum(axis=1).reshape(batch, length, hidden)
+
+
+def _shared_mix(
+    mix: Callable[..., jax.Array],
+    x: jax.Array,
+    router: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    modules: tuple[LowRank, LowRank] | None,
+) -> jax.Array:
+    """`_mix` on one of several devices, each of which has some experts and some columns of theirs."""
+    first = jax.lax.axis_index("expert") * gate_up.shape[0]
+    return jax.lax.psum(mix(x, router, gate_up, down, modules, first), ("expert", "tensor"))
+
+
+def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, columns: PartitionSpec, inputs: PartitionSpec):
+    """A PartitionSpec in every leaf's place: B is divided like its weight's columns, A like its inputs."""
+    bank = (None,) if modules[0].rows is not None else ()
+    whole = PartitionSpec("expert", None, None)
+
+    def of(module: LowRank, a: PartitionSpec, b: PartitionSpec) -> LowRank:
+        def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
+            match path[0].name:
+                case "a":
+                    return PartitionSpec(*bank, *a)
+                case "b":
+                    return PartitionSpec(*bank, *b)
+                case "rows":
+                    return rows
+            return PartitionSpec()
+
+        return jax.tree_util.tree_map_with_path(spec, module)
+
+    return of(modules[0], whole, columns), of(modules[1], inputs, whole)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Where each of R assignments lies in `len(experts)` blocks; those of other devices' experts lie nowhere."""
+
+    block: int
+    experts: jax.Array  # [blocks] int32, whose block it is
+    places: jax.Array  # [R] int32; beyond the last block: nowhere
+    used: jax.Array  # [] int32, blocks that hold anything
+
+    def fill(self, rows: jax.Array) -> jax.Array:
+        """[R, n] -> [blocks, block, n], zeros between."""
+        count = self.experts.shape[0]
+        empty = jnp.zeros((count * self.block, rows.shape[1]), rows.dtype)
+        return empty.at[self.places].set(rows, mode="drop").reshape(count, self.block, -1)
+
+    def take(self, blocks: jax.Array) -> jax.Array:
+        """[blocks, block, n] -> [R, n], zeros for what lies nowhere."""
+        return blocks.reshape(-1, blocks.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
+
+
+def _block_size(assignments: int, experts: int) -> int:
+    """About what an expert gets: smaller blocks make more products, larger ones more padding."""
+    return min(max(MIN_BLOCK, 1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_BLOCK), MAX_BLOCK)
+
+
+def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
+    """Lay assignments to the experts 0 .. count - 1 out in blocks; any other number belongs to another device."""
+    assignments = local_R.shape[0]
+    groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
+    sizes = jnp.bincount(groups, length=count + 1)[:count]
+    ends = jnp.cumsum(-(-sizes // block))
+    order = jnp.argsort(groups)
+    group = groups[order]
+    within = jnp.arange(assignments) - (jnp.cumsum(sizes) - sizes)[group]
+    blocks = (assignments + min(count, assignments) * (block - 1)) // block  # as many as any distribution can need
+    starts = jnp.append((ends - -(-sizes // block)) * block, blocks * block)
+    places = jnp.zeros(assignments, jnp.int32).at[order].set(jnp.where(group < count, starts[group] + within, blocks * block))
+    experts = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
+    return _Layout(block=block, experts=experts, places=places, used=ends[-1])
+
+
+def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> LowRank:
+    """Each block's own factors, every leaf with a leading axis of blocks; `entry` [blocks] is of the bank where `module` is one."""
+    at = experts if entry is None else (entry, experts)
+    scale = jnp.broadcast_to(module.scale, experts.shape) if entry is None else module.scale[entry]
+    return LowRank(a=module.a[at], b=tuple(b[at] for b in module.b), scale=scale)
+
+
+@jax.custom_vjp
+def _block_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
+    """blocks [n, block, in] @ weight[experts] [n, in, out], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
+
+    def step(index: jax.Array, out: jax.Array) -> jax.Array:
+        return out.at[index].set(blocks[index] @ weight[experts[index]])
+
+    return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[-1]), blocks.dtype))
+
+
+def _products_forward(blocks, weight, experts, used):
+    assert not weight.perturbed, "the base model's experts are frozen: only their adapters are trained"
+    return _block_products(blocks.value, weight.value, experts.value, used.value), (weight.value, experts.value, used.value)
+
+
+def _products_backward(saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array | SymbolicZero):
+    weight, experts, used = saved
+    if isinstance(gradient, SymbolicZero):
+        return None, None, None, None
+    return _block_products(gradient, weight.swapaxes(1, 2), experts, used), None, None, None
+
+
+_block_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)

@@ -1,0 +1,156 @@
+"""What a family of models is made of: its weights, described once, and its layer. Initialising, loading, saving, adapting and sharding
+all follow the description; the blocks that most families share are here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.layers import Rope, rms_norm
+from skyrl_tx_server.model.low_rank import LowRank, project
+
+type LayerParams = dict[str, jax.Array]
+"""One layer's weights by field; stacked over layers every leaf has a leading L axis."""
+
+type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
+"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and rotated."""
+
+
+class Switch(StrEnum):
+    """Which of the contract's switches trains a projection's adapter."""
+
+    ATTENTION = "train_attn"
+    MLP = "train_mlp"
+    UNEMBED = "train_unembed"
+
+
+class Split(StrEnum):
+    """Which side of a weight the mesh's `tensor` axis divides."""
+
+    NEITHER = "neither"
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """One field of a layer's weights: Hugging Face's tensors side by side along the last axis, each transposed to [in, out].
+
+    Where `tensor` divides the outputs of several tensors side by side, they are arranged so that each device's columns are a piece of
+    every one: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
+    """
+
+    names: tuple[str, ...]  # below `model.layers.N.`; with {expert} where each expert has its own
+    widths: tuple[int, ...]  # of the last axis, one per name
+    inputs: int = 0  # 0: a vector
+    experts: int = 0  # 0: no expert axis, which else leads
+    switch: Switch | None = None  # None: it has no adapter
+    split: Split = Split.NEITHER
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead = (self.experts,) if self.experts else ()
+        return (*lead, *((self.inputs,) if self.inputs else ()), sum(self.widths))
+
+
+class Layer(Protocol):
+    def __call__[Aux](
+        self,
+        config: ModelConfig,
+        x: jax.Array,
+        params: LayerParams,
+        adapter: Mapping[str, LowRank] | None,
+        rope: Rope,
+        attend: Attend[Aux],
+    ) -> tuple[jax.Array, Aux]:
+        """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves with a leading B axis)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Everything that sets one family apart. `expected` are config.json's entries that must have this value where they are present."""
+
+    architecture: str  # Hugging Face's class
+    weights: Callable[[ModelConfig], dict[str, Weight]]
+    layer: Layer
+    expected: Mapping[str, Any]
+    default_head_dim: int | None = None  # None: hidden size / heads
+    has_experts: bool = False
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None = None) -> dict[str, Weight]:
+    """`heads` is what a family does to the heads before it rotates them."""
+    hidden = config.hidden_size
+    return {
+        "attention_norm": Weight(names=("input_layernorm.weight",), widths=(hidden,)),
+        "qkv": Weight(
+            names=tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+            inputs=hidden,
+            widths=config.qkv_widths,
+            switch=Switch.ATTENTION,
+            split=Split.OUTPUTS,
+        ),
+        **(heads or {}),
+        "o": Weight(
+            names=("self_attn.o_proj.weight",), inputs=config.qkv_widths[0], widths=(hidden,), switch=Switch.ATTENTION, split=Split.INPUTS
+        ),
+    }
+
+
+def mlp_weights(config: ModelConfig) -> dict[str, Weight]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    return {
+        "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
+        "gate_up": Weight(
+            names=("mlp.gate_proj.weight", "mlp.up_proj.weight"), inputs=hidden, widths=(ffn, ffn), switch=Switch.MLP, split=Split.OUTPUTS
+        ),
+        "down": Weight(names=("mlp.down_proj.weight",), inputs=ffn, widths=(hidden,), switch=Switch.MLP, split=Split.INPUTS),
+    }
+
+
+def module_of(adapter: Mapping[str, LowRank] | None, field: str) -> LowRank | None:
+    return None if adapter is None else adapter[field]
+
+
+def heads_of(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, *, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normed nor rotated."""
+    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
+    parts = project(normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, shards=config.tensor_shards)
+    q, k, v = (checkpoint_name(part, "qkv").reshape(*x.shape[:2], -1, config.head_dim) for part in parts)
+    return q, k, v
+
+
+def add_attention[Aux](
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LowRank] | None,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    attend: Attend[Aux],
+) -> tuple[jax.Array, Aux]:
+    """x [B, T, D] plus what its rotated heads attend to."""
+    attended, aux = attend(*heads)
+    attended = checkpoint_name(attended.reshape(*x.shape[:2], -1), "attended")
+    return x + project(attended, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0], aux
+
+
+def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+    """x [B, T, D] plus its gated perceptron."""
+    ffn = config.intermediate_size
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    parts = project(normed, params["gate_up"], (ffn, ffn), module_of(adapter, "gate_up"), shards=config.tensor_shards)
+    gate, up = (checkpoint_name(part, "gate_up") for part in parts)
+    return x + project(jax.nn.silu(gate) * up, params["down"], (config.hidden_size,), module_of(adapter, "down"))[0]

@@ -1,0 +1,125 @@
+"""Several devices that share one model: their axes, what lies where, and the constraints that keep programs to it.
+
+    axis     divides                                                     and so holds
+    data     the rows of a batch                                         everything else once per device
+    fsdp     the rows of a batch, and each matrix, gathered when used    a part of every matrix
+    tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
+    expert   a mixture's experts                                         some experts, and their adapters
+
+An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.family import LayerParams, Split, Weight
+
+BATCH = ("data", "fsdp")
+"""The axes that divide the rows of a batch."""
+VOCABULARY = PartitionSpec("tensor", "fsdp")
+"""Of the embedding and the head, [V, D]."""
+
+
+def make_mesh(shape: MeshShape) -> Mesh | None:
+    """The first devices of this process in that shape; None for one. ConfigError when there are too few."""
+    if shape.devices == 1:
+        return None
+    devices = jax.local_devices()
+    if len(devices) < shape.devices:
+        raise ConfigError(f"{shape} needs {shape.devices} devices; this machine has {len(devices)} ({devices[0].platform})")
+    sizes = asdict(shape)
+    return Mesh(np.array(devices[: shape.devices]).reshape(*sizes.values()), tuple(sizes))
+
+
+def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int) -> None:
+    """ConfigError in one line where an axis does not divide what it should."""
+    divided = [
+        ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
+        ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
+        ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
+        ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
+        ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
+        ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
+    ]
+    for axis, size, whole, what in divided:
+        if size > 1 and (whole == 0 or whole % size):
+            raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
+
+
+def weight_spec(weight: Weight) -> PartitionSpec:
+    """Of a layer's field stacked over layers."""
+    lead = (None, "expert") if weight.experts else (None,)
+    inputs, outputs = {Split.INPUTS: ("tensor", "fsdp"), Split.OUTPUTS: ("fsdp", "tensor"), Split.NEITHER: (None, None)}[weight.split]
+    return PartitionSpec(*lead, inputs, outputs) if weight.inputs else PartitionSpec(*lead, outputs)
+
+
+def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """An array on its devices from `read(part of it)`; host memory holds one device's part at a time."""
+    if config.mesh is None:
+        return jax.device_put(read(tuple(slice(0, size) for size in shape)))
+    sharding = NamedSharding(config.mesh, spec)
+    bounds = {
+        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+        if index is not None
+    }
+    host, last, arrays = np.empty(0), None, []
+    for device in sorted(bounds, key=lambda device: bounds[device]):
+        if bounds[device] != last:
+            last = bounds[device]
+            host = read(tuple(slice(*bound) for bound in last))
+        arrays.append(jax.block_until_ready(jax.device_put(host, device)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def place_whole(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
+    """The whole array on every device."""
+    return jax.device_put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
+
+
+def part_size(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec) -> int:
+    """How many entries of such an array lie on each device."""
+    return prod(shape if config.mesh is None else NamedSharding(config.mesh, spec).shard_shape(shape))
+
+
+def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Inside a program: the leading axis of x over the batch's devices, as `rows_spec` has it."""
+    return constrain(config.mesh, x, rows_spec(config.mesh, x.shape[0]))
+
+
+def rows_spec(mesh: Mesh | None, rows: int) -> PartitionSpec:
+    """A leading axis of `rows` over the batch's devices where it divides, else whole on each."""
+    size = 1 if mesh is None else prod(mesh.shape[axis] for axis in BATCH)
+    return PartitionSpec(BATCH) if rows % size == 0 else PartitionSpec()
+
+
+def gathered(config: ModelConfig, weights: Mapping[str, Weight], params: LayerParams) -> LayerParams:
+    """Inside a program: one layer's matrices without `fsdp`'s division, as its products want them."""
+
+    def whole(weight: Weight, leaf: jax.Array) -> jax.Array:
+        return constrain(config.mesh, leaf, PartitionSpec(*(None if axis == "fsdp" else axis for axis in weight_spec(weight)[1:])))
+
+    return {field: whole(weights[field], leaf) for field, leaf in params.items()}
+
+
+def on_each[**Inputs, Output](
+    config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
+) -> Callable[Inputs, Output]:
+    """`function` run by every device on what lies there, as the specs of its inputs and outputs say."""
+    return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def constrain(mesh: Mesh | None, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Inside a program: x lies as `spec` says."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

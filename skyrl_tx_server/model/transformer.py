@@ -1,0 +1,112 @@
+"""A model as pure functions over stacked weights: one layer body for training, prefill and decode.
+
+The three differ in how a token attends, so `layer` takes that as a callback. Weights are kept in the checkpoint's dtype; norms, rotary
+angles, softmax and logits are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.families import family_of
+from skyrl_tx_server.model.family import Attend, LayerParams
+from skyrl_tx_server.model.layers import Rope, packed_attention, rms_norm, rope_tables
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter
+from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
+from skyrl_tx_server.model.mesh import by_rows, gathered
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Params:
+    """A whole model's weights."""
+
+    embed: jax.Array  # [V, D]
+    layers: LayerParams  # stacked
+    final_norm: jax.Array  # [D]
+    head: jax.Array | None  # [V, D]; None when the embedding is the head
+
+
+class Remat(StrEnum):
+    """What the backward pass recomputes. Memory falls and time rises down the list."""
+
+    NOTHING = "nothing"
+    ACTIVATIONS = "activations"  # norms, rotary, silu and attention again; matmul results kept
+    LAYERS = "layers"  # everything but each layer's input
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Random weights: norms one, matrices normal with standard deviation 0.02. Call it jitted, it is many small operations otherwise."""
+    shapes = {field: weight.shape for field, weight in family_of(config).weights(config).items()}
+    keys = dict(zip((*shapes, "embed", "head"), jax.random.split(key, len(shapes) + 2), strict=True))
+
+    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
+        return (0.02 * jax.random.normal(keys[name], shape, jnp.float32)).astype(dtype)
+
+    def stacked(name: str) -> jax.Array:
+        shape = (config.num_layers, *shapes[name])
+        return jnp.ones(shape, dtype) if name.endswith("norm") else draw(name, shape)
+
+    vocabulary = (config.vocab_size, config.hidden_size)
+    return Params(
+        embed=draw("embed", vocabulary),
+        layers={name: stacked(name) for name in shapes},
+        final_norm=jnp.ones(config.hidden_size, dtype),
+        head=None if config.tie_word_embeddings else draw("head", vocabulary),
+    )
+
+
+def layer[Aux](
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: LayerAdapter | None,
+    rope: Rope,
+    attend: Attend[Aux],
+) -> tuple[jax.Array, Aux]:
+    """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves with a leading B axis)."""
+    family = family_of(config)
+    return family.layer(config, by_rows(config, x), gathered(config, family.weights(config), params), adapter, rope, attend)
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    adapter: Adapter | None,
+    tokens_BT: Leaf,
+    positions_BT: Leaf,
+    segment_ids_BT: Leaf,
+    *,
+    remat: Remat = Remat.LAYERS,
+) -> jax.Array:
+    """Final-normed hidden states [B, T, D] of whole sequences; a token sees earlier tokens of its own segment."""
+    x = params.embed[tokens_BT]
+    rope = rope_tables(config, positions_BT, x.dtype)
+
+    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
+        return layer(config, x, *weights, rope, lambda q, k, v: (packed_attention(q, k, v, segment_ids_BT), None))
+
+    x, _ = jax.lax.scan(_remat(body, remat), x, (params.layers, adapter and adapter.layers))
+    return rms_norm(x, params.final_norm, config.rms_norm_eps)
+
+
+def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
+    """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
+    weight = params.embed if params.head is None else params.head
+    logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+    if adapter is None:
+        return logits
+    return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
+
+
+def _remat(body: Callable, remat: Remat) -> Callable:
+    if remat is Remat.NOTHING:
+        return body
+    saved = () if remat is Remat.LAYERS else ("qkv", "attended", "gate_up")
+    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)

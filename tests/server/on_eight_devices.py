@@ -1,0 +1,142 @@
+"""Run as a program with 8 virtual devices; prints, as JSON, how far several meshes are from one device. See test_mesh.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import jax
+import numpy as np
+
+from skyrl_tx_server.batching import pack, train_shapes
+from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.memory_plan import memory_plan
+from skyrl_tx_server.model import weights
+from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.kv_cache import Segment, empty_cache, read_slot, write_block, write_prompt
+from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.mesh import make_mesh, place
+from skyrl_tx_server.model.transformer import Remat, init_params
+from skyrl_tx_server.model.weights import load_params, save_model
+from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.train import forward_backward, train_batch
+
+DENSE = ModelConfig(
+    model_type="qwen2",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    max_position_embeddings=128,
+)
+SPARSE = replace(DENSE, model_type="qwen3_moe", experts=Experts(count=4, per_token=2, normalized=True), tie_word_embeddings=True)
+SHAPE = MeshShape(fsdp=2, tensor=2, expert=2)
+RANK = 4
+
+
+def main(directory: Path) -> None:
+    print(json.dumps({**trained(SPARSE, SHAPE, directory), **cached(replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2))))}))
+
+
+def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
+    """One forward_backward from a model directory, on one device and on the mesh."""
+    made = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
+    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), made), config, model_dir)
+    random = np.random.default_rng(0)
+    fresh = init_adapter(config, LoraSpec(rank=RANK, seed=1), RANK)
+    adapter = jax.tree.map(lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), fresh)
+    tokens = random.integers(0, config.vocab_size, (6, 41)).astype(np.int32)
+    data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
+    (packed,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch))
+
+    def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
+        gradient, outputs = forward_backward(
+            place_adapter(config, adapter),
+            place_adapter(config, zero_adapter(config, RANK)),
+            load_params(model_dir, config, "float32"),
+            train_batch(packed),
+            select_loss(LossFn.CROSS_ENTROPY, {}),
+            config=config,
+            remat=Remat.NOTHING,
+        )
+        return jax.device_get(gradient), np.asarray(outputs.logprobs), float(outputs.loss)
+
+    shared = replace(config, mesh=make_mesh(shape))
+    (expected, logprobs, loss), (gradient, shared_logprobs, shared_loss) = step(config), step(shared)
+    pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(gradient), strict=True))
+    parts: list[int] = []
+    with patch.object(weights, "place", partial(_noting_parts, parts)):
+        params = load_params(model_dir, shared, "float32")
+    return {
+        "largest read": max(parts),
+        "largest held": max(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
+        "logprobs": float(np.abs(logprobs - shared_logprobs).max()),
+        "loss": abs(loss - shared_loss) / abs(loss),
+        "gradient": max(float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)),
+        "planned": planned_weights(shared, shape),
+        "held": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
+        "whole": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+    }
+
+
+def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
+    def noted(part: tuple[slice, ...]) -> np.ndarray:
+        host = read(part)
+        parts.append(host.nbytes)
+        return host
+
+    return place(config, shape, spec, noted)
+
+
+def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
+    plan = memory_plan(
+        config,
+        np.dtype("float32"),
+        device="",
+        available_bytes=0,
+        context=128,
+        decode_slots=4,
+        max_lora_rank=RANK,
+        max_snapshots=1,
+        train_tokens_per_batch=512,
+        activation_bytes=0,
+        row_groups=shape.batch,
+    )
+    return next(share.num_bytes for share in plan.shares if share.name.startswith("base weights"))
+
+
+def cached(config: ModelConfig) -> dict[str, bool]:
+    """What is written into slots of several devices is what is read back, and nothing else changes."""
+    random = np.random.default_rng(0)
+
+    def values(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    prompt = [Segment(keys=values(1, 2, 8, 6), values=values(1, 2, 6, 8)) for _ in range(2)]
+    block = [Segment(keys=values(4, 2, 8, 4), values=values(4, 2, 4, 8)) for _ in range(2)]
+
+    def run(config: ModelConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        cache = empty_cache(config=config, slots=4, ends=(8, 16), dtype=np.dtype("float32"))
+        slots, starts = np.array([3, 0, 1, 2], np.int32), np.array([6, 16, 0, 6], np.int32)
+        cache = jax.jit(lambda cache: write_block(config, write_prompt(config, cache, prompt, slots, np.int32(2)), block, starts))(cache)
+        read = jax.jit(lambda cache, slot: read_slot(config, cache, slot, 2))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(cache)], [
+            np.asarray(leaf) for slot in range(4) for leaf in jax.tree.leaves(read(cache, np.int32(slot)))
+        ]
+
+    alone, shared = run(replace(config, mesh=None)), run(config)
+    equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
+    return {"written": equal[0], "read": equal[1]}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""A mixture's grouped products against every expert applied to every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx_server.model.config import Experts
+from skyrl_tx_server.model.experts import _block_size, _lay_out, _mix, route
+from skyrl_tx_server.model.low_rank import LowRank
+
+HIDDEN, WIDTH, COUNT, RANK = 8, 6, 5, 2
+EXPERTS = Experts(count=COUNT, per_token=2, normalized=True)
+
+
+def weights(seed: int = 0):
+    random = np.random.default_rng(seed)
+    shapes = (HIDDEN, COUNT), (COUNT, HIDDEN, 2 * WIDTH), (COUNT, WIDTH, HIDDEN)
+    router, gate_up, down = ((0.5 * random.normal(size=shape)).astype(np.float32) for shape in shapes)
+    return router, gate_up, down
+
+
+def factors(seed: int = 1) -> tuple[LowRank, LowRank]:
+    random = np.random.default_rng(seed)
+
+    def module(inputs: int, outputs: tuple[int, ...]) -> LowRank:
+        return LowRank(
+            a=(0.5 * random.normal(size=(COUNT, inputs, len(outputs) * RANK))).astype(np.float32),
+            b=tuple(random.normal(size=(COUNT, RANK, width)).astype(np.float32) for width in outputs),
+            scale=np.float32(0.5),
+        )
+
+    return module(HIDDEN, (WIDTH, WIDTH)), module(WIDTH, (HIDDEN,))
+
+
+def dense(x: jax.Array, router, gate_up, down, modules: tuple[LowRank, LowRank]) -> jax.Array:
+    """Every expert over every token, the chosen ones added up."""
+
+    def low_rank(x: jax.Array, module: LowRank) -> jax.Array:
+        inner = jnp.split(jnp.einsum("...ei,eir->...er", x, module.a) * module.scale, len(module.b), axis=-1)
+        return jnp.concatenate([jnp.einsum("...er,ero->...eo", part, b) for part, b in zip(inner, module.b, strict=True)], axis=-1)
+
+    each = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], COUNT, HIDDEN))
+    gate, up = jnp.split(jnp.einsum("...i,eio->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
+    inner = jax.nn.silu(gate) * up
+    outputs = jnp.einsum("...ef,efo->...eo", inner, down) + low_rank(inner, modules[1])
+    scores, chosen = route(EXPERTS, x.reshape(-1, HIDDEN) @ router)
+    picked = jnp.take_along_axis(outputs.reshape(-1, COUNT, HIDDEN), chosen[..., None], axis=1)
+    return (picked * scores[..., None]).sum(1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_grouped_products_and_their_gradients_equal_every_expert_applied_to_every_token(length: int) -> None:
+    x = np.random.default_rng(2).normal(size=(3, length, HIDDEN)).astype(np.float32)
+
+    def loss(function):
+        return jax.jit(jax.value_and_grad(lambda x, modules: jnp.sin(function(x, *weights(), modules)).sum(), argnums=(0, 1)))
+
+    value, (grad_x, grad_modules) = loss(lambda x, *rest: _mix(EXPERTS, x, *rest))(x, factors())
+    expected, (expected_x, expected_modules) = loss(dense)(x, factors())
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(grad_x, expected_x, atol=2e-4)
+    for leaf, (path, other) in zip(jax.tree.leaves(grad_modules), jax.tree_util.tree_flatten_with_path(expected_modules)[0], strict=True):
+        if "scale" not in str(path):  # never trained, and its gradient stopped
+            np.testing.assert_allclose(leaf, other, atol=1e-3)
+
+
+def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
+    x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
+    adapters = [factors(seed) for seed in (1, 2, 3)]
+    rows = np.array([2, 0, 2, 1], np.int32)
+    banks = jax.tree.map(lambda *leaves: np.stack(leaves), *adapters)
+    banks = tuple(LowRank(a=bank.a, b=bank.b, scale=bank.scale, rows=jnp.asarray(rows)) for bank in banks)
+    mixed = jax.jit(lambda x, modules: _mix(EXPERTS, x, *weights(), modules))(x, banks)
+    for row, adapter in enumerate(rows):
+        alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
+        np.testing.assert_allclose(mixed[row : row + 1], alone, atol=1e-4)
+
+
+def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
+    for seed, block in ((0, 1), (1, 3), (2, 8)):
+        local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # some belong to other devices
+        layout = _lay_out(jnp.asarray(local), COUNT, block=block)
+        places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
+        assert len(set(places[here])) == here.sum()
+        assert np.array_equal(np.asarray(layout.experts)[places[here] // block], local[here])
+        assert places[here].max() < int(layout.used) * block <= len(layout.experts) * block
+        assert (places[~here] >= len(layout.experts) * block).all()
+
+
+def test_all_tokens_may_choose_one_expert() -> None:
+    layout = _lay_out(jnp.full(20, 3), COUNT, block=8)
+    assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
+
+
+def test_blocks_grow_with_what_an_expert_gets() -> None:
+    assert [_block_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
+
+
+def test_the_program_does_not_grow_with_the_experts() -> None:
+    def operations(count: int) -> int:
+        x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
+        shapes = jnp.zeros((HIDDEN, count)), jnp.zeros((count, HIDDEN, 2 * WIDTH)), jnp.zeros((count, WIDTH, HIDDEN))
+        return str(jax.make_jaxpr(lambda x, *shapes: _mix(experts, x, *shapes, None))(x, *shapes)).count(" = ")
+
+    assert operations(4) == operations(64)
+
+
+def test_the_base_models_experts_take_no_gradient() -> None:
+    x = jnp.zeros((1, 4, HIDDEN))
+    with pytest.raises(AssertionError, match="frozen"):
+        jax.grad(lambda gate_up: _mix(EXPERTS, x, weights()[0], gate_up, weights()[2], None).sum())(weights()[1])

@@ -1,0 +1,158 @@
+"""Every family of models against Hugging Face's own logits, and through the whole executor: training, snapshots, sampling, checkpoints."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig
+from skyrl_tx_server.model.config_json import config_json, load_model_config
+from skyrl_tx_server.model.families import FAMILIES as TABLE
+from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
+from skyrl_tx_server.model.weights import load_params, save_model
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+    SaveWeights,
+    TrainDatum,
+)
+from tests.fakes.tiny_model import make_settings
+from tests.server.tiny_qwen3 import FIXTURES as QWEN3
+
+FAMILIES = QWEN3.parent / "families"
+NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized"]
+
+
+def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
+    positions, segments = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape), np.ones_like(tokens)
+
+    @jax.jit
+    def run(params: Params, tokens: np.ndarray) -> jax.Array:
+        return head_logits(config, params, None, hidden_states(config, params, None, tokens, positions, segments))
+
+    return np.asarray(run(params, tokens))
+
+
+def difference(config: ModelConfig, name: str) -> float:
+    expected = np.load(FAMILIES / name / "expected.npz")
+    logits = logits_of(config, load_params(FAMILIES / name, config, "float32"), expected["tokens"])
+    return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_hugging_faces(name: str) -> None:
+    assert difference(load_model_config(FAMILIES / name), name) <= 1e-4
+
+
+def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
+    config = load_model_config(FAMILIES / "llama3")
+    assert isinstance(config.rope_scaling, Llama3Scaling)
+    plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
+    assert difference(plain, "llama3") > 0.1
+
+
+def test_every_family_in_the_table_has_a_fixture() -> None:
+    assert {load_model_config(FAMILIES / name).model_type for name in NAMES} | {"qwen3"} == set(TABLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
+    config = load_model_config(FAMILIES / name)
+    params = load_params(FAMILIES / name, config, "float32")
+    save_model(params, config, tmp_path)
+    assert load_model_config(tmp_path) == config
+    again = load_params(tmp_path, config, "float32")
+    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Iterator[Engine]:
+    settings = make_settings(FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4)
+    engine = Engine(DeviceExecutor(settings))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_trains(mixture: Engine) -> None:
+    random = np.random.default_rng(0)
+
+    def run(op):
+        return mixture.submit(op).result(120)
+
+    weights = {"untrained": None, "one": "memory://one", "two": "memory://two"}
+    for seed, (model_id, snapshot) in enumerate(weights.items()):
+        run(CreateModel(model_id=model_id, lora=LoraSpec(rank=4, seed=seed)))
+        if snapshot is not None:
+            tokens = random.integers(0, 101, 40).astype(np.int32)
+            datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
+            run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY))
+            assert run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"] > 0
+            run(SaveSampler(model_id=model_id, name=None, weights=snapshot))
+    prompt = random.integers(0, 101, 50).astype(np.int32)
+    settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
+    samples = {
+        model_id: mixture.submit(Sample(prompt=prompt, weights=snapshot, num_samples=1, settings=settings))
+        for model_id, snapshot in weights.items()
+    }
+    logprobs = {}
+    for model_id, future in samples.items():
+        for sequence in future.result(120).sequences:
+            text = np.concatenate([prompt, sequence.tokens])
+            datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
+            trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+            assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
+            logprobs[model_id] = sequence.logprobs
+    assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
+    path = run(SaveWeights(model_id="one", name="state")).path
+    run(LoadWeights(model_id="copy", path=path, create=True, optimizer=True))
+    assert run(SaveWeights(model_id="copy", name="state")).size_bytes > 0
+
+
+def write_config(directory: Path, name: str, **changes) -> Path:
+    raw = json.loads((FAMILIES / name / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("llama3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 6 experts"),
+        ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
+    ],
+)
+def test_a_config_we_cannot_run_is_one_clear_line(tmp_path: Path, name: str, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_model_config(write_config(tmp_path, name, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_mixture_is_read_as_transformers_4_and_5_write_it(tmp_path: Path) -> None:
+    config = load_model_config(FAMILIES / "qwen3_moe")
+    assert config.experts is not None and config.experts.count == 6
+    assert load_model_config(write_config(tmp_path, "qwen3_moe", num_local_experts=None, num_experts=6)) == config
+    assert config_json(config, "float32")["num_experts"] == 6

@@ -1,0 +1,100 @@
+"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts: hence a process of its own.
+
+`scripts/check_mesh.py` holds whole servers on more meshes against one device.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.family import Split, Weight
+from skyrl_tx_server.model.low_rank import split_parts
+from skyrl_tx_server.model.mesh import check_divisible, make_mesh, place, weight_spec
+from skyrl_tx_server.model.weights import _columns
+from tests.server.on_eight_devices import DENSE, SPARSE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-m", "tests.server.on_eight_devices", str(tmp_path_factory.mktemp("models"))]
+    run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_eight_devices_train_as_one(found: dict) -> None:
+    assert found["logprobs"] <= 1e-4 and found["loss"] <= 1e-5 and found["gradient"] <= 1e-4
+
+
+def test_each_device_holds_the_part_that_was_planned(found: dict) -> None:
+    assert found["held"] == found["planned"] < 0.4 * found["whole"]
+
+
+def test_host_memory_holds_one_devices_part_of_one_field_at_a_time(found: dict) -> None:
+    assert found["largest read"] == found["largest held"]
+
+
+def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) -> None:
+    assert found["written"] and found["read"]
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        (DENSE, MeshShape(tensor=4), "tensor_parallel=4: 2 key-value heads do not divide over 4 devices"),
+        (DENSE, MeshShape(tensor=2), None),
+        (replace(DENSE, vocab_size=65), MeshShape(tensor=2), "65 tokens of the vocabulary do not divide over 2 devices"),
+        (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of a perceptron"),
+        (DENSE, MeshShape(fsdp=5), "32 hidden dimensions do not divide over 5 devices"),
+        (DENSE, MeshShape(data=4, fsdp=2), "12 decode_slots do not divide over 8 devices"),
+        (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
+        (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
+    ],
+)
+def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
+    if message is None:
+        return check_divisible(config, shape, decode_slots=12)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_divisible(config, shape, decode_slots=12)
+    assert "\n" not in str(error.value)
+
+
+def test_more_devices_than_there_are_is_one_clear_line() -> None:
+    assert make_mesh(MeshShape()) is None
+    with pytest.raises(ConfigError, match=r"data_parallel=32 tensor_parallel=2 needs 64 devices; this machine has \d+ \(cpu\)"):
+        make_mesh(MeshShape(data=32, tensor=2))
+
+
+def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
+    """The worked example of `Weight`: q has 4 columns, k and v 2 each, over two devices."""
+    weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=Split.OUTPUTS)
+    assert weight_spec(weight) == PartitionSpec(None, "fsdp", "tensor")
+    pieces = [(name, own) for name, _, own in _columns(weight, slice(4, 8), shards=2)]
+    assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]
+    fused = np.array([["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]])
+    numbered = np.arange(8)[None]
+    q, k, v = split_parts(numbered, (4, 2, 2), shards=2)  # type: ignore[arg-type]
+    assert [fused[0, part[0]].tolist() for part in (np.asarray(q), np.asarray(k), np.asarray(v))] == [
+        ["q0", "q1", "q2", "q3"],
+        ["k0", "k1"],
+        ["v0", "v1"],
+    ]
+
+
+def test_one_device_reads_an_array_whole() -> None:
+    asked = []
+    place(DENSE, (4, 6), PartitionSpec("tensor"), lambda part: asked.append(part) or np.zeros((4, 6)))
+    assert asked == [(slice(0, 4), slice(0, 6))]
