@@ -35,6 +35,7 @@ from src.pipeline import PipelineSettings, ScheduleSettings, schedule
 from src.preparation import PreparationSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
+from src.step_groups import GroupSettings
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
 from src.tracking import RunLog, TrackingSettings, open_run_log, recorded
 from src.watchdog import WatchdogSettings, watching
@@ -256,8 +257,6 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     return LoopSettings(
         log_path=log_path,
         export_path=(Path(config.export_path).expanduser() if config.export_path else log_path) if config.dump_eval_results else None,
-        group_size=config.group_size,
-        temperature=config.temperature,
         save_every=config.save_every,
         eval_every=config.eval_every,
         eval_before_train=config.eval_before_train,
@@ -265,17 +264,21 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
-        filters=narrow(config, FilterSettings),
-        curriculum=narrow(config, CurriculumSettings),
-        dynamic_sampling=narrow(config, DynamicSamplingSettings),
+        groups=GroupSettings(
+            group_size=config.group_size,
+            temperature=config.temperature,
+            filters=narrow(config, FilterSettings),
+            curriculum=narrow(config, CurriculumSettings),
+            dynamic_sampling=narrow(config, DynamicSamplingSettings),
+            pipeline=narrow(config, PipelineSettings),
+            faults=narrow(config, FaultSettings),
+        ),
         preparation=PreparationSettings(
             advantages=narrow(config, AdvantageSettings),
             kl=narrow(config, KlSettings),
             importance=narrow(config, ImportanceSettings),
             max_staleness=config.max_staleness,
         ),
-        pipeline=narrow(config, PipelineSettings),
-        faults=narrow(config, FaultSettings),
     )
 
 

@@ -28,7 +28,7 @@ TRAINER_LAYERS = [
     {"policy", "backend", "endpoint", "tracking", "recorder", "exports", "checkpoints", "run_folder", "journal", "finished"},
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
-    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "console", "watchdog"},
+    {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "step_groups", "console", "watchdog"},
     {"terminus2_trainer"},
     {"run", "train"},
     {"evaluation_results", "evaluation_run", "evaluate"},
