@@ -50,6 +50,10 @@ class TrainerConfig:
     tinker_base_url: str | None = chz.field(default=None, doc="Another address of the Tinker cloud; None: the SDK's own")
     load_checkpoint_path: str | None = chz.field(default=None, doc="tinker:// path of a training state to start from, optimizer included")
 
+    capabilities: str | None = chz.field(
+        default=None, doc="capabilities.json of python -m src.probe; what the endpoint was seen not to honour is refused"
+    )
+
     logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent folder of runs")
     log_path: str | None = chz.field(default=None, doc="This run's folder; None: logs_dir/<run name>")
     behavior_if_log_dir_exists: Literal["ask", "delete", "resume", "raise"] = chz.field(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import chz
 
+from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
 from src.chat import Chat, load_chat
 from src.config import TrainerConfig, loss_settings, pairs, run_name
@@ -96,6 +97,8 @@ def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
     """The whole run. Raises a TrainerError for whatever the user can mend, and is cancelled to stop it."""
     started = time.monotonic()
+    if config.capabilities is not None:
+        capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     folder = find_run_folder(config, name=name)
     async with AsyncExitStack() as stack:

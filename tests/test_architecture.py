@@ -25,13 +25,25 @@ TRAINER_LAYERS = [
         "faults",
         "held_out",
     },
-    {"policy", "backend", "endpoint", "tracking", "recorder", "exports", "checkpoints", "run_folder", "journal", "finished"},
+    {
+        "policy",
+        "capabilities",
+        "backend",
+        "endpoint",
+        "tracking",
+        "recorder",
+        "exports",
+        "checkpoints",
+        "run_folder",
+        "journal",
+        "finished",
+    },
     {"generator", "tinker_llm", "rewards"},
     {"envs"},
     {"rollouts", "learner", "kl_penalty", "preparation", "evaluation", "pipeline", "step_groups", "console", "watchdog"},
     {"terminus2_trainer"},
     {"run", "train"},
-    {"evaluation_results", "evaluation_run", "evaluate"},
+    {"probe_checks", "probe", "evaluation_results", "evaluation_run", "evaluate"},
 ]
 SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
 SERVER_HTTP = [
@@ -50,7 +62,7 @@ SERVER_JAX = [
 ]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},
-    "tinker": {"backend", "policy", "learner", "datums", "preparation"},
+    "tinker": {"backend", "policy", "learner", "datums", "preparation", "probe_checks", "probe"},
     "wandb": {"tracking"},
     "trackio": {"tracking"},
     "openai": {"endpoint"},

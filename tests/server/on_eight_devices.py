@@ -106,6 +106,7 @@ def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
         context=128,
         decode_slots=4,
         max_lora_rank=RANK,
+        max_models=1,
         max_snapshots=1,
         train_tokens_per_batch=512,
         activation_bytes=0,

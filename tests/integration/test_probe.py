@@ -1,0 +1,254 @@
+"""Every defect of an endpoint that the probe claims to find, one at a time, in our own server: found, and nothing else reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.futures import FutureStore, Retention
+from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.ops import ForwardBackward, LoadWeights, LossFn, OptimStep, Sample, SaveSampler, StopReason
+from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from src import capabilities
+from src.command_line import parse
+from src.errors import ConfigError
+from src.probe import arguments, main, probe
+from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Probe
+from tests.fakes.server import serving
+from tests.fakes.tiny_model import make_model, make_settings
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+MODEL = "local/tiny"
+
+
+class Defective:
+    """The real executor, but for one defect: what becomes of an operation before it is run, of its result, and of what was sampled."""
+
+    def __init__(self, executor: DeviceExecutor) -> None:
+        self.real = executor
+        self.heal()
+
+    def heal(self) -> None:
+        self.before: Callable = lambda executor, op: op
+        self.after: Callable = lambda executor, op, result: result
+        self.sampled: Callable = lambda sequence: sequence
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.real, name)
+
+    def run(self, op):
+        op = self.before(self.real, op)
+        result = yield from self.real.run(op)
+        return self.after(self.real, op, result)
+
+    def admit(self, ticket, op, *, first, count):
+        admission = self.real.admit(ticket, self.before(self.real, op), first=first, count=count)
+        return replace(admission, finished=self._rows(admission.finished))
+
+    def decode(self):
+        return self._rows(self.real.decode())
+
+    def _rows(self, rows):
+        return [replace(row, sequence=self.sampled(row.sequence)) if hasattr(row, "sequence") else row for row in rows]
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
+    folder = tmp_path_factory.mktemp("probe")
+    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4)
+    defective = Defective(DeviceExecutor(settings))
+    engine = Engine(defective)
+    context = Context(
+        engine=engine,
+        registry=Registry(session_timeout_s=300.0),
+        futures=FutureStore(Retention()),
+        checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
+        ledger=Ledger(folder / "ledger.jsonl"),
+        settings=HttpSettings(model_dir=folder / "model"),
+    )
+    engine.start()
+    with serving(Lobby(context=context)) as url:
+        yield url, defective
+    engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+def of(kind: type, **changes: Callable) -> Callable:
+    """Operations of one kind with other fields."""
+    return lambda executor, op: replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
+
+
+def adam(**changes: float) -> Callable:
+    return of(OptimStep, adam=lambda op: replace(op.adam, **changes))
+
+
+def sampling(**changes: object) -> Callable:
+    return of(Sample, settings=lambda op: replace(op.settings, **changes))
+
+
+def averaged(op: ForwardBackward) -> tuple:
+    return tuple(datum if datum.weights is None else replace(datum, weights=datum.weights / len(op.data)) for datum in op.data)
+
+
+def mean_loss(executor, op, result):
+    if not isinstance(op, ForwardBackward):
+        return result
+    return replace(result, metrics={"loss:sum": result.metrics["loss:sum"] / sum(len(datum.tokens) for datum in op.data)})
+
+
+def leaks(executor, op, result):
+    """Every other model gets the weights of the one that took a step."""
+    if isinstance(op, OptimStep):
+        adapter = executor._models.get(op.model_id).adapter
+        for other in [name for name in executor._models._device if name != op.model_id]:
+            executor._models.put(other, replace(executor._models.get(other), adapter=adapter))
+    return result
+
+
+class Keeps:
+    """Puts back what an optimizer step should have cleared."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, object] = {}
+
+    def before(self, executor, op):
+        if isinstance(op, OptimStep):
+            self.gradients[op.model_id] = executor._models.get(op.model_id).gradient
+        return op
+
+    def after(self, executor, op, result):
+        if isinstance(op, OptimStep) and self.gradients.get(op.model_id) is not None:
+            gradient = executor._nothing() if self.gradients[op.model_id] is None else self.gradients[op.model_id]
+            executor._models.put(op.model_id, replace(executor._models.get(op.model_id), gradient=gradient))
+        return result
+
+
+class Stale:
+    """Every sampler of a model has the weights of its first."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, object] = {}
+
+    def after(self, executor, op, result):
+        if isinstance(op, SaveSampler):
+            adapter = self.first.setdefault(op.model_id, executor._models.get(op.model_id).adapter)
+            executor._snapshots.put(op.weights, adapter, on_disk=False)
+        return result
+
+
+def without_stop_token(sequence):
+    if sequence.stop_reason is not StopReason.STOP:
+        return sequence
+    return replace(sequence, tokens=sequence.tokens[:-1], logprobs=sequence.logprobs[:-1])
+
+
+# defect: (what it is made of, the checks that must find it)
+DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
+    "ignores loss_fn_config": ({"before": of(ForwardBackward, loss_fn_config=lambda op: {})}, "loss settings"),
+    "computes ppo unclipped": (
+        {"before": of(ForwardBackward, loss_fn=lambda op: LossFn.IMPORTANCE_SAMPLING if op.loss_fn is LossFn.PPO else op.loss_fn)},
+        "loss ppo",
+    ),
+    "says the mean loss": ({"after": mean_loss}, "loss cross_entropy"),
+    "averages gradients": ({"before": of(ForwardBackward, data=averaged)}, "sums gradients"),
+    "keeps gradients over a step": ({}, "clears gradients"),
+    "ignores the learning rate": ({"before": adam(learning_rate=10.0)}, "learning rate"),
+    "drops beta1": ({"before": adam(beta1=0.9)}, "beta1"),
+    "drops beta2": ({"before": adam(beta2=0.95)}, "beta2"),
+    "drops eps": ({"before": adam(eps=1e-8)}, "eps"),
+    "drops weight decay": ({"before": adam(weight_decay=0.0)}, "weight decay"),
+    "drops the clipping norm": ({"before": adam(grad_clip_norm=0.0)}, "gradient clipping"),
+    "loads without the optimizer": ({"before": of(LoadWeights, optimizer=lambda op: False)}, "loads with optimizer"),
+    "loads the optimizer unasked": ({"before": of(LoadWeights, optimizer=lambda op: True)}, "loads without optimizer"),
+    "samples with stale weights": ({}, "samplers are fresh"),
+    "leaks weights to other tenants": ({"after": leaks}, "tenants"),
+    "ignores the seed": ({"before": sampling(seed=None)}, "seeds"),
+    "ignores the temperature": ({"before": sampling(temperature=1.0)}, "temperature"),
+    "ignores top_k": ({"before": sampling(top_k=-1)}, "top_k"),
+    "ignores stop tokens": ({"before": sampling(stop_token_ids=())}, "stop tokens"),
+    "leaves the stop token out": ({"sampled": without_stop_token}, "stop tokens"),
+    "says wrong logprobs": ({"sampled": lambda s: replace(s, logprobs=s.logprobs - np.float32(0.2))}, "logprobs agree"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> None:
+    url, server = endpoint
+    parts, check = DEFECTS[defect]
+    server.heal()
+    for name, part in parts.items():
+        setattr(server, name, part)
+    if defect == "keeps gradients over a step":
+        keeper = Keeps()
+        server.before, server.after = keeper.before, keeper.after
+    if defect == "samples with stale weights":
+        server.after = Stale().after
+    found = probe(url, {"only": check})
+    assert [finding.name for finding in found.findings] == [check]
+    assert not found.findings[0].holds, found.findings[0].seen
+    assert found.trains is (check in WHERE_ASKED_FOR)
+
+
+def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, server = endpoint
+    server.heal()
+    for module in ("wire", "wire_proto"):
+        monkeypatch.setattr(f"skyrl_tx_server.{module}.check_loss_config", lambda loss_fn, config: {})
+    assert not probe(url, {"only": "refuses the unknown"}).findings[0].holds
+
+
+def test_a_prompt_beyond_the_limit_that_is_answered_is_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint takes 600 tokens and claims 300, so that it answers what it should refuse."""
+    url, server = endpoint
+    server.heal()
+    monkeypatch.setattr("src.probe.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300})))
+    found = probe(url, {"only": "context limit"}).findings[0]
+    assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
+
+
+def test_our_own_server_raises_no_alarm_and_the_trainer_goes_by_what_was_found(
+    endpoint: tuple[str, Defective], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, server = endpoint
+    server.heal()
+    output = tmp_path / "capabilities.json"
+    assert main([url, f"output={output}"]) == 0
+    said = capsys.readouterr().out
+    assert f"{len(NEEDED) + len(WHERE_ASKED_FOR)} of {len(NEEDED) + len(WHERE_ASKED_FOR)} checks hold" in said
+    found = json.loads(output.read_text())
+    base = [f"model_name={MODEL}", "tasks_dir=t", "backend=skyrl-tx", f"skyrl_tx_url={url}", f"capabilities={output}"]
+    capabilities.require(capabilities.read(output), parse(base))
+    next(finding for finding in found["findings"] if finding["name"] == "weight decay").update(holds=False, seen="it did nothing")
+    output.write_text(json.dumps(found))
+    capabilities.require(capabilities.read(output), parse(base))
+    with pytest.raises(ConfigError, match=r"does not honour weight_decay=0\.1: weight decay: it did nothing"):
+        capabilities.require(capabilities.read(output), parse([*base, "weight_decay=0.1"]))
+    with pytest.raises(ConfigError, match="is about local/tiny, not model_name=other"):
+        capabilities.require(capabilities.read(output), parse(["model_name=other", *base[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give the address of one endpoint"),
+        (["http://h:1", "models=3"], "unknown argument 'models'"),
+        (["http://h:1", "only=seeds,tides"], "no check is called tides; there are: sums gradients"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments(argv)
