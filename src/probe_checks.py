@@ -218,6 +218,7 @@ def check_eps(probe: Probe) -> str:
 
 def check_beta1(probe: Probe) -> str:
     """After g, then -g: m is 0 without momentum's memory, and -0.053 g (corrected for bias) with beta1 = 0.9."""
+    probe.once()
     remaining = {}
     for beta1 in (0.0, 0.9):
         client = probe.client()

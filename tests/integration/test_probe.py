@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,7 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
     found = probe(url, {"only": check})
     assert [finding.name for finding in found.findings] == [check]
     assert not found.findings[0].holds, found.findings[0].seen
+    assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), "found by its effect, not by a call that failed"
     assert found.trains is (check in WHERE_ASKED_FOR)
 
 
