@@ -133,8 +133,18 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
-def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, save: Callable[[Params], None]) -> Params:
-    """Train from random weights: drills, lessons, demonstrations; the learning rate rises, then falls as a cosine."""
+def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch]:
+    """Drills, then lessons, then demonstrations."""
+    rng = random.Random(f"demonstrations {seed}")
+    return itertools.chain(
+        itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
+        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), max(0, steps - DRILL_STEPS - MIXTURE_STEPS)),
+        batches(demonstrations(tokenizer, rng)),
+    )
+
+
+def train(config: ModelConfig, data: Iterator[Batch], *, steps: int, seed: int, save: Callable[[Params], None]) -> Params:
+    """Train from random weights; the learning rate rises, then falls as a cosine."""
     params = initial_params(config, seed)
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
@@ -147,12 +157,6 @@ def train(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, s
         return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportArgumentType, reportReturnType]
 
     start, losses = time.monotonic(), []
-    rng = random.Random(f"demonstrations {seed}")
-    data = itertools.chain(
-        itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
-        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), max(0, steps - DRILL_STEPS - MIXTURE_STEPS)),
-        batches(demonstrations(tokenizer, rng)),
-    )
     for number, batch in enumerate(itertools.islice(data, steps), start=1):
         params, state, loss = step(params, state, vars(batch))
         losses.append(float(loss))
@@ -185,7 +189,8 @@ def main() -> None:
     def save(params: Params) -> None:
         save_model(params, config, directory)
 
-    save(train(config, tokenizer, steps=int(options.get("steps", STEPS)), seed=0, save=save))
+    steps = int(options.get("steps", STEPS))
+    save(train(config, curriculum(tokenizer, steps=steps, seed=0), steps=steps, seed=0, save=save))
 
 
 if __name__ == "__main__":
