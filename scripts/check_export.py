@@ -23,6 +23,7 @@ def write(base: Path, directory: Path) -> int:
     from skyrl_tx_server.checkpoints import CheckpointStore
     from skyrl_tx_server.export import main
     from skyrl_tx_server.model.config_json import load_model_config
+    from skyrl_tx_server.model.layers import within_segments
     from skyrl_tx_server.model.lora import init_adapter
     from skyrl_tx_server.model.transformer import head_logits, hidden_states
     from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
@@ -38,7 +39,9 @@ def write(base: Path, directory: Path) -> int:
     tokens = random.integers(0, config.vocab_size, (2, 32)).astype(np.int32)
     positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
     params, adapter = load_params(base, config, "float32"), adapter_from_arrays(arrays, config, spec, RANK)
-    logits = head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, np.ones_like(tokens)))
+    logits = head_logits(
+        config, params, adapter, hidden_states(config, params, adapter, tokens, positions, within_segments(np.ones_like(tokens)))
+    )
     np.savez(directory / "ours.npz", tokens=tokens, logits=np.asarray(logits), base=str(base.resolve()))
     return status
 

@@ -107,7 +107,7 @@ class ServerConfig:
         default=True,
         doc="A sample is the same to the bit whoever shares its batch; false decodes faster while all samples use one adapter",
     )
-    train_tokens_per_batch: int = chz.field(default=8192, doc="Padded tokens per training micro-batch")
+    train_tokens_per_batch: int = chz.field(default=8192, doc="Tokens per training micro-batch, shared beginnings once")
     max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
     tensor_parallel: int = chz.field(default=1, doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them")

@@ -19,7 +19,6 @@ import numpy as np
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.batching import check_data, pack, train_shapes, unpack
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
@@ -54,10 +53,12 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
+from skyrl_tx_server.packing import PackedBatch, check_data, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
-from skyrl_tx_server.steps.losses import check_loss_inputs, select_loss
+from skyrl_tx_server.steps.losses import LossSelection, check_loss_inputs, select_loss, trained_positions
 from skyrl_tx_server.steps.train import (
+    TokenOutputs,
     adam_from_arrays,
     adam_scalars,
     adam_step,
@@ -190,29 +191,39 @@ class DeviceExecutor:
         check_data(op.data, vocab_size=self._config.vocab_size, max_context_length=self.info.max_context_length)
         check_loss_inputs(op.data, op.loss_fn)
         loss = select_loss(op.loss_fn, op.loss_fn_config)
-        batches = pack(op.data, self._train_shapes)
-        gradient = None if op.forward_only else no_gradient(model.adapter, config=self._config)
-        logprobs: list[np.ndarray] = []
-        total = 0.0
-        for number, packed in enumerate(batches):
-            if number:
+        trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
+        batches = pack(op.data, trained, self._train_shapes)
+        if op.loss_fn is LossFn.GSPO:
+            logprobs, _ = yield from self._forward(op.model_id, batches, loss)
+            batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
+        if op.forward_only:
+            logprobs, total = yield from self._forward(op.model_id, batches, loss)
+            return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
+        outputs: list[TokenOutputs] = []
+        gradient = no_gradient(model.adapter, config=self._config)
+        for packed in batches:
+            if outputs:
                 yield
                 model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
-            if op.loss_fn is LossFn.GSPO:
-                first = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
-                packed = packed.with_sequence_ratios(op.data, np.asarray(first.logprobs))
-            if gradient is None:
-                outputs = forward(model.adapter, self._params, train_batch(packed), loss, config=self._config)
-            else:
-                gradient, outputs = forward_backward(
-                    model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
-                )
-            logprobs.append(np.asarray(outputs.logprobs))
-            total += float(outputs.loss)
-        if gradient is not None:
-            summed = gradient if model.gradient is None else _add(model.gradient, gradient)
-            self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(summed)))
-        return ForwardBackwardResult(logprobs=unpack(batches, logprobs), metrics={"loss:sum": total})
+            gradient, output = forward_backward(
+                model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
+            )
+            outputs.append(jax.device_get(output))
+        summed = gradient if model.gradient is None else _add(model.gradient, gradient)
+        self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(summed)))
+        return ForwardBackwardResult(logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)})
+
+    def _forward(
+        self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
+    ) -> Generator[None, None, tuple[tuple[np.ndarray, ...], float]]:
+        """(logprobs of each datum, summed loss), leaving the model as it is."""
+        outputs: list[TokenOutputs] = []
+        for packed in batches:
+            if outputs:
+                yield
+            adapter = self._models.get(model_id).adapter
+            outputs.append(jax.device_get(forward(adapter, self._params, train_batch(packed), loss, config=self._config)))
+        return _logprobs(batches, outputs), _loss(outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
@@ -303,6 +314,14 @@ class DeviceExecutor:
             raise ConflictError(f"model {model_id} exists already")
 
 
+def _logprobs(batches: Sequence[PackedBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:
+    return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+
+
+def _loss(outputs: Sequence[TokenOutputs]) -> float:
+    return sum(float(output.loss) for output in outputs)
+
+
 def _use_compilation_cache(settings: EngineSettings) -> None:
     """Keep every program, however small and quick to compile: a second start then compiles nothing."""
     if settings.compilation_cache_dir is None:
@@ -368,20 +387,23 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
 
 
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
-    """Recompute in the backward pass what would not fit: keeping everything is about 1.2 times as fast as keeping each layer's input."""
-    whole = _activation_bytes(settings, config, dtype, Remat.NOTHING)
-    return Remat.NOTHING if whole <= _memory_bytes(settings) * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+    """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
+    products = _activation_bytes(settings, config, dtype, Remat.ACTIVATIONS)
+    return Remat.ACTIVATIONS if products <= _memory_bytes(settings) * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
 
 
 def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
-    """On one device, of all layers of a training batch, or of their inputs and one layer."""
+    """On one device, of what the layers of a training batch keep, and of one layer that is computed again."""
     copies = 1 if config.experts is None else config.experts.per_token
     of_experts = 0 if config.experts is None else 2 * copies * config.hidden_size
     divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
-    kept_per_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
-    per_token = config.num_layers * (kept_per_layer if remat is Remat.NOTHING else config.hidden_size)
+    one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
+    kept = config.hidden_size
+    if remat is Remat.ACTIVATIONS:
+        gate_up = 2 * config.intermediate_size if config.experts is None else 0
+        kept += (sum(config.qkv_widths) + config.qkv_widths[0] + gate_up) // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
-    return tokens * (per_token + (0 if remat is Remat.NOTHING else kept_per_layer)) * dtype.itemsize
+    return tokens * (config.num_layers * kept + one_layer) * dtype.itemsize
 
 
 def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:

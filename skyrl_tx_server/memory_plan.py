@@ -11,7 +11,8 @@ from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import adapter_size
 from skyrl_tx_server.model.mesh import VOCABULARY, part_size, weight_spec
-from skyrl_tx_server.steps.train import MAX_CHUNK_LOGITS
+from skyrl_tx_server.packing import train_shapes
+from skyrl_tx_server.steps.train import chunk_entries
 
 COPIES_PER_MODEL = 5
 """Adapter, summed gradient, the gradient of the operation under way, and Adam's two moments."""
@@ -74,7 +75,8 @@ def memory_plan(
     adapter = adapter_size(config, max_lora_rank)
     own_slots = -(-decode_slots // row_groups)
     smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
-    logits = min(MAX_CHUNK_LOGITS, train_tokens_per_batch * config.vocab_size) // (row_groups * config.tensor_shards)
+    budget = train_shapes(max_context_length=context, tokens_per_batch=train_tokens_per_batch, row_groups=row_groups).budget
+    logits = chunk_entries(budget.entries, rows=row_groups, vocab_size=config.vocab_size) * config.vocab_size // config.tensor_shards
     return MemoryPlan(
         device=device,
         available_bytes=available_bytes,
@@ -96,7 +98,7 @@ def memory_plan(
                 lower="max_snapshots",
             ),
             Share(name="activations of a training batch", num_bytes=activation_bytes, lower="train_tokens_per_batch"),
-            Share(name="logits of a chunk of tokens and their gradient", num_bytes=2 * 4 * logits, lower=""),
+            Share(name="logits of a chunk of entries and their gradient", num_bytes=2 * 4 * logits, lower=""),
         ),
     )
 

@@ -55,7 +55,7 @@ SERVER_HTTP = [
 ]
 SERVER_JAX = [
     {"model"},
-    {"steps", "batching", "compilations"},
+    {"steps", "batching", "packing", "compilations"},
     {"snapshots", "live_models", "stop_strings", "memory_plan"},
     {"slots"},
     {"executor"},

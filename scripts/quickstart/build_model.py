@@ -26,6 +26,7 @@ from scripts.quickstart.make_tasks import ROOT
 from scripts.quickstart.tokenizer import save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
 from skyrl_tx_server.model.weights import save_model
 
@@ -128,7 +129,9 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
 
 
 def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) -> jax.Array:
-    hidden = hidden_states(config, params, None, batch["tokens"], batch["positions"], batch["segments"], remat=Remat.NOTHING)
+    hidden = hidden_states(
+        config, params, None, batch["tokens"], batch["positions"], within_segments(batch["segments"]), remat=Remat.NOTHING
+    )
     losses = optax.softmax_cross_entropy_with_integer_labels(head_logits(config, params, None, hidden), batch["targets"])
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 

@@ -143,8 +143,7 @@ def add_attention[Aux](
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
-    attended = checkpoint_name(attended.reshape(*x.shape[:2], -1), "attended")
-    return x + project(attended, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0], aux
+    return x + project(attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0], aux
 
 
 def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:

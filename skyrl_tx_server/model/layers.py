@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,11 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: j
         end = min(first + block, length)
         blocks.append(attend(q[:, first:end], k[:, :end], v[:, :end], segment_ids_BT[:, first:end], segment_ids_BT[:, :end], first))
     return jnp.concatenate(blocks, axis=1)
+
+
+def within_segments(segment_ids_BT: jax.Array | np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """`packed_attention` of rows laid out so, as `hidden_states` takes it."""
+    return lambda q, k, v: packed_attention(q, k, v, segment_ids_BT)
 
 
 def _attend_block(

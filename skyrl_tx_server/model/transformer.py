@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.family import Attend, LayerParams
-from skyrl_tx_server.model.layers import Rope, packed_attention, rms_norm, rope_tables
+from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
 from skyrl_tx_server.model.mesh import by_rows, gathered
@@ -81,16 +81,16 @@ def hidden_states(
     adapter: Adapter | None,
     tokens_BT: Leaf,
     positions_BT: Leaf,
-    segment_ids_BT: Leaf,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
-    """Final-normed hidden states [B, T, D] of whole sequences; a token sees earlier tokens of its own segment."""
+    """Final-normed hidden states [B, T, D] of whole sequences; `attend`, as in `Attend`, says which tokens see which."""
     x = params.embed[tokens_BT]
     rope = rope_tables(config, positions_BT, x.dtype)
 
     def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
-        return layer(config, x, *weights, rope, lambda q, k, v: (packed_attention(q, k, v, segment_ids_BT), None))
+        return layer(config, x, *weights, rope, lambda q, k, v: (attend(q, k, v), None))
 
     x, _ = jax.lax.scan(_remat(body, remat), x, (params.layers, adapter and adapter.layers))
     return rms_norm(x, params.final_norm, config.rms_norm_eps)

@@ -119,6 +119,18 @@ def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
             raise UserError(f"datum {index}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion")
 
 
+def trained_positions(datum: TrainDatum, loss_fn: LossFn) -> np.ndarray:
+    """[N] bool, where this datum's loss has a gradient at all."""
+    match loss_fn:
+        case LossFn.CROSS_ENTROPY if datum.weights is not None:
+            return (datum.weights.reshape(len(datum.tokens), -1) != 0).any(axis=1)
+        case LossFn.CROSS_ENTROPY | LossFn.DRO:  # dro pulls towards the sampler whatever the advantage
+            return np.ones(len(datum.tokens), bool)
+        case _:
+            assert datum.advantages is not None, "checked before"
+            return datum.advantages != 0
+
+
 def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
     """Each token's loss, float32, of the shape of `logprobs`."""
     delta = logprobs - inputs.sampler_logprobs

@@ -15,6 +15,7 @@ import numpy as np
 
 from skyrl_tx_server.batching import pad_tokens
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
@@ -51,7 +52,9 @@ def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top
     length = text.tokens.shape[0]
     positions = jnp.arange(length)
     inside = (positions < text.length).astype(jnp.int32)
-    hidden = hidden_states(config, params, adapter, text.tokens[None], positions[None], inside[None], remat=Remat.NOTHING)[0]
+    hidden = hidden_states(config, params, adapter, text.tokens[None], positions[None], within_segments(inside[None]), remat=Remat.NOTHING)[
+        0
+    ]
     chunk = min(length, max(1, MAX_SCORE_LOGITS // config.vocab_size))
     count = -(-length // chunk)
 

@@ -14,33 +14,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.batching import PackedBatch
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
 from skyrl_tx_server.model.mesh import by_rows, place_whole
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.tree_attention import TreeLayout, tree_attention
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.ops import AdamSettings, LoraSpec
+from skyrl_tx_server.packing import PackedBatch
 from skyrl_tx_server.steps.losses import LossInputs, LossSelection, token_losses
 
+CHUNKS = 16
+MIN_CHUNK_ENTRIES = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""Logits held at once (256 MiB in float32): the head takes the batch's tokens in chunks, so that [B, T, V] never lies in memory."""
+"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a sixteenth of them at a time, and
+at most this many numbers (256 MiB in float32)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """A `PackedBatch` as the device sees it; every array is [B, T]. With K targets per position, which is a program of its own,
-    targets and weights are [B, T, K] and the other two loss inputs [B, T, 1]."""
+    """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position, which is a program of its
+    own, targets and weights are [R, E, K] and the other two loss inputs [R, E, 1]."""
 
     tokens: Leaf  # int32
     positions: Leaf  # int32
-    segment_ids: Leaf  # int32, 0 is padding
+    ends: Leaf  # int32
+    key_blocks: Leaf  # [R, N, N] int32
+    num_key_blocks: Leaf  # [R, N] int32
+    sources: Leaf  # int32
     targets: Leaf  # int32
     weights: Leaf  # float32
     sampler_logprobs: Leaf  # float32
     advantages: Leaf  # float32
+    num_entries: Leaf  # [R] int32
+    num_trained: Leaf  # [R] int32
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +57,7 @@ class TrainBatch:
 class TokenOutputs:
     """What a training program returns to the host."""
 
-    logprobs: jax.Array  # float32, shaped like the targets: log p(target) at every position, padding included
+    logprobs: jax.Array  # float32, shaped like the targets: log p(target) of every entry; of padding it means nothing
     loss: jax.Array  # [] float32, summed
 
 
@@ -117,7 +126,7 @@ def forward_backward(
     """Add this batch's gradient to `grad_sum`; losses are summed over tokens, as Tinker defines them."""
 
     def run_layers(layers: LayerAdapter) -> jax.Array:
-        return hidden_states(config, params, replace(adapter, layers=layers), batch.tokens, batch.positions, batch.segment_ids, remat=remat)
+        return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
 
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)
     outputs, grad_hidden, grad_head = _head_gradient(config, params, adapter, hidden, batch, loss)
@@ -128,9 +137,12 @@ def forward_backward(
 @partial(jax.jit, static_argnames=("config",))
 def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
     """The batch's logprobs and summed loss, leaving everything as it was."""
-    hidden = hidden_states(config, params, adapter, batch.tokens, batch.positions, batch.segment_ids, remat=Remat.NOTHING)
-    chunks = _chunks(config, hidden, batch)
-    logprobs, losses = jax.lax.map(lambda chunk: _chunk_loss(config, params, adapter, loss, chunk)[::-1], chunks)
+    chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
+
+    def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond(chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk))
+
+    losses, logprobs = jax.lax.map(run, chunks)
     return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
 
 
@@ -188,17 +200,26 @@ def adam_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec
     return AdamState(step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()), first=moment("first"), second=moment("second"))
 
 
-# --- the head, a chunk of tokens at a time --------------------------------------------------------------------------
+# --- the head, a chunk of entries at a time --------------------------------------------------------------------------
+
+
+def _entry_states(config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat) -> jax.Array:
+    """[R, E, D], the final hidden state that each entry needs."""
+    layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
+    hidden = hidden_states(config, params, adapter, batch.tokens, batch.positions, partial(tree_attention, config, layout), remat=remat)
+    return jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Tokens of a batch in row-major order; with all chunks stacked every leaf has a leading axis."""
+    """Entries of a batch, n of each stream; with all chunks stacked every leaf has a leading axis."""
 
-    hidden: jax.Array  # [N, D]
-    targets: Leaf  # [N] or [N, K] int32
-    inputs: LossInputs  # [N], or [N, K] and [N, 1]
+    hidden: jax.Array  # [R, n, D]
+    targets: Leaf  # [R, n] or [R, n, K] int32
+    inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
+    used: jax.Array  # [] bool, it holds more than padding
+    trained: jax.Array  # [] bool, some of it has a gradient
 
 
 def _head_gradient(
@@ -206,16 +227,27 @@ def _head_gradient(
 ) -> tuple[TokenOutputs, jax.Array, LowRank]:
     """Outputs, gradient on `hidden`, and gradient on the head's adapter.
 
-    The loss is a sum of functions of one token's logprob, so a chunk's gradient is complete as soon as its logits are there:
-    two passes over the head weight instead of the three of recomputing logits in the backward pass.
+    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its logits are there:
+    two passes over the head weight instead of the three of recomputing logits in the backward pass, and one where nothing trains.
     """
 
-    def step(grad_head: LowRank, chunk: _Chunk) -> tuple[LowRank, tuple[jax.Array, jax.Array, jax.Array]]:
+    def differentiate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
         def loss_of(head: LowRank, states: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _chunk_loss(config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states))
 
         (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(adapter.head, chunk.hidden)
-        return jax.tree.map(jnp.add, grad_head, grads), (summed, logprobs, grad_states)
+        return grads, summed, logprobs, grad_states
+
+    def evaluate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+        return nothing, *_chunk_loss(config, params, adapter, loss, chunk), jnp.zeros_like(chunk.hidden)
+
+    def skip(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+        return nothing, *_nothing_of(chunk), jnp.zeros_like(chunk.hidden)
+
+    def step(grad_head: LowRank, chunk: _Chunk) -> tuple[LowRank, tuple[jax.Array, jax.Array, jax.Array]]:
+        kind = chunk.used.astype(jnp.int32) + chunk.trained
+        grads, *outputs = jax.lax.switch(kind, (skip, evaluate, differentiate), chunk)
+        return jax.tree.map(jnp.add, grad_head, grads), tuple(outputs)
 
     nothing = jax.tree.map(jnp.zeros_like, adapter.head)
     grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, nothing, _chunks(config, hidden, batch))
@@ -224,35 +256,49 @@ def _head_gradient(
 
 def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """(summed loss, logprobs of the targets) of one chunk."""
-    logits = head_logits(config, params, adapter, by_rows(config, chunk.hidden)[None])[0]
-    if chunk.targets.ndim == 1:
-        chosen = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
-        logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
-    else:
-        logprobs = jnp.take_along_axis(logits, chunk.targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logits = head_logits(config, params, adapter, by_rows(config, chunk.hidden))
+    targets = chunk.targets if chunk.targets.ndim == 3 else chunk.targets[..., None]
+    logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logprobs.reshape(chunk.targets.shape)
     return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
 
 
+def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros(()), jnp.zeros(chunk.targets.shape)
+
+
+def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
+    """Entries of each of `rows` streams that go through the head together."""
+    return max(1, min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries))
+
+
 def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
-    """The batch's tokens stacked as [chunks, N, ...], the last chunk filled up with padding."""
-    tokens = batch.tokens.size
-    size = min(tokens, 1 << max(7, (MAX_CHUNK_LOGITS // config.vocab_size).bit_length() - 1))  # a power of two suits the hardware
-    count = -(-tokens // size)
+    """The batch's entries stacked as [chunks, R, n, ...], the last chunk filled up with padding."""
+    rows, entries = batch.sources.shape
+    size = chunk_entries(entries, rows=rows, vocab_size=config.vocab_size)
+    count = -(-entries // size)
 
     def split(array: jax.Array) -> jax.Array:
-        flat = array.reshape(tokens, *array.shape[2:])
-        return jnp.pad(flat, ((0, count * size - tokens),) + ((0, 0),) * (flat.ndim - 1)).reshape(count, size, *flat.shape[1:])
+        padded = jnp.pad(array, ((0, 0), (0, count * size - entries)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
 
     inputs = LossInputs(
         weights=batch.weights,
         sampler_logprobs=batch.sampler_logprobs,
         advantages=batch.advantages,
-        valid=jnp.float32(batch.segment_ids > 0).reshape(batch.advantages.shape),
+        valid=jnp.float32(jnp.arange(entries) < batch.num_entries[:, None]).reshape(batch.advantages.shape),
     )
-    return jax.tree.map(split, _Chunk(hidden=hidden, targets=batch.targets, inputs=inputs))
+    begins = jnp.arange(count) * size
+    return _Chunk(
+        hidden=split(hidden),
+        targets=split(jnp.asarray(batch.targets)),
+        inputs=jax.tree.map(split, inputs),
+        used=begins < batch.num_entries.max(),
+        trained=begins < batch.num_trained.max(),
+    )
 
 
 def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
-    """[chunks, N, ...] back to [B, T, ...]."""
-    flat = stacked.reshape(-1, *stacked.shape[2:])[: batch.tokens.size]
-    return flat.reshape(*batch.tokens.shape, *flat.shape[1:])
+    """[chunks, R, n, ...] back to [R, E, ...]."""
+    rows, entries = batch.sources.shape
+    return stacked.swapaxes(0, 1).reshape(rows, -1, *stacked.shape[3:])[:, :entries]

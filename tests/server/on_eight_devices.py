@@ -12,7 +12,6 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from skyrl_tx_server.batching import pack, train_shapes
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
@@ -23,6 +22,7 @@ from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.packing import pack, train_shapes
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
@@ -56,7 +56,8 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
     adapter = jax.tree.map(lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), fresh)
     tokens = random.integers(0, config.vocab_size, (6, 41)).astype(np.int32)
     data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
-    (packed,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch))
+    trained = [np.ones(len(datum.tokens), bool) for datum in data]
+    (packed,) = pack(data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch))
 
     def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
         gradient, outputs = forward_backward(

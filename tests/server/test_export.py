@@ -17,6 +17,7 @@ from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.errors import ServerError, UserError
 from skyrl_tx_server.export import main
 from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora import init_adapter
 from skyrl_tx_server.model.transformer import head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
@@ -50,7 +51,7 @@ def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec
     adapter = None if arrays is None else adapter_from_arrays(arrays, config, spec, MAX_RANK)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
     positions = np.tile(np.arange(24, dtype=np.int32), (2, 1))
-    hidden = hidden_states(config, params, adapter, tokens, positions, np.ones_like(tokens))
+    hidden = hidden_states(config, params, adapter, tokens, positions, within_segments(np.ones_like(tokens)))
     return np.asarray(head_logits(config, params, adapter, hidden))
 
 

@@ -14,6 +14,7 @@ from skyrl_tx_server.executor import DeviceExecutor
 from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig
 from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families import FAMILIES as TABLE
+from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
 from skyrl_tx_server.model.weights import load_params, save_model
 from skyrl_tx_server.ops import (
@@ -42,7 +43,7 @@ def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.nda
 
     @jax.jit
     def run(params: Params, tokens: np.ndarray) -> jax.Array:
-        return head_logits(config, params, None, hidden_states(config, params, None, tokens, positions, segments))
+        return head_logits(config, params, None, hidden_states(config, params, None, tokens, positions, within_segments(segments)))
 
     return np.asarray(run(params, tokens))
 

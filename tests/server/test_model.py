@@ -8,7 +8,7 @@ import pytest
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.layers import packed_attention
+from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora import Adapter, init_adapter
 from skyrl_tx_server.model.transformer import Remat, head_logits, hidden_states
 from skyrl_tx_server.model.weights import load_params
@@ -24,7 +24,7 @@ def logits_of(
 
     @jax.jit
     def run(params, adapter, tokens):
-        return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, segments))
+        return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, within_segments(segments)))
 
     return np.asarray(run(params, adapter, tokens))
 
@@ -67,7 +67,9 @@ def test_what_is_recomputed_does_not_change_the_gradient() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
     def loss(adapter: Adapter, remat: Remat) -> jax.Array:
-        hidden = hidden_states(CONFIG, tiny_qwen3.params(), adapter, tokens, tokens % 10, np.ones_like(tokens), remat=remat)
+        hidden = hidden_states(
+            CONFIG, tiny_qwen3.params(), adapter, tokens, tokens % 10, within_segments(np.ones_like(tokens)), remat=remat
+        )
         return jnp.sum(jnp.sin(hidden))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
@@ -93,7 +95,7 @@ def test_full_parameter_gradients_flow_without_an_adapter() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
     def loss(params) -> jax.Array:
-        hidden = hidden_states(CONFIG, params, None, tokens, tokens % 10, np.ones_like(tokens))
+        hidden = hidden_states(CONFIG, params, None, tokens, tokens % 10, within_segments(np.ones_like(tokens)))
         return jax.nn.log_softmax(head_logits(CONFIG, params, None, hidden))[..., 0].sum()
 
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(tiny_qwen3.params())))

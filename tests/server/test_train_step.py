@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from skyrl_tx_server.batching import pack, train_shapes, unpack
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.packing import PackedBatch, TrainShapes, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.steps import train
-from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.losses import select_loss, trained_positions
 from skyrl_tx_server.steps.train import (
     adam_from_arrays,
     adam_scalars,
@@ -30,6 +30,10 @@ CLIPS = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
 SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 
 
+def packed(data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: TrainShapes = SHAPES) -> list[PackedBatch]:
+    return pack(data, [trained_positions(datum, loss_fn) for datum in data], shapes)
+
+
 def gradient(
     data: tuple[TrainDatum, ...],
     loss_fn: LossFn = LossFn.CROSS_ENTROPY,
@@ -41,18 +45,17 @@ def gradient(
     """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
-    batches, outputs, loss = pack(data, SHAPES), [], select_loss(loss_fn, config or {})
+    if loss_fn is LossFn.GSPO:
+        data = with_sequence_ratios(data, logprobs_of(adapter, data))
+    batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, config or {})
     for batch in batches:
-        if loss_fn is LossFn.GSPO:
-            output = forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
-            batch = batch.with_sequence_ratios(data, np.asarray(output.logprobs))
         grad_sum, output = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
         outputs.append(output)
     return grad_sum, sum(float(output.loss) for output in outputs), unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
 
 def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
-    batches = pack(data, SHAPES)
+    batches = packed(data)
     loss = select_loss(LossFn.CROSS_ENTROPY, {})
     outputs = [forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches]
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
@@ -74,7 +77,7 @@ def test_lora_gradients_equal_torch_autograds() -> None:
         TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights)
         for tokens, weights in zip(arrays["tokens"], arrays["weights"], strict=True)
     )
-    (batch,) = pack(data, SHAPES)
+    (batch,) = packed(data)
     grads, output = forward_backward(
         adapter,
         zero_adapter(config, MAX_RANK),
@@ -231,7 +234,7 @@ def test_a_sequence_of_gspo_has_its_own_ratio_wherever_it_is_packed() -> None:
 
 def test_splitting_a_batch_leaves_the_gradient_unchanged() -> None:
     data = tiny_qwen3.data((100, 60, 128, 7, 90, 33, 120, 64), advantages=True)
-    assert len(pack(data, SHAPES)) > 1
+    assert len(packed(data)) > 1
     whole, loss, logprobs = gradient(data, LossFn.IMPORTANCE_SAMPLING)
     first, first_loss, first_logprobs = gradient(data[:4], LossFn.IMPORTANCE_SAMPLING)
     halves, second_loss, second_logprobs = gradient(data[4:], LossFn.IMPORTANCE_SAMPLING, grad_sum=first)
@@ -250,6 +253,29 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
     alone, _, _ = gradient(data[:1])
     both, _, _ = gradient(data[1:], grad_sum=alone)
     assert_close(both, once, relative=1e-5)
+
+
+def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None:
+    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too, with weights of its own."""
+    random = np.random.default_rng(3)
+    prompt = random.integers(0, CONFIG.vocab_size, 90)
+    data = []
+    for length in (20, 1, 35, 20):
+        tokens = np.concatenate([prompt, random.integers(0, CONFIG.vocab_size, length + 1)]).astype(np.int32)
+        weights = random.normal(size=90 + length) * (random.random(90 + length) > 0.3)
+        weights[:80] = 0.0
+        data.append(TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights.astype(np.float32)))
+    data = (*data, replace(data[0], weights=np.ones_like(data[0].weights)))
+    (batch,) = packed(data)
+    assert np.count_nonzero(batch.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
+    together, loss, logprobs = gradient(data)
+    apart, losses = None, 0.0
+    for datum, own in zip(data, logprobs, strict=True):
+        apart, one, alone = gradient((datum,), grad_sum=apart)
+        losses += one
+        np.testing.assert_allclose(own, alone[0], atol=1e-5)
+    assert loss == pytest.approx(losses, rel=1e-5)
+    assert_close(together, apart, relative=1e-5)
 
 
 def test_packing_does_not_change_logprobs() -> None:
@@ -273,8 +299,8 @@ def test_forward_returns_the_logprobs_of_forward_backward_at_every_position() ->
 def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None:
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
-    (batch,) = pack(data, train_shapes(max_context_length=128, tokens_per_batch=384))
-    monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 256 * CONFIG.vocab_size)  # a shape no other test compiles: one and a half chunks
+    (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
+    monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)  # a shape no other test compiles
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
@@ -289,9 +315,9 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
     config = replace(CONFIG, vocab_size=65536)
     params = jax.eval_shape(partial(tiny_qwen3.init_params, config), jax.random.key(0))
     adapter = zero_adapter(config, MAX_RANK)
-    (batch,) = pack(tiny_qwen3.data((128,)), train_shapes(max_context_length=128, tokens_per_batch=8192))
+    (batch,) = packed(tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096))
     lowered = forward_backward.lower(adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO, {}), config=config)
-    all_logits = 8192 * config.vocab_size * 4
+    all_logits = 4096 * config.vocab_size * 4
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
 
 
@@ -363,7 +389,7 @@ def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
 
 def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() -> None:
     data = tiny_qwen3.data((100,), weights=True)
-    (batch,) = pack(data, SHAPES)
+    (batch,) = packed(data)
     params = tiny_qwen3.params("bfloat16")
     adapter = tiny_qwen3.adapter()
     start = jax.device_get(adapter)
@@ -396,7 +422,7 @@ def test_optimizer_state_survives_a_round_trip() -> None:
 
 
 def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
-    batches = [pack(tiny_qwen3.data(lengths, advantages=True), SHAPES)[0] for lengths in ((50, 60), (128,), (5, 5, 5))]
+    batches = [packed(tiny_qwen3.data(lengths, advantages=True))[0] for lengths in ((50, 60), (128,), (5, 5, 5))]
     grad_sum = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     programs = (forward_backward, forward, adam_step)
     after_first: list[int] = []

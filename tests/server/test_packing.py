@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.ops import TrainDatum
+from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, check_data, pack, train_shapes, unpack
+from tests.server import tiny_qwen3
+
+SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
+
+
+def packed(data: tuple[TrainDatum, ...], shapes=SHAPES) -> list[PackedBatch]:
+    return pack(data, [np.ones(len(datum.tokens), bool) for datum in data], shapes)
+
+
+def test_shapes_are_parts_of_the_budget_and_its_doubles_up_to_the_context() -> None:
+    def lengths(**options: int) -> list[int]:
+        return [shape.length for shape in train_shapes(**options).shapes]
+
+    assert lengths(max_context_length=1000, tokens_per_batch=512) == [128, 512, 1024]
+    assert lengths(max_context_length=300, tokens_per_batch=512) == [128, 512]
+    assert lengths(max_context_length=40, tokens_per_batch=8192) == [512, 2048, 8192]
+    assert lengths(max_context_length=20_000, tokens_per_batch=8192) == [512, 2048, 8192, 16384, 20096]
+    assert lengths(max_context_length=4096, tokens_per_batch=8192, row_groups=4) == [128, 512, 2048, 4096]
+    assert train_shapes(max_context_length=4096, tokens_per_batch=8192, row_groups=4).budget.rows == 4
+
+
+def test_what_two_sequences_share_lies_in_the_stream_once() -> None:
+    common = np.arange(20)
+    first, second, other = np.r_[common, 30, 31], np.r_[common, 40, 41, 42], np.array([50, 51])
+    data = tuple(TrainDatum(tokens=tokens.astype(np.int32), target_tokens=tokens.astype(np.int32)) for tokens in (second, other, first))
+    (batch,) = packed(data)
+    assert batch.tokens.shape == (1, 128)
+    assert batch.tokens[0, :27].tolist() == [*common, 30, 31, 40, 41, 42, 50, 51]
+    assert batch.positions[0, :27].tolist() == [*range(22), 20, 21, 22, 0, 1]
+    assert batch.ends[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [28]
+    assert batch.num_entries[0] == 27  # the common beginning has the same targets and weights in both
+
+
+def test_shared_tokens_keep_entries_of_their_own_where_the_losses_differ() -> None:
+    tokens = np.arange(20, dtype=np.int32)
+    weights = [np.ones(20, np.float32), np.r_[np.ones(15), np.zeros(5)].astype(np.float32)]
+    data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens, weights=one) for one in weights)
+    (batch,) = pack(data, [one != 0 for one in weights], SHAPES)
+    assert (batch.num_entries[0], batch.num_trained[0]) == (25, 20)
+    trained, rest = batch.weights[0, :20], batch.weights[0, 20:25]
+    assert trained.all() and not rest.any()
+
+
+@st.composite
+def forests(draw) -> tuple[TrainDatum, ...]:
+    """Sequences of which many continue a part of an earlier one."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sequences: list[np.ndarray] = []
+    for _ in range(draw(st.integers(1, 12))):
+        own = random.integers(0, 5, draw(st.integers(1, 300)))
+        if sequences and draw(st.booleans()):
+            earlier = sequences[draw(st.integers(0, len(sequences) - 1))]
+            own = np.concatenate([earlier[: draw(st.integers(0, len(earlier)))], own])[:700]
+        sequences.append(own.astype(np.int32))
+    return tuple(
+        TrainDatum(
+            tokens=tokens,
+            target_tokens=np.roll(tokens, -1),
+            logprobs=random.choice([0.0, -1.0], len(tokens)).astype(np.float32),
+            advantages=(random.random(len(tokens)) > 0.5).astype(np.float32),
+        )
+        for tokens in sequences
+    )
+
+
+@given(data=forests(), rows=st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=40)
+def test_every_token_sees_its_own_sequence_and_nothing_else(data: tuple[TrainDatum, ...], rows: int) -> None:
+    shapes = train_shapes(max_context_length=700, tokens_per_batch=512, row_groups=rows)
+    batches = pack(data, [datum.advantages != 0 for datum in data], shapes)
+    assert sorted(place.datum for batch in batches for place in batch.placements) == list(range(len(data)))
+    for batch in batches:
+        assert batch.tokens.shape[0] == rows and batch.tokens.shape[1] in [shape.length for shape in shapes.shapes]
+        for place in batch.placements:
+            check_placement(batch, place, data[place.datum])
+        for row in range(rows):
+            is_trained = batch.advantages[row, : batch.num_entries[row]] != 0
+            assert is_trained.sum() == batch.num_trained[row] == is_trained[: batch.num_trained[row]].sum()
+    for field, attribute in (("targets", "target_tokens"), ("sampler_logprobs", "logprobs"), ("advantages", "advantages")):
+        for datum, values in zip(data, unpack(batches, [getattr(batch, field) for batch in batches]), strict=True):
+            np.testing.assert_array_equal(values, getattr(datum, attribute))
+
+
+def check_placement(batch: PackedBatch, place: Placement, datum: TrainDatum) -> None:
+    path = batch.sources[place.row, place.entries]
+    ends = batch.ends[place.row]
+    np.testing.assert_array_equal(batch.tokens[place.row, path], datum.tokens)
+    np.testing.assert_array_equal(batch.positions[place.row, path], np.arange(len(path)))
+    last = path[-1]
+    (seen,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
+    np.testing.assert_array_equal(seen, path)  # and so every token before it sees its own beginning of the path
+    blocks = batch.key_blocks[place.row, last // BLOCK, : batch.num_key_blocks[place.row, last // BLOCK]]
+    assert set(path // BLOCK) <= set(blocks.tolist())
+
+
+def test_a_group_costs_its_prompt_once() -> None:
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 50, 256)
+    tokens = [np.concatenate([prompt, random.integers(0, 50, 32)]).astype(np.int32) for _ in range(8)]
+    (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
+    assert batch.tokens.shape == (1, 512)
+    assert batch.ends[0, 511] == 512  # 256 + 8 * 32: full to the last token
+    assert batch.num_key_blocks[0].tolist() == [1, 2, 3, 3]  # the last four responses see none of the first four
+
+
+def test_ragged_sequences_fill_their_streams() -> None:
+    lengths = tuple(int(length) for length in np.clip(np.random.default_rng(0).lognormal(5.4, 0.7, 32), 8, 1025))
+    shapes = train_shapes(max_context_length=2048, tokens_per_batch=2048)
+    batches = packed(tiny_qwen3.data(lengths), shapes)
+    assert sum(lengths) / sum(batch.tokens.size for batch in batches) >= 0.85
+
+
+def test_missing_weights_mean_one_on_every_real_token() -> None:
+    (batch,) = packed(tiny_qwen3.data((20,)))
+    assert batch.weights.sum() == 20
+    assert not np.any(batch.advantages)
+
+
+def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
+    return TrainDatum(tokens=np.array(tokens, np.int32), target_tokens=np.array(targets, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (datum([], []), "datum 1 is empty"),
+        (datum([1] * 9, [1] * 9), "datum 1 has 9 tokens, more than the context of 8"),
+        (datum([1, 2], [2]), "datum 1: target_tokens has length 1, model_input 2"),
+        (datum([1, 53], [2, 3]), r"datum 1: model_input holds a token id outside 0\.\.52"),
+        (datum([1, 2], [2, -1]), r"datum 1: target_tokens holds a token id outside 0\.\.52"),
+    ],
+)
+def test_a_sequence_the_model_cannot_hold_is_refused(bad: TrainDatum, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_data([datum([1, 2], [2, 3]), bad], vocab_size=53, max_context_length=8)
+
+
+def test_a_request_without_data_is_refused() -> None:
+    with pytest.raises(UserError, match="no data"):
+        check_data([], vocab_size=53, max_context_length=8)
