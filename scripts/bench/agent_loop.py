@@ -1,0 +1,155 @@
+"""The agent loop through HTTP and the SDK: 16 trajectories of 12 growing turns, with a new max_tokens each turn.
+
+    taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
+
+Stateless is our own server with a different first token in every prompt, so that nothing it has computed before helps. skyrl-tx is called
+in process, which spares it HTTP; its first pass compiles each turn (cold), its second has every shape already (warm).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import chz
+import httpx
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import tinker
+from tinker import types
+
+from scripts.bench.compare import ROOT, Peers, Side, Timing, Took, figure, interleave, peers, random_sequences, report
+from scripts.bench.small_model import RANK, make_model
+
+TRAJECTORIES, TURNS, PROMPT, OBSERVED = 16, 12, 512, 48
+LIMITS = [24 + 2 * turn for turn in range(TURNS)]
+
+
+@dataclass(kw_only=True, slots=True)
+class Server:
+    """Our server and one sampling client."""
+
+    url: str
+    pid: int
+    sampler: tinker.SamplingClient
+    prefilled: list[int] = field(default_factory=list)  # tokens prefilled in each pass that kept its prompts
+
+    def engine(self) -> dict[str, object]:
+        return httpx.get(f"{self.url}/api/v1/stats").json()["engine"]
+
+    def count(self, name: str) -> int:
+        value = self.engine()[name]
+        assert isinstance(value, int)
+        return value
+
+    def programs(self) -> int:
+        counts = self.engine()["programs"]
+        assert isinstance(counts, dict)
+        return sum(counts.values())
+
+
+def main(config: Peers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        with serving(model_dir, Path(folder)) as server, peers(config, model_dir) as others:
+            passes(server, stateless=False)
+            passes(server, stateless=True)
+            programs, fresh, timings = server.programs(), itertools.count(1), {}
+            timings = interleave(
+                {
+                    "ours": lambda: passes(server, stateless=False, seed=next(fresh)),
+                    "stateless": lambda: passes(server, stateless=True, seed=next(fresh)),
+                },
+                repeats=config.repeats,
+            )
+            if "skyrl-tx" in others:
+                cold, warm = (their_pass(others["skyrl-tx"], seed=0) for _ in range(2))
+                timings["skyrl-tx cold"] = Timing(wall_s=cold.wall_s, cpu_s=cold.cpu_s, first_s=cold.wall_s)
+                timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
+            title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
+            report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
+            # what a server that forgets nothing computes: the prompt, what is observed, and each turn's last sampled token
+            unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
+            ratio = server.prefilled[-1] / unique
+            figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
+            figure("programs after warm-up", server.programs() - programs, at_most=0)
+
+
+def passes(server: Server, *, stateless: bool, seed: int = 0) -> Took:
+    """All trajectories at once, each turn of one as soon as its last is there."""
+    before, cpu = server.count("tokens_prefilled"), process_cpu_s(server.pid)
+    began = time.perf_counter()
+    asyncio.run(_trajectories(server.sampler, stateless=stateless, seed=seed))
+    wall_s = time.perf_counter() - began
+    if not stateless:
+        server.prefilled.append(server.count("tokens_prefilled") - before)
+    return Took(wall_s=wall_s, cpu_s=process_cpu_s(server.pid) - cpu)
+
+
+async def _trajectories(sampler: tinker.SamplingClient, *, stateless: bool, seed: int) -> None:
+    prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
+
+    async def trajectory(row: int) -> None:
+        tokens = prompt
+        for turn, observed in enumerate(random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row)):
+            tokens = tokens + observed
+            sent = [3 + (1009 * seed + 17 * row + turn) % 4000, *tokens[1:]] if stateless else tokens
+            settings = types.SamplingParams(max_tokens=LIMITS[turn], temperature=1.0, seed=row, stop=[])
+            answer = await sampler.sample_async(types.ModelInput.from_ints(sent), 1, settings)
+            tokens = tokens + list(answer.sequences[0].tokens)
+
+    await asyncio.gather(*(trajectory(row) for row in range(TRAJECTORIES)))
+
+
+def their_pass(each: Side, *, seed: int) -> Took:
+    prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
+    observed = [random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row) for row in range(TRAJECTORIES)]
+    tokens = [prompt] * TRAJECTORIES
+    wall_s = cpu_s = 0.0
+    for turn in range(TURNS):
+        tokens = [known + observed[row][turn] for row, known in enumerate(tokens)]
+        took = each.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
+        assert isinstance(took.result, list)
+        tokens = [known + new for known, new in zip(tokens, took.result, strict=True)]
+        wall_s, cpu_s = wall_s + took.wall_s, cpu_s + took.cpu_s
+    return Took(wall_s=wall_s, cpu_s=cpu_s)
+
+
+@contextmanager
+def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
+    """Our server with a sampler of a fresh adapter."""
+    given = (f"base_model={model_dir}", "model_alias=local/bench", "port=0", f"max_lora_rank={RANK}", f"decode_slots={TRAJECTORIES}")
+    sizes = ("max_context_length=2048", f"checkpoints_dir={folder / 'checkpoints'}", "compilation_cache_dir=none", "log_level=warning")
+    command = [sys.executable, "-m", "skyrl_tx_server", *given, *sizes, *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            if not ready.startswith("skyrl-tx server ready: "):
+                raise SystemExit(f"agent_loop: the server did not start: {ready}")
+            url = ready.split()[3]
+            with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
+                training = service.create_lora_training_client(base_model="local/bench", rank=RANK, train_unembed=False)
+                yield Server(url=url, pid=process.pid, sampler=training.save_weights_and_get_sampling_client("bench"))
+        finally:
+            process.terminate()
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of another process, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

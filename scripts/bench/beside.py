@@ -1,0 +1,77 @@
+"""A forward pass beside a long generation: how long it waits, and what the generation loses.
+
+    taskset -c 0,1 python -m scripts.bench.beside
+
+16 rows generate 512 tokens while one short forward after the other is asked for, each when the last is back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import chz
+import numpy as np
+
+from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
+from scripts.bench.sides.ours import Ours, datum, running
+from scripts.bench.small_model import make_model
+from skyrl_tx_server.ops import ForwardBackward, LossFn, Sample, SamplingSettings
+
+ROWS, NEW, BLOCK, PAUSE_S = 16, 512, 16, 2.0
+
+
+def main(config: Peers) -> None:
+    seeds = itertools.count()
+    waits: list[float] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(make_model(Path(folder) / "model", layers=config.layers), decode_block=BLOCK) as ours,
+    ):
+        forward(ours)
+        alone_s = median(timed(partial(forward, ours))().wall_s for _ in range(3))
+
+        def beside() -> Took:
+            return timed(lambda: generate(ours, seed=next(seeds), waits=waits))()
+
+        timings = interleave({"alone": lambda: timed(lambda: generate(ours, seed=next(seeds)))(), "beside": beside}, repeats=config.repeats)
+        report(f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s beside it", timings, {}, of="alone")
+        slowed = timings["beside"].wall_s / timings["alone"].wall_s
+        figure("generation slowed to", slowed, at_most=1.1)
+        block_s = timings["alone"].wall_s / (NEW / BLOCK)
+        waited = median(waits) - alone_s
+        figure("a decode block, s", block_s)
+        figure("forward alone, s", alone_s)
+        figure("waited beyond that, s", waited)
+        figure("in blocks", waited / block_s, at_most=1.0)
+
+
+def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:
+    """All rows to their end; with `waits` a forward pass now and then, whose seconds are noted there."""
+    prompts = random_sequences([64] * ROWS, seed=seed)
+    settings = [SamplingSettings(max_tokens=NEW, seed=row, stop_at_eos=False) for row in range(ROWS)]
+
+    futures = [
+        ours.engine.submit(Sample(weights=ours.weights, prompt=np.array(prompt, np.int32), settings=chosen))
+        for prompt, chosen in zip(prompts, settings, strict=True)
+    ]
+    while waits is not None and not all(future.done() for future in futures):
+        time.sleep(PAUSE_S)
+        if ours.stat("slots_used"):
+            waits.append(timed(partial(forward, ours))().wall_s)
+    for future in futures:
+        future.result()
+
+
+def forward(ours: Ours) -> None:
+    data = (datum(random_sequences([65])[0]),)
+    ours.engine.submit(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result()
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,174 @@
+"""Comparing sides in one run: each is warmed up, then they take turns, A B A B, and medians are set against each other.
+
+A side that lives in another interpreter is a process that answers JSON lines (`sides/line.py`). Wall time is what a user waits for;
+CPU-seconds stand beside it because the machine may be shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import chz
+
+ROOT = Path(__file__).resolve().parents[2]
+MALLOC = "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
+"""Keeps memory once it is had; page faults are a tenth of a training step otherwise. For every side alike."""
+
+
+@chz.chz
+class Peers:
+    """Options of every bench that has peers."""
+
+    hf: str | None = chz.field(default=None, doc="Python with torch, transformers and peft; none: without this peer")
+    tx: str | None = chz.field(default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; none: without this peer")
+    tx_slots: int = chz.field(default=2, doc="Adapter slots of skyrl-tx: base and one model, its fastest; its default is 32")
+    layers: int = chz.field(default=8, doc="Layers of the model; the bars are set for 8, fewer are quicker to look at")
+    repeats: int = chz.field(default=3, doc="Measured turns of each side")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Took:
+    wall_s: float
+    cpu_s: float
+    result: object = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One side's medians over its turns, and its first turn, compilation included."""
+
+    wall_s: float
+    cpu_s: float
+    first_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    name: str
+    process: subprocess.Popen[str]
+
+    def call(self, method: str, **arguments: object) -> Took:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
+        self.process.stdin.flush()
+        return self._took(method)
+
+    def _took(self, method: str) -> Took:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}: ended in {method} with status {self.process.wait()}; its log: {log_of(self.name)}")
+        answer = json.loads(line)
+        return Took(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
+
+
+def log_of(name: str) -> Path:
+    return Path(os.environ.get("BENCH_LOGS", "/tmp")) / f"bench-{name.replace(' ', '-')}-{os.getpid()}.log"
+
+
+@contextlib.contextmanager
+def side(name: str, module: str, *arguments: object, python: str = sys.executable) -> Iterator[Side]:
+    """Start `python -m scripts.bench.sides.MODULE ARGUMENTS` and wait until it is ready."""
+    command = [python, "-m", f"scripts.bench.sides.{module}", *(str(argument) for argument in arguments)]
+    environment = os.environ | {"GLIBC_TUNABLES": MALLOC, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    with log_of(name).open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if not process.stdout.readline():
+            raise SystemExit(f"{name}: did not start, status {process.wait()}; its log: {log_of(name)}")
+        yield Side(name=name, process=process)
+        log_of(name).unlink()
+    finally:
+        process.stdin.close()
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def peers(config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: int = 0) -> Iterator[dict[str, Side]]:
+    """Those peers that the options name an interpreter for, by name."""
+    from scripts.bench.small_model import RANK
+
+    threads = len(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        found = {}
+        if config.hf is not None:
+            found["HF"] = stack.enter_context(side("HF", "hugging_face", model_dir, RANK, threads, python=config.hf))
+        if config.tx is not None:
+            options = (model_dir, RANK, config.tx_slots, str(recompute).lower(), tx_rows)
+            found["skyrl-tx"] = stack.enter_context(side("skyrl-tx", "skyrl_tx", *options, python=config.tx))
+        yield found
+
+
+def timed(run: Callable[[], object]) -> Callable[[], Took]:
+    """A turn in this process."""
+
+    def turn() -> Took:
+        began, cpu = time.perf_counter(), time.process_time()
+        result = run()
+        return Took(wall_s=time.perf_counter() - began, cpu_s=time.process_time() - cpu, result=result)
+
+    return turn
+
+
+def interleave(turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3) -> dict[str, Timing]:
+    """A first turn of each, then `repeats` rounds; between turns a pause in which the last one's threads go to sleep."""
+    first = {name: turn() for name, turn in turns.items()}
+    rounds: dict[str, list[Took]] = {name: [] for name in turns}
+    for _ in range(repeats):
+        for name, turn in turns.items():
+            time.sleep(between_s)
+            rounds[name].append(turn())
+    return {
+        name: Timing(wall_s=median(t.wall_s for t in took), cpu_s=median(t.cpu_s for t in took), first_s=first[name].wall_s)
+        for name, took in rounds.items()
+    }
+
+
+def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, of: str = "ours") -> None:
+    """One line per side, with how many times as long as `of` it took, and whether that reaches its bar."""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")
+    for name, timing in timings.items():
+        line = f"  {name:24} {timing.wall_s:8.3f} s  CPU {timing.cpu_s:8.3f} s  first {timing.first_s:7.2f} s"
+        if name != of:
+            ratio, cpu_ratio = timing.wall_s / timings[of].wall_s, timing.cpu_s / timings[of].cpu_s
+            line += f"  {ratio:6.2f}x (CPU {cpu_ratio:5.2f}x)"
+            if name in bars:
+                line += f"  {verdict(ratio, at_least=bars[name])}"
+        print(line, flush=True)
+
+
+def figure(name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+    """A figure that is not a ratio of a side's time to ours, and whether it reaches its bar where it has one."""
+    bar = "" if isinstance(value, str) or (at_least is None and at_most is None) else verdict(value, at_least=at_least, at_most=at_most)
+    print(f"  {name:56} {value if isinstance(value, str) else format(value, '.4g'):>10}  {bar}", flush=True)
+
+
+def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
+    """Whether a figure reaches its bar, in words.
+
+    >>> verdict(1.6, at_least=1.5), verdict(0.6, at_most=0.55)
+    ('bar >= 1.5: met', 'bar <= 0.55: MISSED')
+    """
+    if at_least is not None:
+        return f"bar >= {at_least:g}: {'met' if value >= at_least else 'MISSED'}"
+    assert at_most is not None
+    return f"bar <= {at_most:g}: {'met' if value <= at_most else 'MISSED'}"
+
+
+def random_sequences(lengths: Sequence[int], *, seed: int = 0, vocabulary: int = 4096) -> list[list[int]]:
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    return [random.integers(3, vocabulary, length).tolist() for length in lengths]

@@ -1,0 +1,64 @@
+"""64 ragged requests in 16 slots: slots filled as rows leave, against four batches that each wait for their longest row.
+
+    taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
+
+Static is our own engine given 16 requests at a time; its decode steps are counted, which no load of the machine changes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import chz
+import numpy as np
+
+from scripts.bench.compare import Peers, Side, Took, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.small_model import make_model
+
+REQUESTS, SLOTS, BLOCK = 64, 16, 16
+
+
+def main(config: Peers) -> None:
+    random = np.random.default_rng(5)
+    prompt_lengths = random.integers(48, 257, REQUESTS).tolist()
+    limits = np.clip(random.lognormal(3.9, 0.8, REQUESTS).astype(int), 8, 256).tolist()
+    seeds = iter(range(10**6))
+    steps: dict[str, int] = {}
+
+    def run(each: Side, *, at_once: int) -> Took:
+        prompts = random_sequences(prompt_lengths, seed=next(seeds))  # new ones, so that nothing comes from a cache
+        wall_s = cpu_s = 0.0
+        for first in range(0, REQUESTS, at_once):
+            part = slice(first, first + at_once)
+            took = each.call("sample", prompts=prompts[part], max_tokens=limits[part])
+            wall_s, cpu_s = wall_s + took.wall_s, cpu_s + took.cpu_s
+        return Took(wall_s=wall_s, cpu_s=cpu_s)
+
+    def counted(name: str, each: Side, *, at_once: int) -> Took:
+        before = each.call("stat", name="decode_blocks").result
+        took = run(each, at_once=at_once)
+        after = each.call("stat", name="decode_blocks").result
+        assert isinstance(before, int) and isinstance(after, int)
+        steps[name] = (after - before) * BLOCK
+        return took
+
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        with side("ours", "ours", model_dir, f"decode_slots={SLOTS}", f"decode_block={BLOCK}") as ours, peers(config, model_dir) as others:
+            turns = {
+                "ours": lambda: counted("ours", ours, at_once=REQUESTS),
+                "static": lambda: counted("static", ours, at_once=SLOTS),
+            }
+            if "skyrl-tx" in others:
+                turns["skyrl-tx"] = lambda: run(others["skyrl-tx"], at_once=SLOTS)
+            title = f"{REQUESTS} ragged requests in {SLOTS} slots, {np.mean(limits):.0f} new tokens on average, at most {max(limits)}"
+            report(title, interleave(turns, repeats=config.repeats), {"skyrl-tx": 2.3})
+    ratio = steps["ours"] / steps["static"]
+    figure(f"decode steps {steps['ours']} against {steps['static']}", ratio, at_most=0.55)
+    figure("the fewest possible, every slot always full", sum(limits) / SLOTS)
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,62 @@
+"""Generation against both peers: 16 prompts of 256 tokens, and 16 samples of one prompt, 128 new tokens each.
+
+    taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
+
+Prompts are new in every turn, so that nothing comes from a cache. skyrl-tx's first turn compiles: its cold figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import chz
+
+from scripts.bench.compare import Peers, Side, Took, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.small_model import make_model
+
+PROMPT, NEW, ROWS = 256, 128, 16
+
+
+def main(config: Peers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        with (
+            side("ours", "ours", model_dir) as ours,
+            side("ours inexact", "ours", model_dir, "exact_batches=false") as inexact,
+            peers(config, model_dir) as others,
+        ):
+            sides = [ours, inexact, *others.values()]
+            turns = {each.name: fresh(each, prompts=ROWS, num_samples=1) for each in sides}
+            title = f"generation, {ROWS} x ({PROMPT} + {NEW}), different prompts"
+            report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
+            turns = {each.name: fresh(each, prompts=1, num_samples=ROWS) for each in sides}
+            turns["ours, each alone"] = fresh(ours, prompts=ROWS, num_samples=1)
+            report(f"one prompt, {ROWS} samples", interleave(turns, repeats=config.repeats), {"HF": 3.6, "skyrl-tx": 2.4})
+            figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
+
+
+def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Took]:
+    """A turn with new prompts every time."""
+    seeds = itertools.count()
+
+    def turn() -> Took:
+        chosen = random_sequences([PROMPT] * prompts, seed=next(seeds))
+        return each.call("sample", prompts=chosen, max_tokens=NEW, num_samples=num_samples)
+
+    return turn
+
+
+def same_in_every_group(ours: Side) -> bool:
+    sample = partial(ours.call, "sample", prompts=random_sequences([PROMPT], seed=99), max_tokens=NEW)
+    groups = [sample(num_samples=count).result for count in (1, 4, ROWS)]
+    assert all(isinstance(group, list) for group in groups)
+    return all(group == groups[-1][: len(group)] for group in groups)  # type: ignore[index, arg-type]
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,96 @@
+"""The logprob head at Qwen3's vocabulary of 151,936: temporary memory and time against logits held whole.
+
+    taskset -c 0,1 python -m scripts.bench.logprob_head
+
+A model of one narrow layer, so that the head is all there is; memory is what the compiler plans, which no load changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
+from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.model.lora import Adapter, init_adapter, zero_adapter
+from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
+from skyrl_tx_server.model.tree_attention import TreeLayout, tree_attention
+from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.packing import pack, train_shapes
+from skyrl_tx_server.steps.losses import select_loss, trained_positions
+from skyrl_tx_server.steps.train import TrainBatch, forward_backward, train_batch
+
+MODEL = replace(CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32)
+ROWS, LENGTH = 4, 512
+
+
+def main(config: Peers) -> None:
+    params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
+    adapter = jax.device_put(init_adapter(MODEL, LoraSpec(rank=8, train_unembed=False), 8))
+    loss = select_loss(LossFn.CROSS_ENTROPY, {})
+    ours = forward_backward.lower(adapter, zeros(), params, batch(every=1), loss, config=MODEL, remat=Remat.NOTHING).compile()
+    full = full_logits.lower(adapter, params, batch(every=1)).compile()
+
+    def turn(every: int) -> Took:
+        gradient = zeros()
+        return timed(lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss)))()
+
+    turns = {
+        "ours": partial(turn, 1),
+        "ours, a third weighted": partial(turn, 3),
+        "full logits": timed(lambda: jax.block_until_ready(full(adapter, params, batch(every=1)))),
+    }
+    timings = interleave(turns, repeats=config.repeats)
+    report(f"logprob head, {ROWS * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}", timings, {}, of="full logits")
+    slower = timings["ours"].wall_s / timings["full logits"].wall_s
+    figure("time against full logits", slower, at_most=1.1)
+    weighted = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
+    figure("a third weighted against all", weighted, at_most=0.5)
+    ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
+    figure(f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB", ours_bytes / full_bytes, at_most=1 / 6)
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    plan = program.memory_analysis()
+    assert plan is not None
+    return plan.temp_size_in_bytes
+
+
+@jax.jit
+def full_logits(adapter: Adapter, params: Params, batch: TrainBatch) -> tuple[jax.Array, Adapter]:
+    """The summed loss and its gradient with all logits in memory at once."""
+
+    def loss(adapter: Adapter) -> jax.Array:
+        layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
+        attend = partial(tree_attention, MODEL, layout)
+        hidden = hidden_states(MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING)
+        of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.sources)[..., None], axis=1)
+        logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, of_entries), axis=-1)
+        return -(jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0] * batch.weights).sum()
+
+    return jax.value_and_grad(loss)(adapter)
+
+
+def zeros() -> Adapter:
+    return jax.device_put(zero_adapter(MODEL, 8))
+
+
+def batch(*, every: int) -> TrainBatch:
+    """Sequences in which each token whose position is a multiple of `every` counts."""
+    random = np.random.default_rng(0)
+    weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
+    tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
+    data = [TrainDatum(tokens=row[:-1], target_tokens=row[1:], weights=weights) for row in tokens]
+    trained = [trained_positions(datum, LossFn.CROSS_ENTROPY) for datum in data]
+    (packed,) = pack(data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=ROWS * LENGTH))
+    return train_batch(packed)
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,72 @@
+"""At a learning rate of 1e-6 on a bfloat16 base, every master entry with a non-zero update moves.
+
+    python -m scripts.bench.optimizer_truth
+
+Reads two training checkpoints, before and after an optimizer step. An entry has an update where Adam's moments give one that float32 can
+add to it, half its last place or more. What bfloat16 masters would have kept of the same step is printed beside it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from scripts.bench.compare import figure, random_sequences
+from scripts.bench.sides.ours import Ours, running
+from scripts.bench.small_model import make_model
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.ops import AdamSettings, OptimStep, SaveWeights, WeightsSaved
+
+LEARNING_RATE = 1e-6
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder), "local/bench")
+        model_dir = make_model(Path(folder) / "model")
+        with running(model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)) as ours:
+            for _ in range(2):  # B is zero in a fresh adapter, and with it A's gradient
+                step(ours, 1e-2)
+            before = tensors(ours, store, "before")
+            step(ours, LEARNING_RATE)
+            after = tensors(ours, store, "after")
+    updated = moved = rounded = 0
+    for name in (name for name in after if not name.startswith("optimizer.")):
+        old, new = before[name], after[name]
+        has_update = np.abs(update(after, name)) > np.spacing(np.abs(old)) / 2
+        updated += int(has_update.sum())
+        moved += int((old != new)[has_update].sum())
+        rounded += int((old.astype(ml_dtypes.bfloat16) != new.astype(ml_dtypes.bfloat16))[has_update].sum())
+    print(f"one optimizer step at learning rate {LEARNING_RATE:g} on a bfloat16 base")
+    figure("entries with a non-zero update", updated)
+    figure("of them moved", moved / updated, at_least=1.0)
+    figure("would have moved in bfloat16", rounded / updated)
+
+
+def update(after: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """What Adam takes from the entries of `name`, in double precision, by the moments after the step."""
+    taken = int(after["optimizer.step"])
+    first, second = (after[f"optimizer.{moment}.{name}"].astype(np.float64) for moment in ("first", "second"))
+    adam = AdamSettings()
+    scale = np.sqrt(second / (1 - adam.beta2**taken)) + adam.eps
+    return LEARNING_RATE * first / (1 - adam.beta1**taken) / scale
+
+
+def step(ours: Ours, learning_rate: float) -> None:
+    ours.train(random_sequences([129] * 4))
+    ours.engine.submit(OptimStep(model_id="model", adam=AdamSettings(learning_rate=learning_rate))).result()
+
+
+def tensors(ours: Ours, store: CheckpointStore, name: str) -> dict[str, np.ndarray]:
+    """Adapter and optimizer as they are now, by way of a training checkpoint."""
+    result = ours.engine.submit(SaveWeights(model_id="model", name=name)).result()
+    assert isinstance(result, WeightsSaved) and result.path is not None
+    return store.read(result.path)[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A whole RL step against both peers: 2 groups of 8, prompt 512, 3 turns of 48 observed and 32 sampled tokens, then one update.
+
+taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import chz
+
+from scripts.bench.compare import Peers, Side, Took, interleave, peers, random_sequences, report, side
+from scripts.bench.small_model import make_model
+
+GROUPS, GROUP, PROMPT, TURNS, OBSERVED, NEW = 2, 8, 512, 3, 48, 32
+
+
+def main(config: Peers) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        with side("ours", "ours", model_dir) as ours, peers(config, model_dir, tx_rows=8) as others:
+            turns = {each.name: steps(each) for each in (ours, *others.values())}
+            title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
+            report(title, interleave(turns, repeats=config.repeats), {"HF": 4.0, "skyrl-tx": 5.0})
+
+
+def steps(each: Side) -> Callable[[], Took]:
+    """A turn is one step on new prompts; sampling reads the weights of the step before."""
+    seeds = itertools.count()
+
+    def step() -> Took:
+        seed = 100 * next(seeds)
+        calls = []
+        trajectories = [prompt for prompt in random_sequences([PROMPT] * GROUPS, seed=seed) for _ in range(GROUP)]
+        for turn in range(TURNS):
+            observed = random_sequences([OBSERVED] * len(trajectories), seed=seed + 1 + turn)
+            trajectories = [trajectory + new for trajectory, new in zip(trajectories, observed, strict=True)]
+            calls.append(each.call("sample", prompts=trajectories, max_tokens=NEW))
+            completions = calls[-1].result
+            assert isinstance(completions, list)
+            trajectories = [trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)]
+        calls += [each.call("train", sequences=trajectories), each.call("optim_step"), each.call("save")]
+        return Took(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
+
+    return step
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

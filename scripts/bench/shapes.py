@@ -1,0 +1,112 @@
+"""How many programs a mixed workload needs, and what a warm start saves.
+
+    taskset -c 0,1 python -m scripts.bench.shapes
+
+One run of 200 random requests (samples of all lengths and settings, training data of all lengths and losses) in a process of its own with
+an empty compilation cache (cold), then the same with the cache filled (warm); after each, 200 other requests, which must compile nothing.
+The first token after a warm restart is measured through HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import chz
+import numpy as np
+
+from scripts.bench.compare import ROOT, figure, random_sequences
+from scripts.bench.sides.ours import Ours, datum, running
+from scripts.bench.small_model import make_model
+from skyrl_tx_server.ops import ForwardBackward, LossFn, Sample, SamplingSettings
+
+REQUESTS, CONTEXT = 200, 2048
+
+
+@chz.chz
+class ShapesConfig:
+    child: str | None = chz.field(default=None, doc="A model directory: be the measured process and print one JSON object")
+    cache: str | None = chz.field(default=None, doc="The child's compilation cache")
+
+
+def main(config: ShapesConfig) -> None:
+    if config.child is not None:
+        print(json.dumps(child(Path(config.child), config.cache)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir, cache = make_model(Path(folder) / "model"), Path(folder) / "xla"
+        cold, warm = (measured(model_dir, cache) for _ in range(2))
+        print(f"{REQUESTS} random requests, context {CONTEXT}, model of 27M parameters")
+        figure("programs: " + ", ".join(f"{name} {count}" for name, count in cold["programs"].items()), sum(cold["programs"].values()))
+        large = {name: count for name, count in cold["programs"].items() if cold["seconds"][name] / count > 0.2}
+        figure("of them large: " + ", ".join(large), sum(large.values()), at_most=12)
+        figure("compiled by 200 further requests", cold["later"], at_most=0)
+        figure("seconds in programs, cold", sum(cold["seconds"].values()))
+        ratio = sum(warm["seconds"].values()) / sum(cold["seconds"].values())
+        figure(f"warm against cold ({warm['hits']} from the cache)", ratio, at_most=0.15)
+        figure("first token after a warm restart, s", warm["first_token_s"], at_most=3.0)
+        figure("first token after a cold start, s", cold["first_token_s"])
+
+
+def measured(model_dir: Path, cache: Path) -> dict:
+    command = [sys.executable, "-m", "scripts.bench.shapes", f"child={model_dir}", f"cache={cache}"]
+    return json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+
+
+def child(model_dir: Path, cache: str | None) -> dict:
+    began = time.perf_counter()  # what importing jax takes comes on top: about a second
+    with running(model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT) as ours:
+        ours.sample(random_sequences([64]), 1)
+        first_token_s = time.perf_counter() - began
+        requests(ours, seed=0)
+        stats, programs = ours.engine.stats(), ours.programs()
+        requests(ours, seed=1)
+        return {
+            "programs": stats["programs"],
+            "seconds": stats["program_seconds"],
+            "hits": stats["programs_from_cache"],
+            "later": ours.programs() - programs,
+            "first_token_s": first_token_s,
+        }
+
+
+def requests(ours: Ours, *, seed: int) -> None:
+    """Half samples, half training, eight under way at a time."""
+    random = np.random.default_rng(seed)
+    pending = []
+    for number in range(REQUESTS):
+        length = int(np.exp(random.uniform(np.log(8), np.log(CONTEXT - 80))))
+        tokens = random_sequences([length + 1], seed=REQUESTS * seed + number)[0]
+        if number % 2:
+            settings = SamplingSettings(
+                max_tokens=int(random.integers(1, 64)),
+                temperature=float(random.choice([0.0, 0.7, 1.0])),
+                top_p=float(random.choice([0.9, 1.0])),
+                top_k=int(random.choice([-1, 20])),
+                seed=number,
+            )
+            op = Sample(
+                weights=[None, ours.weights][number % 4 == 1],
+                prompt=np.array(tokens, np.int32),
+                settings=settings,
+                num_samples=int(random.integers(1, 9)),
+                prompt_logprobs=bool(random.integers(0, 2)),
+            )
+        else:
+            data = tuple(datum(tokens[: int(random.integers(2, length + 2))]) for _ in range(random.integers(1, 5)))
+            op = ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=number % 4 == 2)
+        pending.append(ours.engine.submit(op))
+        if len(pending) == 8:
+            for future in pending:
+                future.result()
+            pending.clear()
+    ours.optim_step()
+    ours.save()
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(ShapesConfig, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,77 @@
+"""The peer: Hugging Face transformers and peft on torch, CPU, float32. Runs in an interpreter that has them: see `sides/line.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch  # pyright: ignore[reportMissingImports]
+from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+from transformers import AutoModelForCausalLM
+
+from scripts.bench.sides.line import serve
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class HuggingFace:
+    """One model with one LoRA adapter on every projection."""
+
+    def __init__(self, model_dir: str, *, rank: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=PROJECTIONS, lora_dropout=0.0))
+        self._model.enable_input_require_grads()
+        self._optimizer = torch.optim.Adam((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
+
+    def train(self, sequences: list[list[int]], recompute: bool = False, rows: int = 8) -> None:
+        """Summed loss and its gradient, `rows` sequences at a time, padded to the longest of them."""
+        self._model.train()
+        if recompute:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self._model.gradient_checkpointing_disable()
+        self._model.zero_grad(set_to_none=True)
+        for first in range(0, len(sequences), rows):
+            part = [torch.tensor(sequence) for sequence in sequences[first : first + rows]]
+            tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
+            counts = torch.nn.utils.rnn.pad_sequence([torch.ones(len(sequence) - 1) for sequence in part], batch_first=True)
+            mask = torch.nn.functional.pad(counts, (0, 1)) if not bool(counts.all()) else None
+            logits = self._model(tokens[:, :-1], attention_mask=None if mask is None else mask[:, :-1], use_cache=False).logits.float()
+            logprobs = logits.gather(-1, tokens[:, 1:, None])[..., 0] - torch.logsumexp(logits, -1)
+            (-(logprobs * counts).sum()).backward()
+
+    def optim_step(self) -> None:
+        self._optimizer.step()
+
+    def sample(self, prompts: list[list[int]], max_tokens: int, num_samples: int = 1) -> list[list[int]]:
+        """Prompts of one length, `num_samples` completions of each."""
+        self._model.eval()
+        tokens = torch.tensor(prompts)
+        with torch.no_grad():
+            whole = self._model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                num_return_sequences=num_samples,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return whole[:, tokens.shape[1] :].tolist()
+
+
+def main(model_dir: str, rank: str, threads: str) -> None:
+    def start() -> dict[str, Callable[..., object]]:
+        side = HuggingFace(model_dir, rank=int(rank), threads=int(threads))
+        return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": lambda: None}
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

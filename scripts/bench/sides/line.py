@@ -1,0 +1,30 @@
+"""A side of a comparison answers calls on its standard input, one JSON line each, and times them itself.
+
+Standard library only and Python 3.11: every peer runs this in its own interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+
+def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
+    """Make the side's methods, by name, and answer until standard input ends; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    methods = start()
+    answers.write(json.dumps({"ready": sorted(methods)}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        call = json.loads(line)
+        began, cpu = time.perf_counter(), time.process_time()
+        result = methods[call["method"]](**call["arguments"])
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        answers.write(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "peak_mib": peak_mib, "result": result}) + "\n")
+        answers.flush()

@@ -1,0 +1,148 @@
+"""Our own side: the engine in this process, driven as HTTP drives it, one submitted operation after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from scripts.bench.sides.line import serve
+from scripts.bench.small_model import RANK
+from skyrl_tx_server import executor
+from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    OptimStep,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+    TrainDatum,
+)
+
+LORA = LoraSpec(rank=RANK, train_unembed=False)  # what the peers train too
+
+
+class Ours:
+    """One engine with one model in training, called `model`, and one sampler snapshot of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._saved = 0
+        engine.submit(CreateModel(model_id="model", lora=LORA)).result()
+        self.save()
+
+    def save(self) -> None:
+        """What sampling reads from here on."""
+        self._saved += 1
+        self.weights = f"snapshot-{self._saved}"
+        self.engine.submit(SaveSampler(model_id="model", name=None, weights=self.weights)).result()
+
+    def train(self, sequences: Sequence[Sequence[int]]) -> None:
+        data = tuple(datum(sequence) for sequence in sequences)
+        self.engine.submit(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY)).result()
+
+    def optim_step(self) -> None:
+        self.engine.submit(OptimStep(model_id="model", adam=AdamSettings())).result()
+
+    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_samples: int = 1) -> list[list[int]]:
+        """All prompts at once; the completions in their order."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        results = self.sample_each(prompts, limits, num_samples=num_samples)
+        return [sequence.tokens.tolist() for sequences in results for sequence in sequences]
+
+    def sample_each(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        *,
+        num_samples: int = 1,
+        weights: Sequence[str | None] | None = None,
+    ) -> list[tuple[SampledSequence, ...]]:
+        """The sequences of each prompt; `weights` may name a snapshot per prompt."""
+        futures = [
+            self.engine.submit(
+                Sample(
+                    weights=self.weights if weights is None else weights[row],
+                    prompt=np.array(prompt, np.int32),
+                    settings=SamplingSettings(max_tokens=limit, seed=row, stop_at_eos=False),
+                    num_samples=num_samples,
+                )
+            )
+            for row, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+        results = [future.result() for future in futures]
+        return [result.sequences for result in results if isinstance(result, SampleResult)]
+
+    def stat(self, name: str) -> int:
+        value = self.engine.stats()[name]
+        assert isinstance(value, int)
+        return value
+
+    def programs(self) -> int:
+        counts = self.engine.stats()["programs"]
+        assert isinstance(counts, dict)
+        return sum(counts.values())
+
+
+def datum(sequence: Sequence[int]) -> TrainDatum:
+    """Every token but the first is a target."""
+    tokens = np.array(sequence, np.int32)
+    return TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
+    """An engine with the server's default settings but those `given`; `recompute` drops activations, as a larger model would have to."""
+    if recompute:
+        executor.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **given)))
+        engine.start()
+        try:
+            yield Ours(engine)
+        finally:
+            engine.stop()
+
+
+def settings(model_dir: Path, folder: Path, **given: object) -> EngineSettings:
+    defaults: dict[str, object] = {
+        "checkpoints_dir": folder / "checkpoints",
+        "compilation_cache_dir": None,
+        "dtype": "float32",
+        "max_lora_rank": RANK,
+        "max_context_length": 2048,
+        "decode_slots": 16,
+        "decode_block": 16,
+        "train_tokens_per_batch": 8192,
+        "max_models": 4,
+        "max_snapshots": 8,
+    }
+    return EngineSettings(model_dir=model_dir, base_model="local/bench", **(defaults | given))  # type: ignore[arg-type]
+
+
+def main(argv: Sequence[str]) -> None:
+    given = dict(argument.split("=", 1) for argument in argv[1:])
+    parsed = {name: value == "true" if value in ("true", "false") else int(value) for name, value in given.items()}
+    with contextlib.ExitStack() as stack:
+
+        def start() -> dict[str, Callable[..., object]]:
+            ours = stack.enter_context(running(Path(argv[0]), **parsed))  # type: ignore[arg-type]
+            return {"train": ours.train, "optim_step": ours.optim_step, "sample": ours.sample, "save": ours.save, "stat": ours.stat}
+
+        serve(start)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

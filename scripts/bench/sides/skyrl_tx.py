@@ -1,0 +1,94 @@
+"""The peer: PyPI's `skyrl[tinker,jax]`, its JAX backend called in process. Runs in an interpreter that has it: see `sides/line.py`.
+
+That spares it its HTTP, database and JSON. The fewest adapter slots that hold one model (base and one) are its fastest setting.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import typing_extensions
+
+typing.TypedDict = typing_extensions.TypedDict  # skyrl 0.3.0 does not import under Python 3.11 with today's pydantic otherwise
+
+from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl  # noqa: E402  # pyright: ignore[reportMissingImports]
+from skyrl.tinker import types  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from scripts.bench.sides.line import serve  # noqa: E402
+
+
+class SkyrlTx:
+    """One server with one model in training."""
+
+    def __init__(self, model_dir: str, *, rank: int, slots: int, recompute: bool, rows: int) -> None:
+        config = JaxBackendConfig(
+            max_lora_adapters=slots, max_lora_rank=rank, gradient_checkpointing=recompute, train_micro_batch_size=rows
+        )
+        self._backend = JaxBackendImpl(model_dir, config, 0)
+        self._backend.create_model("model", types.LoraConfig(rank=rank, alpha=32.0, seed=0))
+        self._folder = tempfile.TemporaryDirectory()
+        self._saved = 0
+        self.save()
+
+    def save(self) -> None:
+        """What sampling reads from here on: the server writes a file for it."""
+        self._saved += 1
+        self._backend.save_sampler_checkpoint(Path(self._folder.name) / f"{self._saved}.tar.gz", "model")
+
+    def train(self, sequences: list[list[int]]) -> None:
+        inputs = [sequence[:-1] for sequence in sequences]
+        zeros = [[0.0] * len(tokens) for tokens in inputs]
+        batch = types.PreparedModelPassBatch(
+            all_model_inputs=[_model_input(tokens) for tokens in inputs],
+            all_targets=[sequence[1:] for sequence in sequences],
+            all_token_weights=[[1.0] * len(tokens) for tokens in inputs],
+            all_sampling_logprobs=zeros,
+            all_advantages=zeros,
+            all_values=[[] for _ in inputs],
+            all_returns=[[] for _ in inputs],
+            all_model_ids=["model"] * len(inputs),
+            all_loss_fns=["cross_entropy"] * len(inputs),
+            all_loss_fn_configs=[None] * len(inputs),
+            request_batch_slices=[("request", "model", 0, len(inputs))],
+        )
+        self._backend.forward_backward(batch)
+
+    def optim_step(self) -> None:
+        adam = types.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0)
+        self._backend.optim_step("model", types.OptimStepInput(adam_params=adam))
+
+    def sample(self, prompts: list[list[int]], max_tokens: int | list[int], num_samples: int = 1) -> list[list[int]]:
+        """`num_samples` completions of each prompt, all in one batch, as its engine would make it."""
+        rows = [prompt for prompt in prompts for _ in range(num_samples)]
+        limits = [max_tokens] * len(rows) if isinstance(max_tokens, int) else max_tokens
+        batch = types.PreparedSampleBatch(
+            all_model_inputs=[_model_input(tokens) for tokens in rows],
+            all_sampling_params=[types.SamplingParams(temperature=1.0, max_tokens=limit, seed=row) for row, limit in enumerate(limits)],
+            all_model_ids=["model"] * len(rows),
+            all_checkpoint_ids=[str(self._saved)] * len(rows),
+            all_checkpoint_paths=[f"{self._folder.name}/{self._saved}.tar.gz"] * len(rows),
+            all_session_ids=[None] * len(rows),
+            needs_prompt_logprobs=False,
+            request_batch_slices=[("request", "model", 0, len(rows), False)],
+        )
+        return [sequence.tokens for sequence in self._backend.sample(batch)["request"].sequences]
+
+
+def _model_input(tokens: list[int]) -> types.ModelInput:
+    return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=tokens)])
+
+
+def main(model_dir: str, rank: str, slots: str, recompute: str, rows: str) -> None:
+    def start() -> dict[str, Callable[..., object]]:
+        side = SkyrlTx(model_dir, rank=int(rank), slots=int(slots), recompute=recompute == "true", rows=int(rows))
+        return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": side.save}
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""forward_backward of 8 sequences of 512 tokens, against both peers, without and with recomputation of activations.
+
+taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import chz
+
+from scripts.bench.compare import Peers, interleave, peers, random_sequences, report, side
+from scripts.bench.small_model import make_model
+
+BARS = {False: {"HF": 1.5, "skyrl-tx": 1.6}, True: {"HF": 1.9, "skyrl-tx": 1.6}}
+
+
+def main(config: Peers) -> None:
+    sequences = random_sequences([513] * 8)
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        for recompute in (False, True):
+            options = f"recompute={str(recompute).lower()}"
+            with (
+                side("ours", "ours", model_dir, options) as ours,
+                side("ours 4096 tokens", "ours", model_dir, options, "train_tokens_per_batch=4096") as fitting,
+                peers(config, model_dir, recompute=recompute) as others,
+            ):
+                turns = {each.name: partial(each.call, "train", sequences=sequences) for each in (ours, fitting)}
+                turns |= {name: partial(other.call, "train", sequences=sequences) for name, other in others.items()}
+                if "HF" in others:
+                    turns["HF"] = partial(others["HF"].call, "train", sequences=sequences, recompute=recompute)
+                title = f"forward_backward 8 x 512, {'every layer recomputed' if recompute else 'nothing recomputed'}"
+                report(title, interleave(turns, repeats=config.repeats), BARS[recompute])
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))

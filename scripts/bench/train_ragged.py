@@ -1,0 +1,56 @@
+"""forward_backward of 32 ragged sequences: packed rows against one bucket for all, and against skyrl-tx, which pads so.
+
+    taskset -c 0,1 python -m scripts.bench.train_ragged tx=PYTHON
+
+The lengths are lognormal, mean 286, longest 1,025. One bucket is our own engine given every sequence padded to the longest.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import chz
+import numpy as np
+
+from scripts.bench.compare import Peers, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.sides.ours import datum
+from scripts.bench.small_model import make_model
+from skyrl_tx_server.packing import pack, train_shapes
+
+LONGEST = 1025
+
+
+def main(config: Peers) -> None:
+    sequences = random_sequences(ragged_lengths())
+    padded = [sequence + [0] * (LONGEST - len(sequence)) for sequence in sequences]
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", layers=config.layers)
+        with side("ours", "ours", model_dir) as ours, peers(config, model_dir, tx_rows=8) as others:
+            turns = {"ours": partial(ours.call, "train", sequences=sequences), "one bucket": partial(ours.call, "train", sequences=padded)}
+            if "skyrl-tx" in others:
+                turns["skyrl-tx"] = partial(others["skyrl-tx"].call, "train", sequences=sequences)
+            bars = {"one bucket": 2.5, "skyrl-tx": 5.0}
+            report("forward_backward, 32 ragged sequences", interleave(turns, repeats=config.repeats), bars)
+    data = [datum(sequence) for sequence in sequences]
+    trained = [np.ones(len(each.tokens), bool) for each in data]
+    batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
+    useful, slots = sum(len(sequence) - 1 for sequence in sequences), sum(batch.tokens.size for batch in batches)
+    shapes = ", ".join("x".join(map(str, batch.tokens.shape)) for batch in batches)
+    figure(f"packed-row fill, batches {shapes}", useful / slots, at_least=0.85)
+
+
+def ragged_lengths(*, seed: int = 0) -> list[int]:
+    """32 lognormal lengths, scaled so that the longest is 1,025 and the mean 286."""
+    random = np.random.default_rng(seed)
+    while True:
+        drawn = np.clip(random.lognormal(5.35, 0.8, 32).astype(int), 32, LONGEST)
+        drawn[0] = LONGEST
+        if abs(drawn.mean() - 286) < 1:
+            return drawn.tolist()
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Peers, argv=sys.argv[1:], allow_hyphens=True))
