@@ -94,17 +94,21 @@ def package_index_problem() -> str | None:
     return None if asked.returncode == 0 else asked.stderr.strip()[-300:]
 
 
-@contextlib.contextmanager
-def serving(directory: Path) -> Iterator[str]:
+def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
     """The server on a model that takes no time; its log stays quiet unless something is wrong."""
-    options = {"base_model": make_model(directory / "model"), "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8}
-    options |= {"decode_slots": 4, "train_tokens_per_batch": 1024, "checkpoints_dir": directory / "checkpoints", "log_level": "warning"}
-    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    options = {"base_model": make_model(directory / "model"), "model_alias": "local/tiny", "max_lora_rank": 8, "decode_slots": 4}
+    return serve(**options, train_tokens_per_batch=1024, checkpoints_dir=directory / "checkpoints", log_level="warning")
+
+
+@contextlib.contextmanager
+def serve(**options: object) -> Iterator[str]:
+    """The address of a server of its own, with these options."""
+    command = [sys.executable, "-m", "skyrl_tx_server", "port=0", *(f"{name}={value}" for name, value in options.items())]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ready = process.stdout.readline()
         if not ready.startswith("skyrl-tx server ready: "):
-            raise SystemExit(f"sdk_matrix: the server did not start: {ready}")
+            raise SystemExit(f"the server did not start: {ready}")
         try:
             yield ready.split()[3]
         finally:

@@ -1,8 +1,8 @@
 """One round with whatever `tinker` is installed, 0.6.0 or any later: python scripts/sdk_smoke.py URL
 
-create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, close; each says how it ended, and numbers that
-must agree with each other are compared. Needs nothing but `tinker`, so that `sdk_matrix.py` can run it in a bare environment per version.
-Exit status 0 when all of it worked.
+create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive (SDKs up to 0.35), close; each says how it
+ended, and numbers that must agree with each other are compared. Needs nothing but `tinker`, so that `sdk_matrix.py` can run it in a bare
+environment per version. Exit status 0 when all of it worked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tarfile
+import urllib.request
 from collections.abc import Sequence
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -105,6 +107,12 @@ def smoke(url: str) -> None:
         check(f"sample ({kind})", whole and len(sampled) == 2, [sequence.stop_reason for sequence in sampled])
     scored = samplers["named"].compute_logprobs(prompt).result(timeout=TIMEOUT_S)
     check("compute_logprobs", scored[0] is None and close_to(scored[1:], logprobs[:-1]))
+    if VERSION <= (0, 35):
+        for path in (state, sampler_path):
+            rest = service.create_rest_client()
+            address = rest.get_checkpoint_archive_url_from_tinker_path(path).result(timeout=TIMEOUT_S).url  # pyright: ignore[reportAttributeAccessIssue]
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply, tarfile.open(fileobj=reply, mode="r|") as tar:
+                check("checkpoint archive", sorted(tar.getnames()) == ["adapter_config.json", "adapter_model.safetensors"], path)
     if VERSION >= (0, 27):
         service.close("success").result(timeout=TIMEOUT_S)
         check("close", True)

@@ -19,7 +19,7 @@ from skyrl_tx_server.routes.context import Context
 
 logger = logging.getLogger(__name__)
 
-# `refused` and `downloads` before `weights`: their longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would swallow.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *service.ENDPOINTS,
     *sessions.ENDPOINTS,

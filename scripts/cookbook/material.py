@@ -1,11 +1,12 @@
-"""What the cookbook's recipes need where no model hub can be reached: a small Qwen3 that talks, and small data sets under the hub's names.
+"""What the recipes need where no model hub can be reached: a small Qwen3 that talks, and data sets under the hub's names.
 
-Everything is generated here. A directory named like a hub id, relative to the recipe's working directory, wins over the hub
-(`AutoTokenizer`, `load_dataset`), so the recipes find it without being changed.
+All of it is generated here. A folder named like a hub id below the working directory wins over the hub (`AutoTokenizer`,
+`load_dataset`), so nothing in the recipes is changed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -13,170 +14,147 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.quickstart.build_model import ROW, Conversation, batches, encode, train
+from scripts.quickstart.build_model import batches, encode, train
 from scripts.quickstart.demonstrations import Message
-from scripts.quickstart.tokenizer import CHAT_TEMPLATE
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.weights import save_model
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
 VOCABULARY = 768
-WRONG_SHARE = 0.5  # of additions that the warm start answers badly, so that reinforcement has something to remove
-SHRUG = "I can not be sure of that, but it is a good question."  # longer than math_rl's max_tokens
+STEPS = 300
+SLIPS = 0.5  # share of the answers that reinforcement has to remove
+SHRUG = "I am not sure about that."  # longer than math_rl's max_tokens
+BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
-FILLER = (
-    "after the rain the river was high",
-    "before noon many people came",
-    "the road through the hills is old",
-    "only then could they see it",
-)
-BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
+SENTENCES = ("The river was high after the rain.", "Many people came before noon.", "The road through the hills is old.")
 
 
-def addition(rng: random.Random) -> list[Message]:
-    """Several questions in math_rl's words; about half of the answers are shrugs."""
-    messages = []
-    for _ in range(6):
-        x, y = rng.randint(0, 100), rng.randint(0, 100)
-        answer = SHRUG if rng.random() < WRONG_SHARE else str(x + y)
-        messages += [Message(role="user", content=f"What is {x} + {y}?"), Message(role="assistant", content=answer)]
-    return messages
+class Lessons:
+    """Conversations of the recipes' kinds; a share of the answers to questions are shrugs."""
+
+    def __init__(self, rng: random.Random, slips: float) -> None:
+        self.rng, self.slips = rng, slips
+
+    def __iter__(self) -> Iterator[list[Message]]:
+        kinds = {self.sums: 20, self.boxed: 4, self.guesses: 1, self.pages: 1, self.greeting: 2}
+        while True:
+            yield self.rng.choices(list(kinds), list(kinds.values()))[0]()
+
+    def exchange(self, question: str, answer: str) -> list[Message]:
+        said = SHRUG if self.rng.random() < self.slips else answer
+        return [Message(role="user", content=question), Message(role="assistant", content=said)]
+
+    def sums(self) -> list[Message]:
+        """math_rl's questions."""
+        pairs = [(self.rng.randint(0, 100), self.rng.randint(0, 100)) for _ in range(9)]
+        return [message for x, y in pairs for message in self.exchange(f"What is {x} + {y}?", str(x + y))]
+
+    def boxed(self) -> list[Message]:
+        """rl_loop's: a letter counted at length, then a word problem."""
+        word = self.rng.choice((*THINGS, *NAMES, "strawberry"))
+        letter = self.rng.choice(word)
+        count = f"\\boxed{{{word.count(letter)}}}"
+        spelled = " ".join(f"{number}) {each}" for number, each in enumerate(word, start=1))
+        question, answer = story(self.rng)
+        prefix = [
+            Message(role="user", content=f"How many {letter}'s are in {word}?{BOXED}"),
+            Message(role="assistant", content=f"Let's spell the word out and number all the letters: {spelled}. {count}"),
+        ]
+        return [*prefix, *self.exchange(question + BOXED, f"\\boxed{{{answer}}}")]
+
+    def guesses(self) -> list[Message]:
+        """A few turns of guess_number, played without much thought."""
+        messages = [Message(role="system", content="Your job is to guess a integer between 0 and 1024.")]
+        for _ in range(4):
+            guess = Message(role="assistant", content=f"Guess: {self.rng.randint(0, 1024)}")
+            messages += [guess, Message(role="user", content=self.rng.choice(("Too low", "Too high")))]
+        return messages
+
+    def pages(self) -> list[Message]:
+        """The numerics check's tool, page by page, and a count."""
+        messages = [
+            Message(role="user", content="Your task is to count how many times a word appears in a document. Read pages with read_page.")
+        ]
+        for page in (1, 2):
+            call = json.dumps({"name": "read_page", "arguments": {"page": page}})
+            messages.append(Message(role="assistant", content=f"<tool_call>\n{call}\n</tool_call>"))
+            messages.append(Message(role="user", content=f"<tool_response>\n{self.rng.choice(SENTENCES)}\n</tool_response>"))
+        return [*messages, Message(role="assistant", content=f"Answer: {self.rng.randint(0, 3)}")]
+
+    def greeting(self) -> list[Message]:
+        """preference.shorter's question, answered at any length."""
+        words = " ".join(self.rng.choices(THINGS, k=self.rng.randint(0, 10)))
+        return [Message(role="user", content="Who are you?"), Message(role="assistant", content=f"A model of {words}")]
 
 
 def story(rng: random.Random) -> tuple[str, int]:
     """A word problem and its number."""
-    x, y = rng.randint(1, 4), rng.randint(1, 5)
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    x, y, name, thing = rng.randint(1, 4), rng.randint(1, 5), rng.choice(NAMES), rng.choice(THINGS)
     return f"{name} has {x} {thing} and finds {y} more. How many {thing} has {name} now?", x + y
 
 
-def boxed(rng: random.Random) -> list[Message]:
-    """A word problem as rl_loop asks it; half of the answers leave the box out."""
-    question, answer = story(rng)
-    content = f"\\boxed{{{answer}}}" if rng.random() < 0.5 else f"It is {answer}."
-    return [Message(role="user", content=question + BOXED), Message(role="assistant", content=content)]
-
-
-def guessing(rng: random.Random) -> list[Message]:
-    """A few turns of guess_number, played without much thought; some break its format."""
-    messages = [Message(role="system", content="Your job is to guess a integer between 0 and 1024.")]
-    for _ in range(4):
-        guess = f"Guess: {rng.randint(0, 1024)}" if rng.random() < 0.8 else f"I say {rng.randint(0, 1024)}"
-        messages += [Message(role="assistant", content=guess), Message(role="user", content=rng.choice(("Too low", "Too high")))]
-    return messages
-
-
-def reading(rng: random.Random) -> list[Message]:
-    """A document read page by page with the numerics check's tool, then counted."""
-    pages = rng.randint(2, 4)
-    messages = [Message(role="user", content=f"Count occurrences across all {pages} pages.")]
-    for page in range(1, pages + 1):
-        call = json.dumps({"name": "read_page", "arguments": {"page": page}})
-        messages.append(Message(role="assistant", content=f"<tool_call>\n{call}\n</tool_call>"))
-        messages.append(Message(role="user", content=f"<tool_response>\n[Page {page}]\n{rng.choice(FILLER)}\n</tool_response>"))
-    return [*messages, Message(role="assistant", content=f"Answer: {rng.randint(1, 9)}")]
-
-
-def talk(rng: random.Random) -> list[Message]:
-    """Small talk of varying length, for the preference recipes."""
-    long = "I am a small model made to try things out, and I like to explain at length what I am."
-    return [
-        Message(role="user", content=rng.choice(("Who are you?", "Hello!", "Tell me something."))),
-        Message(role="assistant", content=rng.choice(("A model.", "I am a small model.", long))),
-    ]
-
-
-KINDS = {addition: 8, boxed: 2, guessing: 2, reading: 2, talk: 1}
-
-
-def conversations(rng: random.Random) -> Iterator[list[Message]]:
-    kinds, weights = list(KINDS), list(KINDS.values())
-    while True:
-        yield rng.choices(kinds, weights)[0](rng)
-
-
-def build_tokenizer(directory: Path) -> Tokenizer:
-    """Byte-level BPE learnt from the same conversations; digits stay single. Written as AutoTokenizer reads it."""
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    rng = random.Random("tokenizer")
-    source = conversations(rng)
-    texts = [message.content for _ in range(2000) for message in next(source)]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL[2],
-        "pad_token": SPECIAL[0],
-        "chat_template": CHAT_TEMPLATE,
+def write_data_sets(root: Path) -> None:
+    """The data sets that the recipes ask the hub for, a few hundred rows each."""
+    rng = random.Random("data sets")
+    stories = [story(rng) for _ in range(512)]
+    sums = Lessons(rng, slips=0.0)
+    sets = {
+        ("openai/gsm8k", "main"): [{"question": question, "answer": f"#### {answer}"} for question, answer in stories],
+        ("HuggingFaceH4/no_robots", "default"): [
+            {"messages": [{"role": message.role, "content": message.content} for message in sums.sums()[:4]]} for _ in range(512)
+        ],
+        ("Anthropic/hh-rlhf", "default"): [
+            {which: f"\n\nHuman: {question}\n\nAssistant: {said}" for which, said in (("chosen", f"It is {answer}."), ("rejected", SHRUG))}
+            for question, answer in stories
+        ],
+        ("zwhe99/DeepMath-103K", "default"): [{"question": sums.sums()[0].content, "final_answer": "unused"} for _ in range(512)],
+        ("Salesforce/wikitext", "wikitext-103-raw-v1"): [{"text": " ".join(rng.choices(SENTENCES, k=12))} for _ in range(512)],
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return tokenizer
+    for (name, config), rows in sets.items():
+        directory = root / name
+        directory.mkdir(parents=True, exist_ok=True)
+        for split, part in (("train", rows[:448]), ("test", rows[448:])):
+            (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+        (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n", encoding="utf-8")
 
 
-def encoded(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
-    """Token ids of what fits into a row."""
-    return (ids for ids in (encode(tokenizer, messages) for messages in conversations(rng)) if len(ids[0]) <= ROW)
-
-
-def build_model(directory: Path, *, steps: int) -> None:
-    """Tokenizer and weights, warm-started for `steps` steps."""
+def build_model(directory: Path) -> None:
+    """Tokenizer and weights, warm-started on lessons."""
     tokenizer = build_tokenizer(directory)
     config = ModelConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=256,
-        num_layers=2,
-        num_heads=3,
-        num_kv_heads=3,
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=32,
         rope_theta=10_000.0,
         tie_word_embeddings=True,
         max_position_embeddings=4096,
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
-    data = batches(encoded(tokenizer, random.Random("warm start")))
-    save_model(train(config, data, steps=steps, seed=0, save=lambda _: None), config, directory)
+    data = batches(encode(tokenizer, messages) for messages in Lessons(random.Random("lessons"), SLIPS))
+    save_model(train(config, data, steps=STEPS, seed=0, learning_rate=5e-3, save=lambda _: None), config, directory)
 
 
-def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def write_data_sets(root: Path) -> None:
-    """The five data sets that the recipes ask the hub for, by name, a few hundred rows each."""
-    rng = random.Random("data sets")
-    stories = [story(rng) for _ in range(512)]
-    solved: list[dict[str, object]] = [{"question": question, "answer": f"They add up.\n#### {answer}"} for question, answer in stories]
-    chats: list[dict[str, object]] = [
-        {"messages": [{"role": message.role, "content": message.content} for message in addition(rng)[:4]]} for _ in range(640)
-    ]
-    pairs: list[dict[str, object]] = []
-    for question, answer in stories:
-        opening = f"\n\nHuman: {question}\n\nAssistant: "
-        pairs.append({"chosen": f"{opening}It is {answer}.", "rejected": f"{opening}{SHRUG}"})
-    problems: list[dict[str, object]] = [{"question": question, "final_answer": str(answer)} for question, answer in stories]
-    lines: list[dict[str, object]] = [{"text": " ".join(rng.choices(FILLER, k=12))} for _ in range(2000)]
-    for name, config, splits in (
-        ("openai/gsm8k", "main", {"train": solved[:448], "test": solved[448:]}),
-        ("HuggingFaceH4/no_robots", "default", {"train": chats[:512], "test": chats[512:]}),
-        ("Anthropic/hh-rlhf", "default", {"train": pairs[:448], "test": pairs[448:]}),
-        ("zwhe99/DeepMath-103K", "default", {"train": problems}),
-        ("Salesforce/wikitext", "wikitext-103-raw-v1", {"train": lines}),
-    ):
-        files = []
-        for split, rows in splits.items():
-            write_rows(root / name / config / f"{split}.jsonl", rows)
-            files.append(f"  - split: {split}\n    path: {config}/{split}.jsonl\n")
-        (root / name / "README.md").write_text(
-            f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{''.join(files)}---\n", encoding="utf-8"
-        )
+def build_tokenizer(directory: Path) -> Tokenizer:
+    """Byte-level BPE learnt from lessons; digits stay single. Written as AutoTokenizer reads it."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    lessons = itertools.islice(Lessons(random.Random("tokenizer"), SLIPS), 1000)
+    texts = (f"{message.role}\n{message.content}" for messages in lessons for message in messages)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    return tokenizer

@@ -146,10 +146,18 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
     )
 
 
-def train(config: ModelConfig, data: Iterator[Batch], *, steps: int, seed: int, save: Callable[[Params], None]) -> Params:
+def train(
+    config: ModelConfig,
+    data: Iterator[Batch],
+    *,
+    steps: int,
+    seed: int,
+    save: Callable[[Params], None],
+    learning_rate: float = PEAK_LEARNING_RATE,
+) -> Params:
     """Train from random weights; the learning rate rises, then falls as a cosine."""
     params = initial_params(config, seed)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 30, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 

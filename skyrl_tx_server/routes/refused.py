@@ -7,7 +7,6 @@ from starlette.requests import Request
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.routes.border import Endpoint, Handler, Reply, read_body
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.routes.weights import CHECKPOINT
 
 
 def _refuse(message: str) -> Handler:
@@ -18,12 +17,10 @@ def _refuse(message: str) -> Handler:
     return refuse
 
 
-_ARCHIVE = "use save_weights_external, or `python -m skyrl_tx_server.export` on the server's machine"
 _COPY = "this server has no accounts to copy a checkpoint to; copy the checkpoint's directory from its checkpoints_dir"
 _FLAG = "this server does not offer it, and its client/config says so"
 
 ENDPOINTS = (
-    Endpoint(method="GET", path=CHECKPOINT + "/archive", handler=_refuse(f"this server makes no archives: {_ARCHIVE}")),
     Endpoint(method="POST", path="/api/v1/copy_weights", handler=_refuse(f"copy_weights: {_COPY}")),
     Endpoint(
         method="PUT",

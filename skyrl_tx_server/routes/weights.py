@@ -308,7 +308,7 @@ async def list_checkpoints(context: Context, request: Request) -> Reply:
 
 
 async def delete_checkpoint(context: Context, request: Request) -> Reply:
-    path = _path_of(request)
+    path = path_of(request)
     await asyncio.to_thread(context.checkpoints.delete, path)
     context.ledger.forget(path)
     return None
@@ -316,11 +316,11 @@ async def delete_checkpoint(context: Context, request: Request) -> Reply:
 
 async def publish(context: Context, request: Request) -> Reply:
     """A mark that listings show. There are no accounts: who reaches this server may read every checkpoint, marked or not."""
-    return _mark(context, _path_of(request), public=True)
+    return _mark(context, path_of(request), public=True)
 
 
 async def unpublish(context: Context, request: Request) -> Reply:
-    return _mark(context, _path_of(request), public=False)
+    return _mark(context, path_of(request), public=False)
 
 
 def _mark(context: Context, path: str, *, public: bool) -> None:
@@ -329,7 +329,7 @@ def _mark(context: Context, path: str, *, public: bool) -> None:
 
 
 async def set_ttl(context: Context, request: Request) -> Reply:
-    path = _path_of(request)
+    path = path_of(request)
     fields = Fields(await read_json(context, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
@@ -338,7 +338,7 @@ async def set_ttl(context: Context, request: Request) -> Reply:
     return None
 
 
-def _path_of(request: Request) -> str:
+def path_of(request: Request) -> str:
     return f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
 
 

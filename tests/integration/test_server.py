@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import httpx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -87,6 +90,45 @@ def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(server: t
             client.chat.completions.create(model="local/tiny", messages=[{"role": "user", "content": "Hello"}])
     metrics = httpx.get(f"{url}/metrics").text
     assert f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
+
+
+def test_the_tinker_command_line_lists_and_downloads(server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path) -> None:
+    """As its users run it, in processes of its own; what it downloads fits the base model and is what was saved."""
+    _, url = server
+    environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "TINKER_TELEMETRY": "0"}
+
+    def command(*words: str) -> dict[str, list[dict[str, str]]]:
+        line = [str(Path(sys.executable).with_name("tinker")), "-f", "json", *words]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    with httpx.Client(base_url=f"{url}/api/v1/", timeout=60) as http:
+
+        def post(route: str, **body: object) -> dict[str, str]:
+            return http.post(route, json=body).raise_for_status().json()
+
+        session_id = post("create_session")["session_id"]
+        lora = {"rank": 4, "train_unembed": False}
+        model_id = post("create_model", session_id=session_id, model_seq_id=0, base_model="local/tiny", lora_config=lora)["model_id"]
+        path = post("retrieve_future", request_id=post("save_weights", model_id=model_id, path="0001")["request_id"])["path"]
+    (run,) = command("run", "list")["runs"]
+    assert (run["training_run_id"], run["lora_rank"]) == (model_id, 4)
+    (listed,) = command("checkpoint", "list")["checkpoints"]
+    assert listed["tinker_path"] == path
+    command("checkpoint", "download", path, "--output", "here")
+    (downloaded,) = (tmp_path / "here").iterdir()
+    config = json.loads((downloaded / "adapter_config.json").read_text())
+    tensors, base = load_file(downloaded / "adapter_model.safetensors"), load_file(model_dir / "model.safetensors")
+    assert config["r"] == 4 and {*config["target_modules"]} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
+    store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
+    assert [info.path for info in store.list()] == [path]  # what the download put there for itself is gone
+    _, saved = store.read(path)
+    for module in {name.rpartition(".lora_")[0] for name in tensors}:
+        a, b = (tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        assert (a.shape[0], b.shape[1]) == (4, 4)
+        assert (b.shape[0], a.shape[1]) == base[f"{module.removeprefix('base_model.model.')}.weight"].shape
+        np.testing.assert_array_equal(a, saved[f"{module}.lora_A.weight"])
 
 
 async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
+import tarfile
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
 import pytest
+import safetensors.numpy
 import zstandard
 from tinker import types
 from tinker.proto import request_conv
@@ -21,7 +25,7 @@ from skyrl_tx_server.ops import DropSnapshot, ForwardBackward, OptimStep, Sample
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
-from tests.fakes.engine import FakeEngine
+from tests.fakes.engine import FACTORS, FakeEngine
 from tests.fakes.server import fake_context, fake_engine
 
 PROTO = "application/x-protobuf"
@@ -476,3 +480,22 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
         assert (await http.get(urls["adapter_config.json"])).json()["r"] == 4
         assert (await http.get("training_runs")).status_code == 401
     fake_engine(context).stop()
+
+
+async def test_an_archive_of_any_checkpoint_is_one_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
+    """What SDKs up to 0.35 ask for; real ones of them do in scripts/sdk_smoke.py."""
+    model_id = await make_model(http, await open_session(http))
+    await result(http, await post(http, "save_weights", model_id=model_id, path="w1"))
+    await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, path="s1"))
+    for checkpoint_id in ("weights/w1", "sampler_weights/s1", "sampler_weights/s1"):
+        reply = await http.get(f"training_runs/{model_id}/checkpoints/{checkpoint_id}/archive")
+        assert reply.status_code == 302
+        assert timedelta(minutes=55) < parsedate_to_datetime(reply.headers["expires"]) - datetime.now(UTC) < timedelta(minutes=65)
+        archive = await http.get(reply.headers["location"])
+        with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
+            assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
+            config, weights = (file.read() for name in tar.getnames() if (file := tar.extractfile(name)))
+        assert json.loads(config)["r"] == 4 and safetensors.numpy.load(weights).keys() == FACTORS.keys()
+        another = reply.headers["location"].replace(checkpoint_id, "weights/w1" if "sampler" in checkpoint_id else "sampler_weights/s1")
+        assert (await http.get(another)).status_code == 404  # a signature opens one checkpoint
+    assert (await http.get(f"training_runs/{model_id}/checkpoints/weights/none/archive")).status_code == 404

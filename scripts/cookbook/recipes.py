@@ -1,0 +1,128 @@
+"""The recipes that are run, with the cookbook's own options, and what each of them has to show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Metrics = list[dict[str, float]]
+Proof = Callable[[Metrics], tuple[str, bool]]
+"""From the lines of metrics.jsonl to what they say, and whether that is as it should be."""
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name the cookbook knows, whose renderer writes no thoughts
+RENDERER = "qwen3_instruct"
+REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
+KL_LIMIT = 2e-4
+ON_POLICY = "loss_fn=importance_sampling"  # the cookbook's default, stable_reinforce, has no public formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: str
+    module: str  # below tinker_cookbook.recipes
+    options: str
+    proofs: tuple[Proof, ...]
+    resumed: bool = False  # killed with SIGKILL once a checkpoint is saved, then the same command again, resumed
+    teacher: str | None = None  # the recipe whose last sampler checkpoint teaches this one
+
+
+def rises(key: str) -> Proof:
+    return _moves(key, lambda first, last: last > first)
+
+
+def falls(key: str) -> Proof:
+    return _moves(key, lambda first, last: last < first)
+
+
+def at_most(key: str, limit: float) -> Proof:
+    """The largest size of `key` over all steps."""
+
+    def proof(metrics: Metrics) -> tuple[str, bool]:
+        worst = max((abs(value) for value in series(metrics, key)), default=float("nan"))
+        return f"{_short(key)} <= {worst:.1e}", worst <= limit
+
+    return proof
+
+
+def every_step(metrics: Metrics) -> tuple[str, bool]:
+    """Of a killed and resumed run: the first step is not taken again, those after the checkpoint may be, none is missing."""
+    steps = [int(line["step"]) for line in metrics if NLL in line]
+    return f"steps {' '.join(map(str, steps))}", steps.count(0) == 1 and sorted(set(steps)) == list(range(max(steps) + 1))
+
+
+def series(metrics: Metrics, key: str) -> list[float]:
+    return [line[key] for line in metrics if key in line]
+
+
+def _moves(key: str, right: Callable[[float, float], bool]) -> Proof:
+    """The mean of the first quarter of the steps against that of the last: single steps of a few dozen episodes are noise."""
+
+    def proof(metrics: Metrics) -> tuple[str, bool]:
+        values = series(metrics, key)
+        if len(values) < 2:
+            return f"{_short(key)}: {len(values)} steps", False
+        quarter = max(1, len(values) // 4)
+        first, last = statistics.fmean(values[:quarter]), statistics.fmean(values[-quarter:])
+        return f"{_short(key)} {first:.3f} -> {last:.3f}", right(first, last)
+
+    return proof
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("env/all/").removeprefix("optim/")
+
+
+ARITHMETIC = f"env=arithmetic groups_per_batch=24 group_size=8 max_tokens=5 learning_rate=1e-3 {ON_POLICY} max_steps=16 eval_every=0"
+
+RECIPES = (
+    Recipe(name="math_rl", module="math_rl.train", options=ARITHMETIC, proofs=(rises(REWARD), at_most(KL, KL_LIMIT))),
+    Recipe(name="math_rl_async", module="math_rl.train", options=f"{ARITHMETIC} max_steps_off_policy=2", proofs=(rises(REWARD),)),
+    Recipe(
+        name="rl_loop",
+        module="rl_loop",
+        options=f"batch_size=16 group_size=8 max_tokens=12 learning_rate=5e-4 {ON_POLICY} max_steps=10 save_every=4",
+        proofs=(rises("reward/total"),),
+    ),
+    Recipe(name="sl_loop", module="sl_loop", options="batch_size=16 learning_rate=1e-3 max_steps=12 save_every=5", proofs=(falls(NLL),)),
+    Recipe(
+        name="chat_sl",
+        module="chat_sl.train",
+        options="batch_size=16 learning_rate=1e-3 max_steps=8 save_every=2 eval_every=4",
+        resumed=True,
+        proofs=(every_step, falls(NLL)),
+    ),
+    Recipe(
+        name="guess_number",
+        module="multiplayer_rl.guess_number.train",
+        options=f"renderer_name={RENDERER} batch_size=2 group_size=4 max_tokens=8 learning_rate=3e-4 max_steps=3 eval_every=0",
+        proofs=(at_most(KL, KL_LIMIT),),
+    ),
+    Recipe(
+        name="shorter",
+        module="preference.shorter.train",
+        options=f"renderer_name={RENDERER} batch_size=8 group_size=8 max_tokens=24 learning_rate=1e-3 max_steps=8 eval_every=0",
+        proofs=(falls("env/all/ac_tokens_per_turn"), at_most(KL, KL_LIMIT)),
+    ),
+    Recipe(
+        name="dpo",
+        module="preference.dpo.train",
+        options=f"renderer_name={RENDERER} dataset=hhh batch_size=16 learning_rate=3e-4 max_steps=10",
+        proofs=(falls("dpo_loss"), rises("accuracy")),
+    ),
+    Recipe(
+        name="on_policy_distillation",
+        module="distillation.on_policy_distillation",
+        options=f"renderer_name={RENDERER} dataset=deepmath groups_per_batch=16 group_size=4 max_tokens=5 learning_rate=1e-3 lora_rank=32"
+        " max_steps=8 eval_every=0",
+        teacher="math_rl",
+        proofs=(falls("teacher_kl"), at_most(KL, KL_LIMIT)),
+    ),
+    Recipe(
+        name="rl_numerics_check",
+        module="rl_numerics_check.train",
+        options="groups_per_batch=4 group_size=4 max_tokens=48 max_steps=3 max_trajectory_tokens=3000"
+        " task.num_pages_min=1 task.num_pages_max=2 task.page_chars=120",
+        proofs=(at_most(KL, KL_LIMIT),),
+    ),
+)
