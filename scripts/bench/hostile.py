@@ -36,7 +36,7 @@ from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
 MAX_SLOPE_MIB_PER_HOUR = 32.0
 RSS_EVERY_S = 10.0
 SIZES = ("max_lora_rank=8", "decode_slots=32", "decode_block=4", "max_context_length=512", "train_tokens_per_batch=512")
-SNAPSHOT_EVERY = 10  # steps
+SNAPSHOT_EVERY = 50  # steps; every snapshot is kept as long as its session
 SAVE_EVERY = 25
 TIMEOUT_S = 300
 DRAIN_S = 180
