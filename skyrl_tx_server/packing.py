@@ -8,7 +8,7 @@ A token sees the earlier tokens in whose subtree it lies, which `ends` says with
             x y z          ends       6 6 4 4 6 6 | 9 9 9 | . .
 
 What a loss reads belongs to a (sequence, position), not to a token: it lies in `entries`, each pointing to the token whose hidden state
-it needs. Sequences share an entry too where token, target and every loss input agree, as on the prompt of a group.
+it needs. Sequences share an entry too where token, target and every loss input agree, as on the prompt of a group; it counts for each.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PackedBatch:
     weights: np.ndarray  # float32
     sampler_logprobs: np.ndarray  # float32
     advantages: np.ndarray  # float32
-    num_entries: np.ndarray  # [rows] int32
+    counts: np.ndarray  # float32, how many sequences share each entry; 0 for padding
     num_trained: np.ndarray  # [rows] int32, entries with a gradient
     placements: tuple[Placement, ...]
 
@@ -352,6 +352,7 @@ def _row(stream: _Cluster, shape: TrainShape, width: int | None) -> _Row:
     else:
         weights, logprobs, advantages = np.split(inputs, [columns, columns + 1], axis=1)
     key_blocks, num_key_blocks = _blocks_to_look_at(ends, stream.tokens)
+    entries = _entries_of(stream.sequences, np.argsort(order))
     arrays = {
         "tokens": tokens,
         "positions": positions,
@@ -363,10 +364,10 @@ def _row(stream: _Cluster, shape: TrainShape, width: int | None) -> _Row:
         "weights": weights,
         "sampler_logprobs": logprobs,
         "advantages": advantages,
-        "num_entries": np.array(len(trained), np.int32),
+        "counts": np.bincount(np.concatenate([np.zeros(0, np.int32), *entries]), minlength=shape.entries).astype(np.float32),
         "num_trained": np.array(trained.sum(), np.int32),
     }
-    return _Row(arrays=arrays, entries=_entries_of(stream.sequences, np.argsort(order)))
+    return _Row(arrays=arrays, entries=entries)
 
 
 def _walk(sequences: Sequence[_Sequence], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:

@@ -63,12 +63,15 @@ class LossSelection:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What the formulas read besides the model's logprobs; float32, broadcast against these. Where `valid` is 0 the loss is 0."""
+    """What the formulas read besides the model's logprobs; float32, broadcast against these.
+
+    `counts` says how many tokens a loss stands for, with the same inputs and logprob; 0 for padding.
+    """
 
     weights: Leaf
     sampler_logprobs: Leaf  # gspo: s, the sequence's mean log-ratio, at each of its tokens
     advantages: Leaf
-    valid: jax.Array
+    counts: jax.Array
 
 
 def select_loss(loss_fn: LossFn, config: Mapping[str, float]) -> LossSelection:
@@ -150,4 +153,4 @@ def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInpu
         lambda: -(logprobs * advantages - 0.5 * selection.beta * delta * delta),
         gspo,
     )
-    return jnp.where(inputs.valid > 0, jax.lax.switch(selection.index, branches), 0.0)
+    return jnp.where(inputs.counts > 0, inputs.counts * jax.lax.switch(selection.index, branches), 0.0)

@@ -48,7 +48,7 @@ class TrainBatch:
     weights: Leaf  # float32
     sampler_logprobs: Leaf  # float32
     advantages: Leaf  # float32
-    num_entries: Leaf  # [R] int32
+    counts: Leaf  # float32
     num_trained: Leaf  # [R] int32
 
 
@@ -286,15 +286,15 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
         weights=batch.weights,
         sampler_logprobs=batch.sampler_logprobs,
         advantages=batch.advantages,
-        valid=jnp.float32(jnp.arange(entries) < batch.num_entries[:, None]).reshape(batch.advantages.shape),
+        counts=jnp.reshape(batch.counts, batch.advantages.shape),
     )
-    begins = jnp.arange(count) * size
+    stacked = jax.tree.map(split, inputs)
     return _Chunk(
         hidden=split(hidden),
         targets=split(jnp.asarray(batch.targets)),
-        inputs=jax.tree.map(split, inputs),
-        used=begins < batch.num_entries.max(),
-        trained=begins < batch.num_trained.max(),
+        inputs=stacked,
+        used=(stacked.counts > 0).reshape(count, -1).any(axis=1),
+        trained=jnp.arange(count) * size < batch.num_trained.max(),
     )
 
 

@@ -38,7 +38,7 @@ def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
         weights=random.normal(size=count).astype(np.float32),
         sampler_logprobs=sampler,
         advantages=(random.normal(size=count) * (random.random(count) > 0.2)).astype(np.float32),
-        valid=np.ones(count, np.float32),
+        counts=np.ones(count, np.float32),
     )
     return sampler + random.normal(0, 0.5, count).astype(np.float32), inputs
 
@@ -112,7 +112,7 @@ def test_several_targets_per_position_are_that_many_tokens() -> None:
         weights=inputs.weights.reshape(50, 4),
         sampler_logprobs=np.zeros((50, 1), np.float32),
         advantages=np.zeros((50, 1), np.float32),
-        valid=np.ones((50, 1), np.float32),
+        counts=np.ones((50, 1), np.float32),
     )
     selection = select_loss(LossFn.CROSS_ENTROPY, {})
     loss, slope = loss_and_slope(selection, logprobs.reshape(50, 4), matrix)
@@ -136,7 +136,7 @@ def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
         inputs,
         sampler_logprobs=np.array([-200, -200, 0, 0], np.float32),
         advantages=np.array([0, -1, 1, 1], np.float32),
-        valid=np.array([1, 1, 1, 0], np.float32),
+        counts=np.array([1, 1, 1, 0], np.float32),
     )
     loss, slope = loss_and_slope(select_loss(loss_fn, {}), jnp.array([-1.0, -1.0, -500.0, -1.0]), inputs)
     assert np.isfinite(loss)

@@ -36,7 +36,7 @@ def test_what_two_sequences_share_lies_in_the_stream_once() -> None:
     assert batch.tokens[0, :27].tolist() == [*common, 30, 31, 40, 41, 42, 50, 51]
     assert batch.positions[0, :27].tolist() == [*range(22), 20, 21, 22, 0, 1]
     assert batch.ends[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [28]
-    assert batch.num_entries[0] == 27  # the common beginning has the same targets and weights in both
+    assert batch.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [0]  # the common beginning has the same targets and weights in both
 
 
 def test_shared_tokens_keep_entries_of_their_own_where_the_losses_differ() -> None:
@@ -44,7 +44,8 @@ def test_shared_tokens_keep_entries_of_their_own_where_the_losses_differ() -> No
     weights = [np.ones(20, np.float32), np.r_[np.ones(15), np.zeros(5)].astype(np.float32)]
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens, weights=one) for one in weights)
     (batch,) = pack(data, [one != 0 for one in weights], SHAPES)
-    assert (batch.num_entries[0], batch.num_trained[0]) == (25, 20)
+    assert batch.num_trained[0] == 20
+    assert batch.counts[0, :26].tolist() == [2] * 15 + [1] * 10 + [0]
     trained, rest = batch.weights[0, :20], batch.weights[0, 20:25]
     assert trained.all() and not rest.any()
 
@@ -82,8 +83,9 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(data: tuple[TrainDat
         for place in batch.placements:
             check_placement(batch, place, data[place.datum])
         for row in range(rows):
-            is_trained = batch.advantages[row, : batch.num_entries[row]] != 0
+            is_trained = batch.advantages[row, batch.counts[row] > 0] != 0
             assert is_trained.sum() == batch.num_trained[row] == is_trained[: batch.num_trained[row]].sum()
+    assert sum(batch.counts.sum() for batch in batches) == sum(len(datum.tokens) for datum in data)
     for field, attribute in (("targets", "target_tokens"), ("sampler_logprobs", "logprobs"), ("advantages", "advantages")):
         for datum, values in zip(data, unpack(batches, [getattr(batch, field) for batch in batches]), strict=True):
             np.testing.assert_array_equal(values, getattr(datum, attribute))

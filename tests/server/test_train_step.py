@@ -258,14 +258,14 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
 def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None:
     """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too, with weights of its own."""
     random = np.random.default_rng(3)
-    prompt = random.integers(0, CONFIG.vocab_size, 90)
+    prompt, common = random.integers(0, CONFIG.vocab_size, 90), random.normal(size=80) * (random.random(80) > 0.3)
     data = []
     for length in (20, 1, 35, 20):
         tokens = np.concatenate([prompt, random.integers(0, CONFIG.vocab_size, length + 1)]).astype(np.int32)
         weights = random.normal(size=90 + length) * (random.random(90 + length) > 0.3)
-        weights[:80] = 0.0
+        weights[:80] = common
         data.append(TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights.astype(np.float32)))
-    data = (*data, replace(data[0], weights=np.ones_like(data[0].weights)))
+    data = (*data, data[1], replace(data[0], weights=np.r_[common, np.ones(30)].astype(np.float32)))
     (batch,) = packed(data)
     assert np.count_nonzero(batch.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
     together, loss, logprobs = gradient(data)
