@@ -31,6 +31,7 @@ REQUESTS, CONTEXT = 200, 2048
 class ShapesConfig:
     child: str | None = chz.field(default=None, doc="A model directory: be the measured process and print one JSON object")
     cache: str | None = chz.field(default=None, doc="The child's compilation cache")
+    layers: int = chz.field(default=8, doc="Layers of the model; programs are as many with fewer")
 
 
 def main(config: ShapesConfig) -> None:
@@ -38,9 +39,9 @@ def main(config: ShapesConfig) -> None:
         print(json.dumps(child(Path(config.child), config.cache)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        model_dir, cache = make_model(Path(folder) / "model"), Path(folder) / "xla"
+        model_dir, cache = make_model(Path(folder) / "model", layers=config.layers), Path(folder) / "xla"
         cold, warm = (measured(model_dir, cache) for _ in range(2))
-        print(f"{REQUESTS} random requests, context {CONTEXT}, model of 27M parameters")
+        print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
         figure("programs: " + ", ".join(f"{name} {count}" for name, count in cold["programs"].items()), sum(cold["programs"].values()))
         large = {name: count for name, count in cold["programs"].items() if cold["seconds"][name] / count > 0.2}
         figure("of them large: " + ", ".join(large), sum(large.values()), at_most=12)
