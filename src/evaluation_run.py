@@ -21,7 +21,7 @@ from src import checkpoints
 from src.backend import BackendSettings, connect
 from src.chat import load_chat
 from src.console import Display
-from src.endpoint import connect_endpoint, endpoint_chat
+from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
 from src.errors import ConfigError
 from src.evaluate_config import EvaluateConfig
@@ -53,8 +53,8 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
     """The real ones: an endpoint, Tinker's or OpenAI's, and a folder of Harbor tasks."""
     trials = config.trials
     if config.base_url is not None:
-        async with connect_endpoint(config.base_url, trials.model_name) as policy:
-            yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
+        async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
+            yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
         return
     async with connect(narrow(trials, BackendSettings)) as endpoint:
         policy = await endpoint.open_policy(checkpoint)
