@@ -16,6 +16,7 @@ from src.errors import BackendError, RubbleError
 from src.finished import FinishedRollout, FinishedRollouts
 from src.journal import Place
 from src.policy import Policy
+from src.rewards.judge import Judge
 from src.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,11 @@ class RolloutPlan:
     temperature: float
     directory: Path
 
+    @property
+    def is_training(self) -> bool:
+        """The phase of its episodes; an evaluation may well be played beside them."""
+        return self.purpose != "eval"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
@@ -57,10 +63,14 @@ class FinishedGroup:
 
 
 class Rollouts:
-    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again."""
+    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again.
 
-    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts) -> None:
+    A `judge` has its say on training episodes alone.
+    """
+
+    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts, judge: Judge | None = None) -> None:
         self._source = source
+        self._judge = judge
         self._settings = settings
         self._finished = finished
         self._slots = asyncio.Semaphore(settings.n_parallel_envs)
@@ -129,6 +139,8 @@ class Rollouts:
             await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
+        elif self._judge is not None and plan.is_training:
+            result = await self._judge.judged(result)
         rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
         self._finished.add(place, rollout)
         return rollout
@@ -167,7 +179,7 @@ def back_off(wait_s: float, attempts: int, seed: int) -> float:
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
     """A 31-bit seed that depends on nothing but the run's seed and the trial's place in it."""
-    step = 0 if plan.purpose == "eval" else plan.step  # evaluations differ by their weights alone
+    step = plan.step if plan.is_training else 0  # evaluations differ by their weights alone
     place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
 
@@ -184,7 +196,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
-    what = "evaluation" if plan.purpose == "eval" else "step"
+    what = "step" if plan.is_training else "evaluation"
     return (
         f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
         f"see {plan.directory}"

@@ -66,6 +66,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
     turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
     conversation: list[Mapping[str, object]] = field(default_factory=list)  # the messages, for readers; what trains is `turns`
+    bonus: float = 0.0  # a judge's, on top of `reward` in training alone: no rate of success knows it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
