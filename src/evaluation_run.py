@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -86,7 +86,8 @@ async def play(
 ) -> Mapping[str, Any]:
     """One evaluation, into its folder. What the folder holds of it already is not played again."""
     name = checkpoint or (f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name))
-    async with open_evaluated(config, checkpoint) as evaluated:
+    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
+        source_open.push_async_callback(evaluated.source.close)
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained)

@@ -52,7 +52,7 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
 def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
     """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
     trajectories' rewards zeroed; masks stay."""
-    groups = [with_bonus_in_reward(group) for group in groups]
+    groups = [with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group for group in groups]
     if settings.failed_trial_reward is not None:
         groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
     if settings.zero_reward_on_non_stop:
@@ -89,7 +89,7 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def with_bonus_in_reward(group: TrajectoryGroup) -> TrajectoryGroup:
-    members = [replace(member, reward=member.reward + member.bonus, bonus=0.0) if member.bonus else member for member in group.trajectories]
+    members = [replace(member, reward=member.reward + member.bonus, bonus=0.0) for member in group.trajectories]
     return replace(group, trajectories=members)
 
 

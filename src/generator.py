@@ -50,6 +50,7 @@ class Observation:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     is_done: bool = False
+    stop_reason: StopReason | None = None  # where it is done, why; None: as the last answer ended
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -147,6 +148,7 @@ class _Episode:
             self._record(turn, observation)
             history.append({"role": "assistant", "content": text})
             if observation.is_done:
+                self.stop_reason = observation.stop_reason or self.stop_reason
                 return
             history += observation.messages
             if self._settings.step_wise:

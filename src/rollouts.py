@@ -131,7 +131,7 @@ class Rollouts:
             async with self._slots:
                 started.append(time.monotonic())
                 self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
-                result = await self._trial(task, policy, plan, seed)
+                result = await self._trial(task, policy, plan, seed, member)
             if isinstance(result, Trajectory) or result.kind not in INFRASTRUCTURE or attempts >= settings.trial_attempts:
                 break
             wait_s = back_off(settings.retry_wait_sec, attempts, seed)
@@ -145,9 +145,9 @@ class Rollouts:
         self._finished.add(place, rollout)
         return rollout
 
-    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int) -> Trajectory | TrialFailure:
+    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int) -> Trajectory | TrialFailure:
         deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
-        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature)
+        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member)
         playing = asyncio.ensure_future(trial.run(policy))
         try:
             await asyncio.wait({playing}, timeout=deadline_s)

@@ -79,8 +79,9 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     folder = find_run_folder(config, name=name)
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
+        source_open.push_async_callback(parts.source.close)
         if not parts.source.train:
             raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
         await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))

@@ -8,8 +8,9 @@ An environment of one's own is a function that `env=my_package.countdown:open_co
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,8 +30,9 @@ class Domain:
     """A kind of problem: its tasks, and the environment of one attempt at one of them."""
 
     tasks: Sequence[Task]
-    make: Callable[[Task, int], MessageEnv]  # the int is the attempt's seed: the same seed, the same environment
+    make: Callable[[Task, int], MessageEnv]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
     held_out: Sequence[Task] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
+    close: Callable[[], Awaitable[None]] | None = None  # what its environments share is freed by it; None: they share nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,19 +54,26 @@ class EpisodeTasks:
     """The tasks of a domain, split and ready to be tried. Implements `TaskSource`."""
 
     def __init__(self, domain: Domain, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
-        """`settings` but for seed and temperature, which are each trial's own. ConfigError where two tasks share an id."""
+        """`settings` but for temperature and seed, which are each trial's own. ConfigError where two tasks share an id."""
         require_unique_ids([*domain.tasks, *domain.held_out])
         self.train = domain.tasks
         self.eval = domain.held_out
-        self._make = domain.make
+        self._domain = domain
         self._chat = chat
         self._limits = limits
         self._settings = settings
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """An episode leaves no files in `directory`."""
         settings = replace(self._settings, seed=seed, temperature=temperature)
-        return EpisodeTrial(task=task, env=lambda: self._make(task, seed), chat=self._chat, limits=self._limits, settings=settings)
+        env_seed = environment_seed(self._settings.seed, task.id, member)
+        return EpisodeTrial(
+            task=task, env=lambda: self._domain.make(task, env_seed), chat=self._chat, limits=self._limits, settings=settings
+        )
+
+    async def close(self) -> None:
+        if self._domain.close is not None:
+            await self._domain.close()
 
     def batch_ended(self, directory: Path) -> None:
         """There is nothing to sum up beside rollouts/."""
@@ -84,6 +93,11 @@ def episodes(config: TrainerConfig, chat: Chat, domain: Domain) -> EpisodeTasks:
         step_wise=config.step_wise_trajectories,
     )
     return EpisodeTasks(replace(domain, tasks=train, held_out=held_out), chat, config.length_limits, settings)
+
+
+def environment_seed(run_seed: int, task_id: str, member: int) -> int:
+    """A 31-bit seed that a task's nth attempt has in every step and every evaluation."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()[:4], "big") >> 1
 
 
 def split(domain: Domain, *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:

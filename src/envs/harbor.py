@@ -132,7 +132,7 @@ class HarborTasks:
                     f"{task.path}: the first prompt has {tokens} tokens or more, so context_limit={limit} leaves no answer; raise it"
                 )
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
         from src.envs.harbor_trial import HarborTrial
 
@@ -145,6 +145,9 @@ class HarborTasks:
             seed=seed,
             temperature=temperature,
         )
+
+    async def close(self) -> None:
+        """Trials share nothing."""
 
     def batch_ended(self, directory: Path) -> None:
         """Makes `directory` a Harbor job with totals."""

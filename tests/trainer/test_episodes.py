@@ -133,10 +133,23 @@ async def test_the_same_seed_plays_the_same_episode_and_names_it():
     policy = FakePolicy(toy_chat(), ["\n"])
     result = await trial.run(policy)
     assert isinstance(result, Trajectory)
-    assert (result.trial_name, result.stop_reason, result.metrics["seed"]) == ("retail-train-0__00000007", StopReason.MAX_TURNS, 7)
+    assert (result.trial_name, result.stop_reason) == ("retail-train-0__00000007", StopReason.MAX_TURNS)
     assert (policy.calls[0].temperature, policy.calls[0].max_tokens) == (0.3, 8)
     await source.trial(source.train[0], directory=HERE, seed=7, temperature=0.3).run(policy)
     assert policy.calls[0] == policy.calls[1]
+
+
+async def test_an_environment_is_the_same_in_every_step_and_another_for_every_sample():
+    async def drawn(*options: str, seed: int, member: int) -> float:
+        source = open_task_source(config("max_turns=1", "context_limit=40", "max_tokens=8", *options), toy_chat())
+        trial = source.trial(source.train[0], directory=HERE, seed=seed, temperature=0.3, member=member)
+        result = await trial.run(FakePolicy(toy_chat(), ["\n"]))
+        assert isinstance(result, Trajectory)
+        return result.metrics["seed"]
+
+    first = await drawn(seed=7, member=0)
+    assert first == await drawn(seed=8, member=0)
+    assert len({first, await drawn(seed=7, member=1), await drawn("seed=1", seed=7, member=0)}) == 3
 
 
 @pytest.mark.parametrize(
