@@ -72,6 +72,7 @@ class Episode:
         self._puppets = {AGENT: Puppet(STOP), CUSTOMER: Puppet(None)}
         self._num_shown = {AGENT: 0, CUSTOMER: 0}
         self._num_calls = 0
+        self.num_writes = 0  # calls of the agent's that may change the database
         self.environment = registry.get_env_constructor(domain)()
         self.play = Orchestrator(
             domain=domain,
@@ -102,13 +103,20 @@ class Episode:
         for call in tool_calls:
             self._num_calls += 1
             calls.append(ToolCall(id=f"call_{self._num_calls}", name=call["name"], arguments=call["arguments"], requestor=requestor))
+        if self.turn == AGENT:
+            self.num_writes += sum(
+                self.environment._has_tool(call.name) and self.environment._is_mutating_tool(call.name) for call in calls
+            )
         kind = AssistantMessage if self.turn == AGENT else UserMessage
         self._puppets[self.turn].next_message = kind(role=requestor, content=content, tool_calls=calls or None, timestamp=get_now())
         self._step()
         self._advance()
 
     def news(self) -> list[dict[str, Any]]:
-        """What whoever's turn it is has not seen yet, in OpenAI's format and from where they stand."""
+        """What whoever's turn it is has not been told yet, in OpenAI's format and from where they stand.
+
+        The customer's own messages are among it, with the ids of their calls; the agent has its own as it wrote them.
+        """
         from tau2.agent.base_agent import is_valid_agent_history_message
         from tau2.user.user_simulator_base import is_valid_user_history_message
 
@@ -116,11 +124,8 @@ class Episode:
             return []
         may_see = is_valid_agent_history_message if self.turn == AGENT else is_valid_user_history_message
         messages = self.play.trajectory[self._num_shown[self.turn] :]
-        self._num_shown[self.turn] = len(self.play.trajectory) + 1  # their own next message is none
+        self._num_shown[self.turn] = len(self.play.trajectory) + (self.turn == AGENT)
         return [as_openai(message, seen_by=self.turn) for message in messages if may_see(message)]
-
-    def num_tool_errors(self) -> int:
-        return int(self.play.num_errors)
 
     def _advance(self) -> None:
         while not self.play.done and self.play.to_role.value == "env":
@@ -195,7 +200,8 @@ class Player:
         return {}
 
     def _state(self, playing: Episode) -> dict[str, Any]:
-        return {"turn": playing.turn, "messages": playing.news(), "tool_errors": playing.num_tool_errors()}
+        counts = {"tool_errors": playing.play.num_errors, "writes": playing.num_writes}
+        return {"turn": playing.turn, "messages": playing.news(), **counts}
 
 
 def evaluated(playing: Episode, run: Any, *, grading: str, judged: str | None) -> Any:
