@@ -1,95 +1,98 @@
-"""Who the agent talks to: a customer with a script, a model behind an OpenAI-compatible endpoint, or one that a Tinker server samples.
+"""Who the agent serves: a customer with a script, or one that a model plays, behind an OpenAI-compatible endpoint or sampled by Tinker.
 
-A customer stays the same through a run: a model that nothing trains, and seeds that depend on the task, the sample and how much has been
-said. What it says is an observation to the agent, so none of its tokens is ever trained.
+A customer is fixed through a run: nothing trains the model, and its seeds depend on the task, the sample and how much has been said. Its
+words are observations and train nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Protocol
 
 from src.backend import BackendSettings, connect
 from src.chat import Chat, Message
 from src.endpoint import ChatEndpoint
-from src.envs.tool_calls import ToolCall, parse
 from src.errors import BackendError, SandboxError
 from src.generator import turn_seed
 from src.policy import Policy
 
-MAX_TOKENS = 512  # of one thing that a customer says
-MAX_TRIES = 3  # to get a customer to say anything
+STOP = "###STOP###"
+TRANSFER = "###TRANSFER###"
+OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
+ENDINGS = (STOP, TRANSFER, OUT_OF_SCOPE)  # any of them in what a customer says ends the conversation
+MAX_TOKENS = 512  # of what a model says at once
+MAX_TRIES = 3  # to make a model say anything
 
-Tools = Sequence[Mapping[str, object]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CustomerTurn:
-    """What a customer says, or does with tools of its own."""
-
-    content: str = ""
-    calls: Sequence[ToolCall] = ()
+Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
 
 class Customer(Protocol):
-    """One conversation's customer."""
+    """One customer in one conversation."""
 
-    async def answer(self, messages: Sequence[Message], tools: Tools) -> CustomerTurn:
-        """The next turn. `messages` are the conversation as the customer sees it: its instructions, the agent as the user, itself."""
+    async def reply(self, conversation: Sequence[Message]) -> str:
+        """What the customer says next. The conversation is the agent's view without calls and their results: the agent's words are
+        `assistant`, the customer's own are `user`; it is empty where the customer begins.
+
+        A customer with tools of its own calls them as agents do, in the text; calls and results are then in the conversation."""
         ...
 
 
-class Sampled(Protocol):
-    """A model that plays customers: one turn, by a seed. BackendError when it cannot be asked."""
-
-    async def __call__(self, messages: Sequence[Message], tools: Tools, seed: int) -> CustomerTurn: ...
-
-
-MakeCustomer = Callable[[int], Customer]  # of a seed, which is the task's and the sample's
-
-
-class ModelCustomer:
-    """A customer that a model plays. SandboxError when it has nothing to say: the agent is not to blame for that."""
-
-    def __init__(self, sample: Sampled, seed: int) -> None:
-        self._sample = sample
-        self._seed = seed
-
-    async def answer(self, messages: Sequence[Message], tools: Tools) -> CustomerTurn:
-        for attempt in range(MAX_TRIES):
-            turn = await self._sample(messages, tools, turn_seed(self._seed, len(messages) * MAX_TRIES + attempt))
-            if turn.content.strip() or turn.calls:
-                return turn
-        raise SandboxError(f"the customer said nothing, {MAX_TRIES} times over")
+def ends(text: str) -> bool:
+    return any(ending in text for ending in ENDINGS)
 
 
 class ScriptedCustomer:
-    """Tells its whole story at once, agrees to whatever it is asked, and leaves with `farewell` after so many answers."""
+    """Says its lines one after the other, whatever it hears, and then goodbye."""
 
-    def __init__(self, story: str, *, farewell: str, num_answers: int = 6) -> None:
-        self._story = story
-        self._farewell = farewell
-        self._num_answers = num_answers
+    def __init__(self, lines: Sequence[str], *, goodbye: str = "Thanks.") -> None:
+        self._lines = lines
+        self._goodbye = goodbye
 
-    async def answer(self, messages: Sequence[Message], tools: Tools) -> CustomerTurn:
-        num_said = sum(message["role"] == "assistant" for message in messages)
-        if num_said > self._num_answers:
-            return CustomerTurn(content=self._farewell)
-        return CustomerTurn(content="Yes, please go ahead." if num_said else self._story)
+    async def reply(self, conversation: Sequence[Message]) -> str:
+        said = sum(message["role"] == "user" for message in conversation)
+        return self._lines[said] if said < len(self._lines) else f"{self._goodbye} {STOP}"
+
+
+class Model(Protocol):
+    """What plays customers. Frozen: the same seed says the same."""
+
+    async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
+        """The next message of the assistant, which the customer is to its own model. BackendError when it cannot be asked."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ModelCustomer:
+    """A customer that a model plays by written instructions."""
+
+    def __init__(self, model: Model, instructions: str, *, seed: int, tools: Tools = ()) -> None:
+        self._model = model
+        self._instructions: Message = {"role": "system", "content": instructions}
+        self._seed = seed
+        self._tools = tools
+
+    async def reply(self, conversation: Sequence[Message]) -> str:
+        """SandboxError when it has nothing to say: that is not the agent's fault."""
+        messages = [self._instructions, *(seen_from_the_other_side(message) for message in conversation)]
+        for attempt in range(MAX_TRIES):
+            said = await self._model.say(messages, tools=self._tools, seed=turn_seed(self._seed, len(messages) * MAX_TRIES + attempt))
+            if said.strip():
+                return said
+        raise SandboxError(f"the customer said nothing, {MAX_TRIES} times over")
 
 
 class EndpointModel:
-    """Customers behind an endpoint, our own server's chat route for one."""
+    """A model behind an endpoint, our own server's chat route for one."""
 
     def __init__(self, endpoint: ChatEndpoint, *, temperature: float) -> None:
         self._endpoint = endpoint
         self._temperature = temperature
 
-    async def __call__(self, messages: Sequence[Message], tools: Tools, seed: int) -> CustomerTurn:
+    async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
         reply = await self._endpoint.reply(
             [with_arguments_as_text(message) for message in messages],
             temperature=self._temperature,
@@ -97,15 +100,17 @@ class EndpointModel:
             max_tokens=MAX_TOKENS,
             tools=tools,
         )
-        calls = [ToolCall(name=call["name"], arguments=arguments_of(call["arguments"])) for call in reply.tool_calls]
-        return CustomerTurn(content=reply.text, calls=calls)
+        calls = (
+            f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>' for call in reply.tool_calls
+        )
+        return reply.text + "".join(calls)
 
     async def close(self) -> None:
         await self._endpoint.close()
 
 
 class TinkerModel:
-    """Customers that a frozen sampling client plays: a base model or a checkpoint. It connects when first asked, and anew after a loss."""
+    """A frozen sampling client: a base model or a checkpoint. It connects when it is first asked, and anew after a loss."""
 
     def __init__(self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float) -> None:
         self._settings = settings
@@ -116,18 +121,17 @@ class TinkerModel:
         self._connection = AsyncExitStack()
         self._policy: Policy | None = None
 
-    async def __call__(self, messages: Sequence[Message], tools: Tools, seed: int) -> CustomerTurn:
-        prompt_ids = self._chat.render(messages, tools=tools)
-        policy = await self._connected()
+    async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
+        chat, policy = self._chat, await self._connected()
+        prompt_ids = chat.render(messages, tools=tools)
         try:
             turn = await policy.sample(
-                prompt_ids, max_tokens=MAX_TOKENS, temperature=self._temperature, seed=seed, stop=self._chat.stop_token_ids
+                prompt_ids, max_tokens=MAX_TOKENS, temperature=self._temperature, seed=seed, stop=chat.stop_token_ids
             )
         except BackendError:
             await self._disconnect(policy)
             raise
-        parsed = parse(self._chat.decode(turn.completion_ids), names_of(tools))
-        return CustomerTurn(content=parsed.content, calls=list(parsed.calls) if tools else [])
+        return chat.decode(turn.completion_ids)
 
     async def close(self) -> None:
         await self._connection.aclose()
@@ -146,17 +150,10 @@ class TinkerModel:
                 await self._connection.aclose()
 
 
-def names_of(tools: Tools) -> set[str]:
-    return {str(function["name"]) for tool in tools if isinstance(function := tool["function"], Mapping)}
-
-
-def arguments_of(text: str) -> dict[str, object]:
-    """A model's arguments, which may be anything; what is no object is none at all."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def seen_from_the_other_side(message: Message) -> Message:
+    """To the model that plays the customer, the agent is the user."""
+    other = {"assistant": "user", "user": "assistant"}
+    return {**message, "role": other.get(str(message["role"]), message["role"])}
 
 
 def with_arguments_as_text(message: Message) -> Message:

@@ -113,7 +113,7 @@ class Episode:
         self._advance()
 
     def news(self) -> list[dict[str, Any]]:
-        """What whoever's turn it is has not been told yet, in OpenAI's format and from where they stand.
+        """What whoever's turn it is has not been told yet, in OpenAI's format.
 
         The customer's own messages are among it, with the ids of their calls; the agent has its own as it wrote them.
         """
@@ -125,7 +125,7 @@ class Episode:
         may_see = is_valid_agent_history_message if self.turn == AGENT else is_valid_user_history_message
         messages = self.play.trajectory[self._num_shown[self.turn] :]
         self._num_shown[self.turn] = len(self.play.trajectory) + (self.turn == AGENT)
-        return [as_openai(message, seen_by=self.turn) for message in messages if may_see(message)]
+        return [as_openai(message) for message in messages if may_see(message)]
 
     def _advance(self) -> None:
         while not self.play.done and self.play.to_role.value == "env":
@@ -136,11 +136,11 @@ class Episode:
         self.play._check_termination()
 
 
-def as_openai(message: Any, *, seen_by: str) -> dict[str, Any]:
+def as_openai(message: Any) -> dict[str, Any]:
+    """Agents are `assistant` and customers `user`, whoever looks."""
     if message.role == "tool":
         return {"role": "tool", "content": message.content, "tool_call_id": message.id}
-    own = message.role == ("assistant" if seen_by == AGENT else "user")
-    shown: dict[str, Any] = {"role": "assistant" if own else "user", "content": message.content or ""}
+    shown: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         names = zip(message.tool_calls, calls, strict=True)
