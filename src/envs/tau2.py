@@ -160,7 +160,7 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
     if not python.exists() or not data.is_dir():
         raise ConfigError(f"tau2_home {home} holds no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it names")
     return WorkerSettings(
-        command=[str(python), str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],
+        command=[str(python), "-I", str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],
         environment={"TAU2_DATA_DIR": str(data)},
         num_workers=num_workers,
         step_timeout_s=step_timeout_s,
