@@ -21,7 +21,7 @@ from pathlib import Path
 from src.chat import Message
 from src.envs.customers import STOP, Customer, Tools
 from src.envs.service import DECLINES, ServiceEnv
-from src.envs.tau2 import SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, official_tasks, worker_settings
+from src.envs.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, official_tasks, worker_settings
 from src.envs.workers import WorkerPool, WorkerSettings, worker_pool
 from src.generator import Observation
 from src.trajectory import StopReason, Task
@@ -30,7 +30,6 @@ NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
-GRADINGS: tuple[Grading, ...] = ("env", "all")
 # (domain, grading) -> tasks that doing nothing solves, of all: docs/tau-bench.md. Telecom's split is `small`, where refusing wins nothing.
 FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
@@ -38,20 +37,19 @@ FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
     ("airline", "env"): (24, 50),
     ("telecom", "all"): (0, 20),
 }
-# What two mock tasks want in words beyond their gold actions.
-UNWRITTEN = {
-    "update_task_with_history_and_env_assertions": [
-        {"requestor": "assistant", "name": "update_task_status", "arguments": {"task_id": "task_2", "status": "completed"}}
-    ],
-    "update_task_with_user_tools": [{"requestor": "user", "name": "dismiss_notification", "arguments": {"notification_id": "notif_1"}}],
-}
+# What a mock task wants in words beyond its gold actions.
+COMPLETES = {"requestor": "assistant", "name": "update_task_status", "arguments": {"task_id": "task_2", "status": "completed"}}
+UNWRITTEN = {"update_task_with_history_and_env_assertions": [COMPLETES]}
+# A mock task that contradicts itself: its assertion wants a notification read, its gold database wants it unread. Nothing earns 1.0.
+CONTRADICTORY = "mock/update_task_with_user_tools"
+DISMISSES = {"requestor": "user", "name": "dismiss_notification", "arguments": {"notification_id": "notif_1"}}
 
 
 class Script:
     """Both sides of a conversation that does what the gold actions say, tells what is to be told, and ends."""
 
-    def __init__(self, task: Task) -> None:
-        self._actions = [*task.row["gold_actions"], *UNWRITTEN.get(str(task.row["task"]), ())]  # type: ignore[misc]
+    def __init__(self, task: Task, *more: Mapping[str, object]) -> None:
+        self._actions = [*task.row["gold_actions"], *UNWRITTEN.get(str(task.row["task"]), ()), *more]  # type: ignore[misc]
         self._facts: Sequence[str] = task.row["communicate_info"]  # type: ignore[assignment]
         self._has_told = False
 
@@ -123,8 +121,11 @@ def say(what: str, found: object, *, wanted: object) -> bool:
 
 async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) -> bool:
     good = True
-    for domain, tasks in domains.items():
-        for grading in GRADINGS:
+    for domain, all_tasks in domains.items():
+        tasks = [task for task in all_tasks if task.id != CONTRADICTORY]
+        for task in all_tasks:
+            good &= task.id != CONTRADICTORY or await check_contradiction(pool, task)
+        for grading in reversed(GRADINGS):
             gradable_tasks = gradable(tasks, grading=grading, has_judge=False)
             started = time.monotonic()
             found = await rewards(gradable_tasks, pool, grading, gold=True)
@@ -133,6 +134,17 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
             good &= say(what, f"{found.count(1.0)}/{len(found)}", wanted=f"{len(found)}/{len(found)}")
             if failed:
                 print(f"  not 1.0: {', '.join(failed[:5])}")
+    return good
+
+
+async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
+    """Whichever end state the conversation leads to, one half of the grading refuses it."""
+    good = True
+    for more, wanted in (((), (1.0, 0.0)), ((DISMISSES,), (0.0, 1.0))):
+        script = Script(task, *more)
+        metrics = (await play(task, pool, "all", script, script.answer)).metrics
+        what = f"{task.id} {'with' if more else 'without'} dismissal: db, assertion"
+        good &= say(what, (metrics["reward_db"], metrics["reward_env_assertion"]), wanted=wanted)
     return good
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Literal
@@ -209,6 +210,23 @@ class TrainerConfig:
         default=600, doc="Wait this long for a lost server to come back, then go on from the last checkpoint; 0: stop at once"
     )
 
+    tau2_home: str | None = chz.field(
+        default=None, doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); TAU2_HOME stands in for it"
+    )
+    judge_model: str | None = chz.field(
+        default=None, doc="Model behind judge_base_url that grades what tau2's tasks assert in words, and that taxonomy_feedback asks"
+    )
+    judge_base_url: str | None = chz.field(default=None, doc="OpenAI-compatible endpoint of the judge; its key is OPENAI_API_KEY's")
+    judge_prompt_price: float = chz.field(default=0.0, doc="Price of the judge's input in USD per million tokens, for judge_cost_usd")
+    judge_completion_price: float = chz.field(default=0.0, doc="Price of the judge's output in USD per million tokens")
+    taxonomy_feedback: bool = chz.field(
+        default=False, doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; TAXONOMY_FEEDBACK=true does it too"
+    )
+    taxonomy_alpha: float = chz.field(default=1.0, doc="The bonus of an episode without failures; TAXONOMY_ALPHA overrides it")
+    taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
+        default="one_plus_failures", doc="one_plus_failures: alpha / (1 + failures); inverse_failures: alpha / max(1, failures)"
+    )
+
     eval_split: float = chz.field(default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none")
     eval_tasks: list[str] | None = chz.field(
         default=None, doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored"
@@ -389,9 +407,26 @@ class TrainerConfig:
             _check(getattr(self, name) == defaults[name].default, f"{name} is for env=harbor, not env={self.env}; drop it")
 
     @chz.validate
+    def _there_is_a_judge_to_ask(self) -> None:
+        for one, other in (("judge_model", "judge_base_url"), ("judge_base_url", "judge_model")):
+            _check(getattr(self, one) is None or getattr(self, other) is not None, f"{one} needs {other} as well")
+        _check(
+            not self.taxonomy_feedback or self.judge_model is not None,
+            "taxonomy_feedback needs a judge: set judge_model=NAME and judge_base_url=http://host:port/v1",
+        )
+        for name in ("taxonomy_alpha", "judge_prompt_price", "judge_completion_price"):
+            _check(getattr(self, name) >= 0, f"{name} must not be negative, it is {getattr(self, name)}")
+
+    @chz.validate
     def _pairs_are_pairs(self) -> None:
         pairs(self.environment_kwargs, option="environment_kwargs")
         loss_settings(self.loss_fn_config, loss_fn=self.loss_fn)
+
+
+def narrow[View](config: TrainerConfig, view: type[View]) -> View:
+    """A component's view of the config: the dataclass's fields, by name."""
+    assert dataclasses.is_dataclass(view)
+    return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:

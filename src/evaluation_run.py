@@ -20,7 +20,7 @@ import chz
 from src import checkpoints
 from src.backend import BackendSettings, connect
 from src.chat import load_chat
-from src.config import tasks_name
+from src.config import narrow, tasks_name
 from src.console import Display
 from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
@@ -35,7 +35,7 @@ from src.journal import Journal
 from src.policy import Policy
 from src.recorder import record_groups
 from src.rollouts import Rollouts, RolloutSettings
-from src.run import logging_to_file, narrow
+from src.run import logging_to_file
 from src.trajectory import Task
 
 

@@ -123,7 +123,7 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
-    return metrics | parse_metrics(trajectories) | measured(trajectories)
+    return metrics | parse_metrics(trajectories) | judge_metrics(trajectories) | measured(trajectories)
 
 
 def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -135,6 +135,18 @@ def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
     recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
     return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
+
+
+def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What a judge added to the rewards and how often it failed to; all other metrics know the rewards without it."""
+    judged = [trajectory for trajectory in trajectories if "judge_bonus" in trajectory.metrics]
+    if not judged:
+        return {}
+    return {
+        "reward/avg_shaped_reward": float(np.mean([trajectory.reward + trajectory.bonus for trajectory in trajectories])),
+        "reward/judge_bonus_mean": float(np.mean([trajectory.bonus for trajectory in judged])),
+        **{f"judge/{name}": sum(trajectory.metrics[f"judge_{name}"] for trajectory in judged) for name in ("calls", "errors", "cost_usd")},
+    }
 
 
 def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -16,10 +16,11 @@ import chz
 from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
 from src.chat import load_chat
-from src.config import TrainerConfig, loss_settings, run_name, tasks_name
+from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
 from src.console import Display, outcome
 from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
+from src.endpoint import open_endpoint
 from src.envs.base import TaskSource
 from src.envs.registry import open_task_source
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
@@ -35,6 +36,7 @@ from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import PipelineSettings, ScheduleSettings, schedule
 from src.preparation import PreparationSettings
+from src.rewards.judge import Judge, JudgeSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.step_groups import GroupSettings
@@ -161,13 +163,13 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
-    async with watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
+    async with judging(config) as judge, watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
             watchdog=watchdog,
             learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
-            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished),
+            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished, judge),
             finished=finished,
             run_log=run_log,
             display=display,
@@ -175,6 +177,20 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
             steps_done=steps_done,
         )
         await trainer.train(batches)
+
+
+@asynccontextmanager
+async def judging(config: TrainerConfig) -> AsyncIterator[Judge | None]:
+    """The judge of training episodes, where the run has one."""
+    if not config.taxonomy_feedback:
+        yield None
+        return
+    assert config.judge_base_url is not None and config.judge_model is not None
+    endpoint = open_endpoint(config.judge_base_url, config.judge_model)
+    try:
+        yield Judge(endpoint, narrow(config, JudgeSettings))
+    finally:
+        await endpoint.close()
 
 
 def backend_settings(config: TrainerConfig, folder: RunFolder) -> BackendSettings:
@@ -210,12 +226,6 @@ def end_state(error: BaseException) -> RunState:
             return RunState.RUBBLE
         case _:
             return RunState.FAILED
-
-
-def narrow[View](config: TrainerConfig, view: type[View]) -> View:
-    """A component's view of the config: the dataclass's fields, by name."""
-    assert dataclasses.is_dataclass(view)
-    return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
 def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:

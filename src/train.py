@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        config = parse(with_server_from_environment(argv))
+        config = parse(with_judge_from_environment(with_server_from_environment(argv)))
         return asyncio.run(_train(config))
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):
@@ -48,10 +48,19 @@ def load_environment(argv: Sequence[str]) -> None:
 
 
 def with_server_from_environment(argv: Sequence[str]) -> list[str]:
-    """SKYRL_TX_URL stands in for a skyrl_tx_url that was not given."""
-    url = os.environ.get("SKYRL_TX_URL")
-    given = any(argument.startswith("skyrl_tx_url=") for argument in argv)
-    return [*argv, f"skyrl_tx_url={url}"] if url and not given and "backend=skyrl-tx" in argv else list(argv)
+    """SKYRL_TX_URL stands in for a skyrl_tx_url that was not given, and TAU2_HOME for a tau2_home."""
+    stand_ins = {"skyrl_tx_url": os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None}
+    stand_ins["tau2_home"] = os.environ.get("TAU2_HOME")
+    given = {argument.partition("=")[0] for argument in argv}
+    return [*argv, *(f"{name}={value}" for name, value in stand_ins.items() if value and name not in given)]
+
+
+def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
+    """The seeds' own switches: TAXONOMY_FEEDBACK=true, unless SKYRL_MODE says that this process does not train, and TAXONOMY_ALPHA."""
+    os.environ.setdefault("SKYRL_MODE", "train")
+    feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")
+    is_on = feedback.lower() == "true" and os.environ["SKYRL_MODE"] == "train"
+    return [*argv, *(["taxonomy_feedback=true"] if is_on else []), *([f"taxonomy_alpha={alpha}"] if alpha else [])]
 
 
 async def _train(config: TrainerConfig) -> int:

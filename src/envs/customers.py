@@ -25,6 +25,7 @@ OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 ENDINGS = (STOP, TRANSFER, OUT_OF_SCOPE)  # any of them in what a customer says ends the conversation
 MAX_TOKENS = 512  # of what a model says at once
 MAX_TRIES = 3  # to make a model say anything
+GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)  # to a customer who is to begin
 
 Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
@@ -77,7 +78,7 @@ class ModelCustomer:
 
     async def reply(self, conversation: Sequence[Message]) -> str:
         """SandboxError when it has nothing to say: that is not the agent's fault."""
-        messages = [self._instructions, *(seen_from_the_other_side(message) for message in conversation)]
+        messages = [self._instructions, *(seen_from_the_other_side(message) for message in conversation or GREETING)]
         for attempt in range(MAX_TRIES):
             said = await self._model.say(messages, tools=self._tools, seed=turn_seed(self._seed, len(messages) * MAX_TRIES + attempt))
             if said.strip():

@@ -35,6 +35,7 @@ NUM_CONSENTS = 6  # of a scripted customer, before it leaves
 STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # of tau2's endings, those that a limit forced
 
 Grading = Literal["all", "env"]
+GRADINGS: tuple[Grading, ...] = ("all", "env")
 SPLITS: dict[str, tuple[str, str | None]] = {  # domain -> the official splits to train on and to hold out
     "retail": ("train", "test"),
     "airline": ("train", "test"),
@@ -117,7 +118,8 @@ class Tau2Episode:
             reply = await self._ask("finish", grading=self._parts.grading, judged=judged.text)
         if reply["eval_error"]:
             logger.warning("%s: tau2 could not evaluate the episode, which is reward 0 then: %s", self._task.id, reply["eval_error"])
-        metrics = self._metrics(reply["reward"]) | {"eval_errors": float(reply["eval_error"] is not None)}
+        metrics = self._metrics(reply["reward"]) | {f"reward_{basis.lower()}": value for basis, value in reply["breakdown"].items()}
+        metrics |= {"eval_errors": float(reply["eval_error"] is not None)}
         return Grade(reward=float(reply["reward"]), stop_reason=STOP_REASONS.get(reply["termination"]), metrics=metrics)
 
     async def close(self) -> None:
@@ -145,7 +147,7 @@ class Tau2Episode:
     def _metrics(self, reward: float) -> dict[str, float]:
         """Success apart for tasks whose gold actions write and for those that doing nothing may solve."""
         kind = "success_write" if self._task.row["gold_writes"] else "success_nowrite"
-        return {f"reward_{self._parts.grading}": reward, kind: reward, "no_write_action_rate": float(self._num_writes == 0)}
+        return {f"reward_{self._parts.grading}": reward, kind: reward, "no_write_action": float(self._num_writes == 0)}
 
 
 def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:

@@ -15,13 +15,13 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from src.chat import Message
-from src.envs.customers import STOP, Customer, ScriptedCustomer, ends
+from src.envs.customers import STOP, Customer, Model, ModelCustomer, ScriptedCustomer, ends
 from src.envs.episodes import Domain
 from src.envs.service import Grade, Reaction, ServiceEnv
 from src.envs.tool_calls import ToolCall
@@ -30,6 +30,11 @@ from src.generator import Opening
 from src.trajectory import Task
 
 NAME = "toy_retail"
+INSTRUCTIONS = (  # of a customer whom a model plays
+    "You are a customer of a shop and talk to its service agent. {}\n"
+    "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the agent says that it is not "
+    f"possible, answer {STOP} and nothing else."
+)
 FOLDER = Path(__file__).resolve().parents[2] / "datasets" / NAME
 
 Database = dict[str, dict[str, dict[str, Any]]]  # table -> key -> record
@@ -211,7 +216,17 @@ def scripted(row: Mapping[str, Any], seed: int) -> Customer:
     return ScriptedCustomer(random.Random(seed).choice(row["scripts"]))
 
 
-def load_domain(folder: Path, *, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> Domain:
+def played_by(model: Model) -> Callable[[Mapping[str, Any], int], Customer]:
+    """Customers that a model plays, each by its task's instruction."""
+    return lambda row, seed: ModelCustomer(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
+
+
+def load_domain(
+    folder: Path,
+    *,
+    customer: Callable[[Mapping[str, Any], int], Customer] = scripted,
+    close: Callable[[], Awaitable[None]] | None = None,
+) -> Domain:
     """ConfigError where a file is missing, or a task's gold actions cannot be made."""
     try:
         database: Database = json.loads((folder / "db.json").read_text())
@@ -234,4 +249,4 @@ def load_domain(folder: Path, *, customer: Callable[[Mapping[str, Any], int], Cu
         chosen = [row for row in rows if row["split"] == split]
         return [Task(id=row["id"], path=folder / "tasks.json", instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
 
-    return Domain(tasks=tasks("train"), held_out=tasks("test"), make=make)
+    return Domain(tasks=tasks("train"), held_out=tasks("test"), make=make, close=close)

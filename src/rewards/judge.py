@@ -14,8 +14,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from src.chat import Message
 from src.endpoint import Reply
@@ -48,10 +47,7 @@ INSTRUCTIONS = (
 )
 TEMPERATURE = 0.0
 
-
-class Formula(StrEnum):
-    ONE_PLUS_FAILURES = "one_plus_failures"  # alpha / (1 + failures)
-    INVERSE_FAILURES = "inverse_failures"  # alpha / max(1, failures), the seeds' own, which pays as much for one failure as for none
+Formula = Literal["one_plus_failures", "inverse_failures"]
 
 
 class Asks(Protocol):
@@ -142,10 +138,11 @@ def failures_in(answer: str) -> frozenset[str] | None:
 
 
 def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
+    """The seeds' own formula, `inverse_failures`, pays as much for one failure as for none."""
     match settings.taxonomy_formula:
-        case Formula.ONE_PLUS_FAILURES:
+        case "one_plus_failures":
             return settings.taxonomy_alpha / (1 + num_failures)
-        case Formula.INVERSE_FAILURES:
+        case "inverse_failures":
             return settings.taxonomy_alpha / max(1, num_failures)
 
 

@@ -42,7 +42,7 @@ def played(text: str = "done", reward: float = 1.0) -> Trajectory:
     )
 
 
-def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = Formula.ONE_PLUS_FAILURES) -> Judge:
+def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "one_plus_failures") -> Judge:
     settings = JudgeSettings(taxonomy_alpha=alpha, taxonomy_formula=formula, judge_prompt_price=0.5, judge_completion_price=10.0)
     return Judge(endpoint, settings)
 
@@ -83,13 +83,13 @@ async def test_what_is_not_fourteen_booleans_is_an_error_of_the_judge_and_pays_n
 @pytest.mark.parametrize(
     ("num_failures", "formula", "bonus"),
     [
-        (0, Formula.ONE_PLUS_FAILURES, 2.0),
-        (1, Formula.ONE_PLUS_FAILURES, 1.0),
-        (4, Formula.ONE_PLUS_FAILURES, 0.4),
-        (14, Formula.ONE_PLUS_FAILURES, 2 / 15),
-        (0, Formula.INVERSE_FAILURES, 2.0),
-        (1, Formula.INVERSE_FAILURES, 2.0),
-        (4, Formula.INVERSE_FAILURES, 0.5),
+        (0, "one_plus_failures", 2.0),
+        (1, "one_plus_failures", 1.0),
+        (4, "one_plus_failures", 0.4),
+        (14, "one_plus_failures", 2 / 15),
+        (0, "inverse_failures", 2.0),
+        (1, "inverse_failures", 2.0),
+        (4, "inverse_failures", 0.5),
     ],
 )
 async def test_the_bonus_falls_with_the_number_of_failures(num_failures: int, formula: Formula, bonus: float):

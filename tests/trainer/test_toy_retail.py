@@ -262,7 +262,7 @@ async def test_an_episode_that_a_limit_ends_is_worth_nothing(chat):
     [
         ("environment_kwargs=domain=shoes", "environment_kwargs domain=shoes is none of toy_retail"),
         ("environment_kwargs=domain=toy_retail,speed=3", "domain=toy_retail has no option speed; drop it"),
-        ("environment_kwargs=customer=angry", "customer=angry: toy_retail has scripted customers"),
+        ("environment_kwargs=customer=angry", "customer=angry is none of scripted, openai, tinker"),
         ("tasks_dir=nowhere", "nowhere holds no toy_retail domain"),
     ],
 )

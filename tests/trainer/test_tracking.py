@@ -167,17 +167,15 @@ def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "project", "expected"),
+    ("is_judged", "project", "expected"),
     [
-        ("true", "tau", "tau_with_taxonomy_feedback"),
-        ("True", "tau_with_taxonomy_feedback", "tau_with_taxonomy_feedback"),
-        ("1", "tau", "tau"),
-        ("", "tau", "tau"),
+        (True, "tau", "tau_with_taxonomy_feedback"),
+        (True, "tau_with_taxonomy_feedback", "tau_with_taxonomy_feedback"),
+        (False, "tau", "tau"),
     ],
 )
-def test_judged_runs_have_a_project_of_their_own(value, project, expected, monkeypatch):
-    monkeypatch.setenv("TAXONOMY_FEEDBACK", value)
-    assert project_name(project) == expected
+def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
+    assert project_name(project, is_judged=is_judged) == expected
 
 
 def test_the_names_of_others_stand_beside_ours_and_never_change_them():
