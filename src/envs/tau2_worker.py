@@ -260,6 +260,7 @@ def described(task: Any, environment: Any) -> dict[str, Any]:
         "id": task.id,
         "reward_basis": basis,
         "needs_judge": bool("NL_ASSERTION" in basis and criteria.nl_assertions),
+        "num_assertions": len((criteria and criteria.nl_assertions) or []),
         "gold_writes": any(environment._is_mutating_tool(action.name) for action in actions),
         "gold_actions": [{"requestor": one.requestor, "name": one.name, "arguments": one.arguments} for one in actions],
         "communicate_info": (criteria and criteria.communicate_info) or [],
