@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Literal
 
@@ -37,13 +38,20 @@ REFUSED = {
     "batched": "every trial is a conversation of its own; drop it",
 }
 
+HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops")
+
 
 @chz.chz
 class TrainerConfig:
     """Options of `python -m src.train key=value ...`."""
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
-    tasks_dir: str = chz.field(doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/)")
+    env: str = chz.field(
+        default="harbor", doc="Kind of environment: harbor, tau_bench, one that a package registers, or your own as module:factory"
+    )
+    tasks_dir: str | None = chz.field(
+        default=None, doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it"
+    )
     tokenizer: str | None = chz.field(default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name")
     backend: Literal["tinker", "skyrl-tx"] = chz.field(default="tinker", doc="tinker: the cloud; skyrl-tx: a server of your own")
     skyrl_tx_url: str | None = chz.field(default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)")
@@ -181,6 +189,9 @@ class TrainerConfig:
         default="auto", doc="Where trials run; auto: Docker where an engine answers, else the sandbox that needs none"
     )
     environment_kwargs: list[str] | None = chz.field(default=None, doc="Settings of the environment as key=value,...")
+    use_native_tool_calling: bool = chz.field(
+        default=False, doc="Show an environment's tools in the model's own chat template, where the environment allows it; else in words"
+    )
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once")
     trial_timeout_sec: float | None = chz.field(default=None, doc="Deadline of one whole trial in seconds; None: two hours")
 
@@ -200,7 +211,7 @@ class TrainerConfig:
 
     eval_split: float = chz.field(default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none")
     eval_tasks: list[str] | None = chz.field(
-        default=None, doc="Held-out tasks: ids or globs within tasks_dir, or one folder of tasks; eval_split is then ignored"
+        default=None, doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored"
     )
     eval_group_size: int | None = chz.field(default=None, doc="Trials per held-out task; None: group_size")
     eval_every: int = chz.field(default=10, doc="Steps between evaluations; 0: only before and after")
@@ -281,7 +292,7 @@ class TrainerConfig:
         threshold = self.proactive_summarization_threshold
         longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         _check(
-            not self.enable_summarize or threshold < longest_input,
+            self.env != "harbor" or not self.enable_summarize or threshold < longest_input,
             f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} tokens; "
             "lower it, or set enable_summarize=false",
         )
@@ -368,6 +379,16 @@ class TrainerConfig:
         )
 
     @chz.validate
+    def _the_environment_takes_its_options(self) -> None:
+        if self.env == "harbor":
+            _check(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
+            _check(not self.use_native_tool_calling, "use_native_tool_calling: Terminus-2 calls no tools, it types; drop it")
+            return
+        defaults = inspect.signature(TrainerConfig).parameters
+        for name in HARBOR_ONLY:
+            _check(getattr(self, name) == defaults[name].default, f"{name} is for env=harbor, not env={self.env}; drop it")
+
+    @chz.validate
     def _pairs_are_pairs(self) -> None:
         pairs(self.environment_kwargs, option="environment_kwargs")
         loss_settings(self.loss_fn_config, loss_fn=self.loss_fn)
@@ -399,8 +420,12 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
     if config.wandb_name:
         return config.wandb_name
     model = config.model_name.replace("/", "-")
-    tasks = Path(config.tasks_dir).expanduser().resolve().name
+    tasks = tasks_name(config)
     return f"{tasks}-{model}-rank{config.lora_rank}-lr{config.learning_rate:g}-g{config.group_size}-b{config.batch_size}-{date}"
+
+
+def tasks_name(config: TrainerConfig) -> str:
+    return Path(config.tasks_dir).expanduser().resolve().name if config.tasks_dir else config.env.rpartition(":")[2]
 
 
 def _check(condition: bool, message: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from src.datums import merge_turns
 from src.examples import Example
 from src.filters import DropReason
-from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
 SOLVED = 1.0  # the reward from which on a trial counts as a success
@@ -46,10 +46,6 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     """
     graded = [group.rewards for group in groups if group.trajectories]
     rewards = [reward for group in graded for reward in group]
-    families: defaultdict[str, list[list[float]]] = defaultdict(list)
-    for group in groups:
-        if group.trajectories:
-            families[environment(group.task.id)].append(group.rewards)
     metrics = {
         "env/all/reward/total": float(np.mean(rewards)),
         "env/all/success": float(np.mean([reward >= SOLVED for reward in rewards])),
@@ -62,11 +58,20 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     }
     for name, value in signal_metrics(graded, group_size=group_size).items():
         metrics[f"reward/avg_{name}" if name.startswith("pass_at_") else f"reward/{name}"] = value
-    if len(families) < len(graded):
-        for family_name, rewards_P_G in sorted(families.items()):
-            signals = signal_metrics(rewards_P_G, group_size=group_size)
-            metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
+    for family_name, rewards_P_G in rewards_by_environment(groups).items():
+        signals = signal_metrics(rewards_P_G, group_size=group_size)
+        metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
     return metrics
+
+
+def rewards_by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[list[float]]]:
+    """The rewards of each graded group, by domain or family. Nothing where tasks name no domain and each is a family of its own."""
+    graded = [group for group in groups if group.trajectories]
+    found: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for group in graded:
+        found[environment(group.task)].append(group.rewards)
+    is_split = len(found) < len(graded) or any(group.task.domain for group in graded)
+    return dict(sorted(found.items())) if is_split else {}
 
 
 def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
@@ -118,11 +123,18 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
-    attempts = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
-    if attempts:
-        num_failed = sum(trajectory.metrics["parse_failures"] for trajectory in attempts)
-        metrics["reward/parse_failure_rate"] = num_failed / max(1, sum(len(trajectory.turns) for trajectory in attempts))
-    return metrics | measured(trajectories)
+    return metrics | parse_metrics(trajectories) | measured(trajectories)
+
+
+def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of attempted tool calls that could not be read. Where an environment does not count attempts, every turn is one."""
+    counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
+    if not counted:
+        return {}
+    failures = sum(trajectory.metrics["parse_failures"] for trajectory in counted)
+    attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
+    recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
+    return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
 
 
 def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -198,21 +210,14 @@ def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReas
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
     """A held-out set's rewards and failures under `test/`, and the reward of each family where tasks form families."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    families: defaultdict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        families[family(group.task.id)] += group.rewards
-    if len(families) < len(groups):
-        metrics |= {f"test/env/{name}/reward/total": float(np.mean(rewards)) for name, rewards in sorted(families.items()) if rewards}
+    for name, rewards_P_G in rewards_by_environment(groups).items():
+        metrics[f"test/env/{name}/reward/total"] = float(np.mean([reward for rewards in rewards_P_G for reward in rewards]))
     return metrics
 
 
-def environment(task_id: str) -> str:
-    """The key of a task's metrics: its family, with no slash in it.
-
-    >>> environment("quickstart/count-lines-03")
-    'count-lines'
-    """
-    return family(task_id).replace("/", "_") or "unknown"
+def environment(task: Task) -> str:
+    """The key of a task's metrics: its domain, else its family, with no slash in it."""
+    return (task.domain or family(task.id)).replace("/", "_") or "unknown"
 
 
 def family(task_id: str) -> str:

@@ -15,12 +15,13 @@ import chz
 
 from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
-from src.chat import Chat, load_chat
-from src.config import TrainerConfig, loss_settings, pairs, run_name
+from src.chat import load_chat
+from src.config import TrainerConfig, loss_settings, run_name, tasks_name
 from src.console import Display, outcome
 from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.envs.base import TaskSource
+from src.envs.registry import open_task_source
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
@@ -61,7 +62,7 @@ Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], Ab
 async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
-    """The real ones: a Tinker endpoint and a folder of Harbor tasks, or the `source` of an earlier connection."""
+    """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
     display.say(f"server: {address(settings)}")
     async with connect(settings) as endpoint:
         if source is None:
@@ -69,29 +70,6 @@ async def open_parts(
             display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
             source = await asyncio.to_thread(open_task_source, config, chat)
         yield Parts(source=source, backend=await endpoint.open_training())
-
-
-def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
-    """ConfigError for a folder that holds no valid tasks."""
-    from src.envs.harbor import HarborSettings, HarborTasks  # seconds to import
-
-    settings = HarborSettings(
-        model_name=config.model_name,
-        environment_type=config.environment_type,
-        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        max_turns=config.max_turns,
-        max_tokens=config.length_limits.max_generate_length,
-        context_limit=config.context_limit,
-        max_input_length=config.max_input_length,
-        train_subagents=config.train_subagents,
-        max_length_stops=config.max_length_stops,
-        enable_summarize=config.enable_summarize,
-        proactive_summarization_threshold=config.proactive_summarization_threshold,
-        trial_timeout_s=config.trial_timeout_sec,
-        n_parallel_envs=config.n_parallel_envs,
-    )
-    tasks_dir = Path(config.tasks_dir).expanduser()
-    return HarborTasks(settings, chat, tasks_dir, eval_tasks=config.eval_tasks or (), eval_split=config.eval_split, seed=config.seed)
 
 
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
@@ -104,7 +82,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         if not parts.source.train:
-            raise ConfigError(f"tasks_dir {config.tasks_dir} leaves no task to train on; lower eval_split or shorten eval_tasks")
+            raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
         await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
         folder.create(config)
         await asyncio.to_thread(write_hashes, folder.path, parts.source.train)

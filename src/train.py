@@ -64,10 +64,12 @@ async def _train(config: TrainerConfig) -> int:
 
 
 def quieten() -> None:
-    """Our own loggers speak, third parties only of trouble."""
+    """Our own loggers speak, third parties only of trouble. DEBUG_PARSER=1: every answer that is searched for tool calls, too."""
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if os.environ.get("DEBUG_PARSER") == "1":
+        logging.getLogger("src.envs.tool_calls").setLevel(logging.DEBUG)
 
 
 async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:

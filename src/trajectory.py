@@ -39,8 +39,10 @@ class Task:
     """One problem to solve. `id` is the group key: all trials of a task form one group."""
 
     id: str
-    path: Path
+    path: Path  # its folder, or the file that its row stands in
     instruction: str = ""
+    domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
+    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # what its environment has to know of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
