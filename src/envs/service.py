@@ -13,9 +13,10 @@ from typing import Protocol
 
 from src.chat import Message
 from src.envs.tool_calls import ToolCall, parse
-from src.generator import Observation, Opening
+from src.generator import MessageEnv, Observation, Opening
 
 MAX_ERRORS = 10  # unreadable or empty answers and failed calls that end an episode without a reward, as in tau2
+DECLINES = "I am sorry, I cannot help with that."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,8 @@ class ServiceEnv:
         self._counts.update(tool_calls=len(calls), tool_errors=reaction.num_errors)
         if reaction.is_done:
             grade = await self._episode.grade()
-            return Observation(messages=reaction.messages, reward=grade.reward, is_done=True, metrics=self._metrics() | grade.metrics)
+            metrics = {**self._metrics(), **grade.metrics}
+            return Observation(messages=reaction.messages, reward=grade.reward, is_done=True, metrics=metrics)
         return Observation(messages=reaction.messages, is_done=self._is_hopeless(), metrics=self._metrics())
 
     async def close(self) -> None:
@@ -95,3 +97,16 @@ class ServiceEnv:
 
     def _metrics(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._counts.items()}
+
+
+async def do_nothing(env: MessageEnv) -> float:
+    """The reward of an agent that declines whatever it is asked: the floor of the task."""
+    reward, is_done = 0.0, False
+    try:
+        await env.start()
+        while not is_done:
+            observation = await env.step(DECLINES)
+            reward, is_done = reward + observation.reward, observation.is_done
+    finally:
+        await env.close()
+    return reward
