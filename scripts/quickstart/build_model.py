@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.families import TRAINING, make_instance
 from scripts.quickstart.make_tasks import ROOT
-from scripts.quickstart.tokenizer import save_tokenizer
+from scripts.quickstart.tokenizer import build_tokenizer, save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
@@ -167,12 +167,9 @@ def train(config: ModelConfig, data: Iterator[Batch], *, steps: int, seed: int, 
     return params
 
 
-def main() -> None:
-    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
-    directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
-    save_tokenizer(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    config = ModelConfig(
+def small_model(tokenizer: Tokenizer) -> ModelConfig:
+    """Four layers, 1.5 million parameters."""
+    return ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
         intermediate_size=384,
@@ -185,6 +182,14 @@ def main() -> None:
         max_position_embeddings=2048,
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
+
+
+def main() -> None:
+    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
+    directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
+    save_tokenizer(directory, build_tokenizer())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = small_model(tokenizer)
 
     def save(params: Params) -> None:
         save_model(params, config, directory)
