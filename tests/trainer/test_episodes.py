@@ -223,6 +223,10 @@ def test_what_an_environment_cannot_honour_is_refused(options, message):
         config(*options)
 
 
+def test_tools_are_shown_in_words_unless_asked_for():
+    assert config().use_native_tool_calling is False and config("use_native_tool_calling=true").use_native_tool_calling is True
+
+
 def test_an_endpoint_that_hides_its_template_cannot_show_tools_natively():
     with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
         parse_as(EvaluateConfig, [*BASE[:1], BASE[3], "base_url=http://h/v1", "use_native_tool_calling=true"])
