@@ -7,7 +7,6 @@ what it was before the operation.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -30,7 +29,7 @@ from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
-from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
@@ -59,8 +58,6 @@ from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import check_loss_inputs, select_loss
 from skyrl_tx_server.steps.train import (
-    AdamScalars,
-    AdamState,
     adam_from_arrays,
     adam_scalars,
     adam_step,
@@ -68,6 +65,7 @@ from skyrl_tx_server.steps.train import (
     forward,
     forward_backward,
     init_adam,
+    no_gradient,
     place_adam,
     train_batch,
 )
@@ -79,15 +77,6 @@ DEFAULT_MAX_CONTEXT_LENGTH = 32768
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
 CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 ACTIVATIONS_SHARE_OF_MEMORY = 0.1
-
-
-@jax.jit
-def _careful_adam_step(
-    adapter: Adapter, gradient: Adapter, adam: AdamState, mask: Adapter, settings: AdamScalars
-) -> tuple[Adapter, AdamState, jax.Array, jax.Array]:
-    """`adam_step` without donation: (adapter, state, gradient norm, whether the new adapter is finite everywhere)."""
-    adapter, _, adam, norm = inspect.unwrap(adam_step)(adapter, gradient, adam, mask, settings)
-    return adapter, adam, norm, jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
 
 
 _add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
@@ -202,7 +191,7 @@ class DeviceExecutor:
         check_loss_inputs(op.data, op.loss_fn)
         loss = select_loss(op.loss_fn, op.loss_fn_config)
         batches = pack(op.data, self._train_shapes)
-        gradient = None if op.forward_only else self._nothing()
+        gradient = None if op.forward_only else no_gradient(model.adapter, config=self._config)
         logprobs: list[np.ndarray] = []
         total = 0.0
         for number, packed in enumerate(batches):
@@ -227,10 +216,11 @@ class DeviceExecutor:
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
-        gradient = model.gradient if model.gradient is not None else self._nothing()
-        adapter, adam, norm, finite = _careful_adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm) or not finite:
+        gradient = model.gradient if model.gradient is not None else no_gradient(model.adapter, config=self._config)
+        adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
+        report = jax.device_get(report)
+        grad_norm = float(report.grad_norm)
+        if not math.isfinite(grad_norm) or not report.finite:
             self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
@@ -307,10 +297,6 @@ class DeviceExecutor:
             adam=place_adam(self._config, init_adam(self._config, self._max_lora_rank)),
             mask=place_adapter(self._config, mask),
         )
-
-    def _nothing(self) -> Adapter:
-        """A gradient of zeros."""
-        return place_adapter(self._config, zero_adapter(self._config, self._max_lora_rank))
 
     def _new_id(self, model_id: str) -> None:
         if model_id in self._models:

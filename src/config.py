@@ -48,7 +48,7 @@ class TrainerConfig:
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
     env: str = chz.field(
-        default="harbor", doc="Kind of environment: harbor, tau_bench, one that a package registers, or your own as module:factory"
+        default="harbor", doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as module:factory"
     )
     tasks_dir: str | None = chz.field(
         default=None, doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it"

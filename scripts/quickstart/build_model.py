@@ -143,10 +143,15 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
     )
 
 
-def train(config: ModelConfig, data: Iterator[Batch], *, steps: int, seed: int, save: Callable[[Params], None]) -> Params:
-    """Train from random weights; the learning rate rises, then falls as a cosine."""
-    params = initial_params(config, seed)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
+def rise_and_fall(steps: int) -> optax.Schedule:
+    """The learning rate rises, then falls as a cosine."""
+    return optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
+
+
+def train(
+    config: ModelConfig, params: Params, data: Iterator[Batch], *, steps: int, schedule: optax.Schedule, save: Callable[[Params], None]
+) -> Params:
+    """Train `params`, which are consumed."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
@@ -195,7 +200,8 @@ def main() -> None:
         save_model(params, config, directory)
 
     steps = int(options.get("steps", STEPS))
-    save(train(config, curriculum(tokenizer, steps=steps, seed=0), steps=steps, seed=0, save=save))
+    data = curriculum(tokenizer, steps=steps, seed=0)
+    save(train(config, initial_params(config, 0), data, steps=steps, schedule=rise_and_fall(steps), save=save))
 
 
 if __name__ == "__main__":

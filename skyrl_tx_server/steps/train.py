@@ -64,6 +64,15 @@ class AdamState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What an optimizer step returns to the host."""
+
+    grad_norm: jax.Array  # [] float32, before clipping
+    finite: jax.Array  # [] bool: every number of the new adapter is finite
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdamScalars:
     """`AdamSettings` as traced float32 scalars."""
 
@@ -125,15 +134,21 @@ def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelec
     return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
 
 
-@partial(jax.jit, donate_argnames=("adapter", "grad_sum", "state"))
+@partial(jax.jit, static_argnames=("config",))
+def no_gradient(adapter: Adapter, *, config: ModelConfig) -> Adapter:
+    """Zeros where `adapter`'s gradient will lie, made on the devices."""
+    return keep_adapter(config, jax.tree.map(jnp.zeros_like, adapter))
+
+
+@jax.jit
 def adam_step(
-    adapter: Adapter, grad_sum: Adapter, state: AdamState, mask: Adapter, settings: AdamScalars
-) -> tuple[Adapter, Adapter, AdamState, jax.Array]:
-    """One Adam step with decoupled weight decay: (adapter, cleared gradient, state, gradient norm before clipping).
+    adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: AdamScalars
+) -> tuple[Adapter, AdamState, StepReport]:
+    """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
 
     `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
     """
-    grads = jax.tree.map(jnp.multiply, grad_sum, mask)
+    grads = jax.tree.map(jnp.multiply, gradient, mask)
     norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in jax.tree.leaves(grads)))
     clips = (settings.grad_clip_norm > 0) & (norm > settings.grad_clip_norm)
     shrink = jnp.where(clips, settings.grad_clip_norm / norm, 1.0)
@@ -150,7 +165,8 @@ def adam_step(
         return value - settings.learning_rate * allowed * direction
 
     adapter = jax.tree.map(update, adapter, first, second, mask)
-    return adapter, jax.tree.map(jnp.zeros_like, grad_sum), AdamState(step=step, first=first, second=second), norm
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
+    return adapter, AdamState(step=step, first=first, second=second), StepReport(grad_norm=norm, finite=finite)
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:

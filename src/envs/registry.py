@@ -21,6 +21,7 @@ ENTRY_POINTS = "agent_trainer.environments"
 BUILT_IN = {  # imported when asked for: Harbor takes seconds
     "harbor": "src.envs.harbor:open_harbor",
     "tau_bench": "src.envs.tau_bench:open_tau_bench",
+    "openenv": "src.envs.openenv_client:open_openenv",
 }
 
 

@@ -337,9 +337,9 @@ def test_adam_follows_a_float64_adam(settings: AdamSettings) -> None:
 
     state = jax.device_put(init_adam(CONFIG, MAX_RANK))
     for grads, norm in zip(rounds, norms, strict=True):
-        adapter, cleared, state, found = adam_step(adapter, jax.device_put(grads), state, mask, adam_scalars(settings))
-        assert float(found) == pytest.approx(norm, rel=1e-5)
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(cleared)))
+        adapter, state, report = adam_step(adapter, jax.device_put(grads), state, mask, adam_scalars(settings))
+        assert float(report.grad_norm) == pytest.approx(norm, rel=1e-5)
+        assert report.finite
     assert int(state.step) == 4
     for leaf, wanted, where in zip(jax.tree.leaves(jax.device_get(adapter)), expected, trained, strict=True):
         np.testing.assert_allclose(leaf[where], wanted[where], rtol=2e-5, atol=2e-6)
@@ -351,11 +351,10 @@ def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
     fresh = init_adapter(CONFIG, spec, MAX_RANK)
     mask = trainable_mask(CONFIG, spec, MAX_RANK)
     adapter, state = jax.device_put(fresh), jax.device_put(init_adam(CONFIG, MAX_RANK))
-    grad_sum = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     for _ in range(3):
-        grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter, grad_sum=grad_sum)
+        grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter)
         settings = adam_scalars(AdamSettings(learning_rate=0.1, weight_decay=0.1, eps=0.0))
-        adapter, grad_sum, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
+        adapter, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
     for leaf, start, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, fresh, mask)), strict=True):
         where = np.broadcast_to(allowed, leaf.shape) > 0
         assert np.array_equal(leaf[~where], start[~where])
@@ -374,7 +373,7 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
     assert output.logprobs.dtype == np.float32
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
     settings = adam_scalars(AdamSettings(learning_rate=1e-6))
-    moved, _, _, _ = adam_step(adapter, grad_sum, init_adam(CONFIG, MAX_RANK), mask, settings)
+    moved, _, _ = adam_step(adapter, grad_sum, init_adam(CONFIG, MAX_RANK), mask, settings)
     for leaf, before, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (moved, start, mask)), strict=True):
         assert leaf.dtype == np.float32
         where = np.broadcast_to(allowed, leaf.shape) > 0
@@ -384,12 +383,12 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
 def test_optimizer_state_survives_a_round_trip() -> None:
     mask, scalars = trainable_mask(CONFIG, SPEC, MAX_RANK), adam_scalars(AdamSettings(learning_rate=1e-2))
     grads, _, _ = gradient(tiny_qwen3.data((60,), weights=True))
-    adapter, _, state, _ = adam_step(tiny_qwen3.adapter(), grads, jax.device_put(init_adam(CONFIG, MAX_RANK)), mask, scalars)
+    adapter, state, _ = adam_step(tiny_qwen3.adapter(), grads, jax.device_put(init_adam(CONFIG, MAX_RANK)), mask, scalars)
     arrays = adapter_to_arrays(adapter, CONFIG, SPEC) | adam_to_arrays(state, CONFIG, SPEC)
     restored = adam_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
     copy = adapter_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
-    unbroken, _, _, _ = adam_step(adapter, gradient(tiny_qwen3.data((40,)), adapter=adapter)[0], state, mask, scalars)
-    resumed, _, _, _ = adam_step(
+    unbroken, _, _ = adam_step(adapter, gradient(tiny_qwen3.data((40,)), adapter=adapter)[0], state, mask, scalars)
+    resumed, _, _ = adam_step(
         jax.device_put(copy), gradient(tiny_qwen3.data((40,)), adapter=copy)[0], jax.device_put(restored), mask, scalars
     )
     for one, other in zip(jax.tree.leaves(jax.device_get(resumed)), jax.tree.leaves(jax.device_get(unbroken)), strict=True):
@@ -408,6 +407,6 @@ def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
             loss = select_loss(loss_fn, {})
             grad_sum, _ = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
             forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
-            adapter, grad_sum, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
+            adapter, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
             after_first = after_first or [program._cache_size() for program in programs]
     assert [program._cache_size() for program in programs] == after_first

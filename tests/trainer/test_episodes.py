@@ -86,12 +86,19 @@ class Bench:
         yield Parts(source=open_task_source(config, toy_chat()), backend=self.backend)
 
 
-@pytest.mark.parametrize("options", [[], ["max_staleness=1", "loss_fn=ppo"], ["step_wise_trajectories=true"]])
+@pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
 async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
     bench = Bench(tmp_path)
     metrics = await bench.go("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
     assert metrics[0]["test/env/all/reward/total"] < 0.6
     assert metrics[-1]["test/env/all/reward/total"] > 0.9
+
+
+async def test_episodes_are_played_while_training(tmp_path):
+    metrics = await Bench(tmp_path).go("n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo")
+    assert [line["step"] for line in metrics] == list(range(7))
+    assert all(line["staleness/max"] <= 1 and line["tokens/trained"] > 0 for line in metrics[1:])
+    assert max(line["staleness/max"] for line in metrics[1:]) == 1
 
 
 async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
@@ -227,6 +234,10 @@ def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
 def test_what_an_environment_cannot_honour_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         config(*options)
+
+
+def test_tools_are_shown_in_words_unless_asked_for():
+    assert config().use_native_tool_calling is False and config("use_native_tool_calling=true").use_native_tool_calling is True
 
 
 def test_an_endpoint_that_hides_its_template_cannot_show_tools_natively():

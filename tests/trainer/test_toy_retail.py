@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart.words import Pool, pool_of
+from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS, RECIPE_OF_KIND
 from scripts.toy_retail import make_tasks
 from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
 from src.chat import Chat, load_chat
@@ -240,6 +241,17 @@ async def test_a_gold_episode_through_the_seam_shows_tools_natively_and_trains_w
     assert "# Tools" in prompt and all(json.dumps(tool.schema) in prompt for tool in TOOLS.values())
     roles = [message["role"] for message in result.conversation]
     assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_the_quick_start_of_this_kind_asks_for_native_tools():
+    options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
+    assert parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]).use_native_tool_calling
+
+
+@pytest.mark.parametrize("kind", QUICKSTARTS)
+def test_every_quick_start_is_a_valid_run(kind):
+    options = QUICKSTART_OPTIONS | QUICKSTARTS[kind].options | {"env": kind}
+    parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())])
 
 
 async def test_in_text_mode_the_schemas_are_not_shown_and_the_task_is_solved_all_the_same(chat):
