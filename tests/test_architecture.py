@@ -65,6 +65,7 @@ THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "tinker": {"backend", "policy", "learner", "datums", "preparation", "probe_checks", "probe"},
     "wandb": {"tracking"},
     "trackio": {"tracking"},
+    "pyarrow": {"envs"},
     "openai": {"endpoint"},
     "torch": set(),
     "tinker_cookbook": set(),

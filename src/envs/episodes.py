@@ -54,8 +54,7 @@ class EpisodeTasks:
     """The tasks of a domain, split and ready to be tried. Implements `TaskSource`."""
 
     def __init__(self, domain: Domain, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
-        """`settings` but for temperature and seed, which are each trial's own. ConfigError where two tasks share an id."""
-        require_unique_ids([*domain.tasks, *domain.held_out])
+        """`settings` but for temperature and seed, which are each trial's own."""
         self.train = domain.tasks
         self.eval = domain.held_out
         self._domain = domain
@@ -83,7 +82,8 @@ class EpisodeTasks:
 
 
 def episodes(config: TrainerConfig, chat: Chat, domain: Domain) -> EpisodeTasks:
-    """A domain as a run's options want it. ConfigError for held-out tasks that are none."""
+    """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
+    require_unique_ids([*domain.tasks, *domain.held_out])
     train, held_out = split(domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed)
     settings = EpisodeSettings(
         temperature=config.temperature,
