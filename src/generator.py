@@ -146,11 +146,10 @@ class _Episode:
             text = self._chat.decode(turn.completion_ids)
             observation = await self._env.step(text)
             self._record(turn, observation)
-            history.append({"role": "assistant", "content": text})
+            history += [{"role": "assistant", "content": text}, *observation.messages]
             if observation.is_done:
                 self.stop_reason = observation.stop_reason or self.stop_reason
                 return
-            history += observation.messages
             if self._settings.step_wise:
                 prompt_ids = self._chat.render(history, tools=tools)
             else:

@@ -32,6 +32,7 @@ class Domain:
     tasks: Sequence[Task]
     make: Callable[[Task, int], MessageEnv]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
     held_out: Sequence[Task] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
+    do_nothing: Callable[[MessageEnv], Awaitable[float]] | None = None  # plays it as an agent that does nothing, for its reward
     close: Callable[[], Awaitable[None]] | None = None  # what its environments share is freed by it; None: they share nothing
 
 
@@ -69,6 +70,12 @@ class EpisodeTasks:
         return EpisodeTrial(
             task=task, env=lambda: self._domain.make(task, env_seed), chat=self._chat, limits=self._limits, settings=settings
         )
+
+    async def floor(self, task: Task) -> float | None:
+        """As the first member of a group would meet it."""
+        if self._domain.do_nothing is None:
+            return None
+        return await self._domain.do_nothing(self._domain.make(task, environment_seed(self._settings.seed, task.id, 0)))
 
     async def close(self) -> None:
         if self._domain.close is not None:

@@ -78,7 +78,7 @@ class Tau2Episode:
         self._customer: Customer | None = None
         self._customer_tools: Tools = ()
         self._heard: list[Message] = []  # the conversation as the customer knows it
-        self._num_tool_errors = self._num_writes = 0
+        self._num_tool_errors = self._num_customer_errors = self._num_writes = 0
         self._is_stuck = False
 
     async def start(self) -> Opening:
@@ -137,18 +137,22 @@ class Tau2Episode:
         return state
 
     async def _until_agent(self, state: Reply) -> Reply:
+        """What the agent hears next, or the words that the customer left with."""
         assert self._customer is not None
+        errors_before = self._num_tool_errors
         while state["turn"] == tau2_worker.CUSTOMER:
             self._heard += state["messages"]
             said = await self._customer.reply(self._heard)
             parsed = parse(said, names_of(self._customer_tools)) if self._customer_tools else None
             state = await self._say(parsed.content, parsed.calls) if parsed and parsed.calls else await self._say(said, ())
+            if state["turn"] == tau2_worker.OVER:
+                state = {**state, "messages": [{"role": "user", "content": said}]}
+        self._num_customer_errors += self._num_tool_errors - errors_before
         return state
 
     def _metrics(self, reward: float) -> dict[str, float]:
-        """Success apart for tasks whose gold actions write and for those that doing nothing may solve."""
-        kind = "success_write" if self._task.row["gold_writes"] else "success_nowrite"
-        return {f"reward_{self._parts.grading}": reward, kind: reward, "no_write_action": float(self._num_writes == 0)}
+        customers = {"customer_tool_errors": float(self._num_customer_errors)} if self._customer_tools else {}
+        return {f"reward_{self._parts.grading}": reward, "no_write_action": float(self._num_writes == 0)} | customers
 
 
 def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:
@@ -194,7 +198,7 @@ def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: obj
         raise ConfigError(f"tau2 cannot list {what} of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
-    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row) for row in rows]
+    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"]) for row in rows]
 
 
 def gradable(tasks: Sequence[Task], *, grading: Grading, has_judge: bool) -> list[Task]:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from src.backend import BackendSettings
 from src.chat import Chat, load_chat
@@ -21,7 +22,7 @@ from src.envs import tau2, toy_retail
 from src.envs.base import TaskSource
 from src.envs.customers import Customer, EndpointModel, Model, ModelCustomer, TinkerModel, Tools
 from src.envs.episodes import Domain, episodes
-from src.envs.service import ServiceEnv
+from src.envs.service import ServiceEnv, do_nothing
 from src.envs.task_rows import Definition, Row, read_rows, tasks_of
 from src.envs.workers import WorkerPool
 from src.errors import ConfigError
@@ -88,7 +89,10 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     if not held_out:
         tests = [task for name, (_, split) in official if split is not None for task in kinds[name].official(name, split)]
     require_disjoint(tasks, tests)
-    gradable = partial(tau2.gradable, grading=grading, has_judge=judge is not None)
+
+    def gradable(tasks: Sequence[Task]) -> list[Task]:
+        kept = tau2.gradable(tasks, grading=grading, has_judge=judge is not None)
+        return [replace(task, grading="" if grading == "all" else grading) for task in kept]
 
     async def close() -> None:
         for close in {*(kind.close for kind in kinds.values()), *(resource.close for resource in (model, judge) if resource is not None)}:
@@ -97,7 +101,8 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     def make(task: Task, seed: int) -> MessageEnv:
         return kinds[str(task.row["domain"])].make(task, seed)
 
-    return episodes(config, chat, Domain(tasks=gradable(tasks), held_out=gradable(tests), make=make, close=close))
+    domain = Domain(tasks=gradable(tasks), held_out=gradable(tests), make=make, do_nothing=do_nothing, close=close)
+    return episodes(config, chat, domain)
 
 
 def source_of(text: str, *, may_be_named: bool = False) -> Source:
@@ -140,7 +145,7 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
     def official(name: str, split: str | None) -> list[Task]:
         if split not in splits:
             raise ConfigError(f"{name} has no split {split}; it has train and test")
-        return [replace(task, row={**task.row, "domain": name}) for task in splits[split]]
+        return [replace(task, row={**task.row, "domain": name}, gold_writes=writes(task.row["actions"])) for task in splits[split]]
 
     def defined(name: str, definitions: Mapping[str, Definition]) -> list[Task]:
         tasks: list[Task] = []
@@ -151,8 +156,11 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
                 toy_retail.after_gold(database, row)
             except toy_retail.ToolError as error:
                 raise ConfigError(f"{name}: {task_id}: a gold action fails: {error}") from error
-            tasks.append(Task(id=task_id, path=folder, instruction=one.instruction, domain=name, row=row))
+            tasks.append(Task(id=task_id, path=folder, instruction=one.instruction, domain=name, row=row, gold_writes=writes(one.actions)))
         return tasks
+
+    def writes(actions: Any) -> bool:
+        return any(toy_retail.TOOLS[action["name"]].writes for action in actions)
 
     async def close() -> None:
         """Its episodes share nothing."""

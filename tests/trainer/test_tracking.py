@@ -189,3 +189,11 @@ def test_the_names_of_others_stand_beside_ours_and_never_change_them():
         "timing/step": 1.0,
     }.items() <= names.items()
     assert list(with_aliases(names | {"late": 1.0})) == list(with_aliases(ours | {"late": 1.0}))
+
+
+def test_a_held_out_set_called_val_is_the_seeds_validation_set():
+    names = with_aliases(
+        {"test/env/retail_val/positive_rate": 0.5, "test/env/retail_val/reward/total": 0.4, "test/env/all/reward/total": 1.0}
+    )
+    assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)
+    assert not any(name.startswith(("test-all", "eval-all")) for name in names)
