@@ -47,6 +47,7 @@ from src.watchdog import WatchdogSettings, watching
 logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
+SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,8 @@ async def open_parts(
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
     """The whole run. Raises a TrainerError for whatever the user can mend, and is cancelled to stop it."""
     started = time.monotonic()
+    if config.learning_rate < SMALLEST_LORA_RATE:
+        display.say(f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter wants ten times that or more")
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")

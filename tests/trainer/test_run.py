@@ -317,3 +317,9 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [1]
     assert {"test/pass_at_1", "test/pass_at_1_low", "test/pass_hat_4"} <= set(bench.lines("metrics.jsonl")[0])
     assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}
+
+
+async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
+    assert "learning_rate=5e-07 is one for full fine-tuning; an adapter wants ten times that or more" in bench.text.getvalue()
