@@ -36,7 +36,7 @@ def dump_evaluation(path: Path, step: int, groups: Sequence[TrajectoryGroup], me
         by_source: dict[str, list[str]] = {}
         for group in groups:
             lines = [_line(eval_record(group.task, trajectory, decode)) for trajectory in group.trajectories]
-            by_source.setdefault(environment(group.task.id), []).extend(lines)
+            by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
         replace_text(folder / "aggregated_results.jsonl", _line(metrics))
@@ -56,7 +56,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    family = environment(task.id)
+    family = environment(task)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
         "output_response": decode(response_ids(trajectory), False),

@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from src.chat import load_chat
@@ -58,3 +61,10 @@ def test_a_directory_without_a_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer in") as error:
         load_chat(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_nobody_else_calls_the_template():
+    """Thinking has to be off, and tools have to be shown, in every prompt alike."""
+    root = Path(__file__).resolve().parents[2]
+    calls = [path.name for path in (root / "src").rglob("*.py") for _ in re.findall(r"\.apply_chat_template\(", path.read_text())]
+    assert calls == ["chat.py"]
