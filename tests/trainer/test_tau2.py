@@ -323,7 +323,7 @@ async def test_real_tasks_may_be_defined_by_rows():
             assert observations[-1].is_done and observations[-1].reward == reward
             await env.close()
     assert "You want a task called Tea." in instructions[0]
-    with pytest.raises(ConfigError, match="tau2 cannot list the tasks that rows define of mock"):
+    with pytest.raises(ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"):
         tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])})
 
 
