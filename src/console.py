@@ -33,6 +33,14 @@ SHOWN = (
     ("play s", "time/rollouts", "{:.1f}"),
     ("learn s", "time/update", "{:.1f}"),
 )
+FILES = (
+    "metrics.jsonl",
+    "checkpoints.jsonl",
+    "rollouts/",
+    "dumped_evals/",
+    "jobs/",
+    "logs.log",
+)  # a run's, those that a reader begins with
 
 
 class Display:
@@ -109,7 +117,8 @@ def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: flo
     if before is not None and after is not None:
         beside = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
         lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
-    return [*lines, *signals, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+    files = [name for name in FILES if (log_path / name).exists()]
+    return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
 
 
 def signal(name: str, variances: Sequence[float]) -> str:

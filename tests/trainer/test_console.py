@@ -76,11 +76,13 @@ def test_an_evaluation_stands_beside_the_first_one():
     assert beside == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
 
 
-def test_the_outcome_compares_before_and_after(tmp_path):
+def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "jobs").mkdir()
     rates = Success(before=0.25, after=0.5, floor=None)
     lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
-    assert str(tmp_path) in lines[2]
+    assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
         f"{lines[1]}; doing nothing: 10.0%",
         "a",
