@@ -107,7 +107,7 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
         return [replace(task, row={**task.row, "domain": name}, gold_writes=writes(task.row["actions"])) for task in splits[split]]
 
     def defined(name: str, definitions: Mapping[str, Definition]) -> list[Task]:
-        tasks: list[Task] = []
+        tasks, path = list[Task](), folder / "tasks.json"
         for task_id, one in definitions.items():
             scripted = {"scripts": [[one.instruction]], "actions": one.actions, "communicate": one.facts}
             row = {"id": task_id, "domain": name, "instruction": one.instruction, **scripted}
@@ -115,7 +115,7 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
                 toy_retail.after_gold(database, row)
             except toy_retail.ToolError as error:
                 raise ConfigError(f"{name}: {task_id}: a gold action fails: {error}") from error
-            tasks.append(Task(id=task_id, path=folder, instruction=one.instruction, domain=name, row=row, gold_writes=writes(one.actions)))
+            tasks.append(Task(id=task_id, path=path, instruction=one.instruction, domain=name, row=row, gold_writes=writes(one.actions)))
         return tasks
 
     def writes(actions: Any) -> bool:
