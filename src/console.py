@@ -33,6 +33,14 @@ SHOWN = (
     ("play s", "time/rollouts", "{:.1f}"),
     ("learn s", "time/update", "{:.1f}"),
 )
+FILES = (
+    "metrics.jsonl",
+    "checkpoints.jsonl",
+    "rollouts/",
+    "dumped_evals/",
+    "jobs/",
+    "logs.log",
+)  # a run's, those that a reader begins with
 
 
 class Display:
@@ -85,7 +93,8 @@ class Display:
         self._console.print(table, highlight=False)
         floor = evaluation.whole.floor
         beside = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
-        self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){beside}")
+        partial = any(group.task.grading for group in evaluation.groups)
+        self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){beside}")
 
 
 def terminal() -> Console:
@@ -100,6 +109,7 @@ class Success:
     before: float | None
     after: float | None
     floor: float | None
+    is_partial: bool = False  # only a part of a benchmark's grading counted
 
 
 def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
@@ -108,8 +118,10 @@ def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: flo
     before, after = success.before, success.after
     if before is not None and after is not None:
         beside = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
-        lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
-    return [*lines, *signals, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+        name = _success(success.is_partial)
+        lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
+    files = [name for name in FILES if (log_path / name).exists()]
+    return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
 
 
 def signal(name: str, variances: Sequence[float]) -> str:
@@ -125,6 +137,10 @@ def signal(name: str, variances: Sequence[float]) -> str:
 
 def _table() -> Table:
     return Table(box=None, padding=(0, 1))
+
+
+def _success(is_partial: bool) -> str:
+    return "held-out success, graded in part" if is_partial else "held-out success"
 
 
 def _solved(rewards: Sequence[float]) -> str:

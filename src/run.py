@@ -104,7 +104,8 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
 def success_of(metrics_file: Path) -> Success:
     rates, floors = recorded(metrics_file, "test/env/all/success"), recorded(metrics_file, "test/floor")
     last = rates[max(rates)] if rates else None
-    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None)
+    is_partial = not recorded(metrics_file, "test/pass_at_1")  # its rates carry the part's name
+    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None, is_partial=is_partial)
 
 
 async def survive(

@@ -74,17 +74,24 @@ def test_an_evaluation_stands_beside_the_first_one():
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
     beside = shown(lambda display: display.evaluation(evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None))[-1]
     assert beside == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
+    graded = group("copy-01", 1, 1)
+    partly = replace(graded, task=replace(graded.task, grading="env"))
+    assert shown(lambda display: display.evaluation(evaluation(4, partly), None))[-1] == "held-out success, graded in part: 100.0% (2/2)"
 
 
-def test_the_outcome_compares_before_and_after(tmp_path):
+def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "jobs").mkdir()
     rates = Success(before=0.25, after=0.5, floor=None)
     lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
-    assert str(tmp_path) in lines[2]
+    assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
         f"{lines[1]}; doing nothing: 10.0%",
         "a",
     ]
+    partly = replace(rates, is_partial=True)
+    assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith("held-out success, graded in part: 25.0% before")
     assert len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path)) == 2
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse
+from src.command_line import parse, parse_as
 from src.envs.base import TaskSource
 from src.envs.registry import open_task_source
 from src.envs.task_rows import Definition, Row, read_rows
 from src.envs.toy_retail import FOLDER
 from src.errors import ConfigError
+from src.evaluate_config import EvaluateConfig
 from src.pipeline import ScheduleSettings, schedule
 from src.trajectory import Task, Trajectory
 from tests.fakes.policy import FakePolicy
@@ -118,6 +119,18 @@ def test_data_beside_a_domain_adds_to_it_and_takes_the_place_of_its_held_out_tas
     source = opened("environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test")
     assert (len(source.train), source.train[-1].id, len(source.eval)) == (41, "mine", 20)
     assert {task.domain for task in source.eval} == {"held"}
+
+
+def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
+    argv = ["model_name=m", "env=tau_bench", "test_data=held=toy_retail:test", "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
+    source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).trials, byte_chat())
+    assert (list(source.train), len(source.eval)) == ([], 20)
+
+
+def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
+    source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
+    assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
+    assert {task.gold_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
 
 
 def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_does_not_start(tmp_path: Path, home: Path):
