@@ -30,6 +30,7 @@ SHOWN = (
     ("play s", "time/rollouts", "{:.1f}"),
     ("learn s", "time/update", "{:.1f}"),
 )
+FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "jobs/", "logs.log")  # a run's, those that a reader begins with
 
 
 class Display:
@@ -97,7 +98,8 @@ def outcome(
     if before is not None and after is not None:
         gain = f"{100 * (after - before):+.1f} points"
         lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({gain}){_beside(floor)}")
-    return [*lines, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+    files = [name for name in FILES if (log_path / name).exists()]
+    return [*lines, f"files: {log_path} ({', '.join(files)})"]
 
 
 def _beside(floor: float | None) -> str:

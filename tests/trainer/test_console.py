@@ -72,10 +72,12 @@ def test_an_evaluation_stands_beside_the_first_one():
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
 
 
-def test_the_outcome_compares_before_and_after(tmp_path):
+def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "jobs").mkdir()
     lines = outcome(0.25, 0.5, steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
-    assert str(tmp_path) in lines[2]
+    assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert len(outcome(None, None, steps=3, wall_s=9, log_path=tmp_path)) == 2
     beside = outcome(0.25, 0.5, steps=1, wall_s=125.4, log_path=tmp_path, floor=0.1)[1]
     assert beside == f"{lines[1]}; do-nothing floor: 10.0%"
