@@ -78,6 +78,7 @@ QUICKSTARTS = {
             "model_name": "local/toy-retail",
             "use_native_tool_calling": "true",
             "max_turns": "16",
+            "max_steps": "18",
             "n_parallel_envs": "32",
         },
     ),
