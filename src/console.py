@@ -81,8 +81,7 @@ class Display:
             row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
             table.add_row(*row, _solved(group.rewards))
         self._console.print(table, highlight=False)
-        floor = _beside(evaluation.rates["floor"].value if "floor" in evaluation.rates else None)
-        self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){floor}")
+        self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded})")
 
 
 def terminal() -> Console:
@@ -90,21 +89,13 @@ def terminal() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def outcome(
-    before: float | None, after: float | None, *, steps: int, wall_s: float, log_path: Path, floor: float | None = None
-) -> Sequence[str]:
+def outcome(before: float | None, after: float | None, *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
     """The run's last lines; `before` and `after` are held-out success rates, None where nothing was held out."""
     lines = [f"done: {steps} step{_s(steps)} in {_duration(wall_s)}"]
     if before is not None and after is not None:
-        gain = f"{100 * (after - before):+.1f} points"
-        lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({gain}){_beside(floor)}")
+        lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
     files = [name for name in FILES if (log_path / name).exists()]
     return [*lines, f"files: {log_path} ({', '.join(files)})"]
-
-
-def _beside(floor: float | None) -> str:
-    """What a result has to be compared with; None where nobody knows."""
-    return "" if floor is None else f"; do-nothing floor: {floor:.1%}"
 
 
 def _table() -> Table:

@@ -69,12 +69,11 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """`pass_at_1`, and for 2, 3, every power of two up to `group_size`, and itself, `pass_at_<k>` and `pass_hat_<k>`.
+    """`pass_at_1`, and for every power of two up to `group_size`, and for itself, `pass_at_<k>` and `pass_hat_<k>`.
 
     A task with fewer than k graded trials says nothing about k of them: it is left out, and `num_tasks` shows it.
     """
-    powers = {2**power for power in range(1, group_size.bit_length())}
-    sizes = sorted(size for size in powers | {3, group_size} if 1 < size <= group_size)
+    sizes = sorted({2**power for power in range(1, group_size.bit_length()) if 2**power <= group_size} | ({group_size} - {1}))
     wanted = [("pass_at_1", pass_at_k, 1)]
     wanted += [(f"{name}_{k}", rate, k) for k in sizes for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))]
     found: dict[str, Estimate] = {}

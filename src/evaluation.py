@@ -26,7 +26,7 @@ class Evaluation:
     step: int
     groups: list[TrajectoryGroup]
     metrics: dict[str, float]
-    rates: dict[str, Estimate]  # pass_at_<k>, pass_hat_<k>; where they are known, success_write, success_nowrite and floor
+    rates: dict[str, Estimate]  # pass_at_<k>, pass_hat_<k>
 
     @property
     def num_solved(self) -> int:
@@ -50,19 +50,12 @@ async def evaluate(
     step: int,
     directory: Path,
     on_group: Callable[[FinishedGroup], None],
-    idle: Policy | None,
 ) -> Evaluation:
-    """RubbleError when not one trial could be graded. What `idle` earns is measured once and then found on disk."""
+    """RubbleError when not one trial could be graded."""
     plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)
     groups = await rollouts.play(tasks, policy, plan, on_group)
     require_some_graded(groups, plan)
     rates = pass_rates([tally(group) for group in groups], group_size=settings.group_size)
-    parts = {
-        "success_write": [group for group in groups if group.task.writes is True],
-        "success_nowrite": [group for group in groups if group.task.writes is False],
-        "floor": [] if idle is None else await idled(rollouts, tasks, idle, directory=directory),
-    }
-    rates |= {name: rate for name, part in parts.items() if (rate := success(part)) is not None}
     metrics = held_out_metrics(groups, group_size=settings.group_size) | rate_metrics(rates)
     return Evaluation(step=step, groups=groups, metrics=metrics, rates=rates)
 
@@ -70,17 +63,6 @@ async def evaluate(
 def tally(group: TrajectoryGroup) -> Tally:
     """What could not be graded is in neither number."""
     return Tally(solved=sum(reward >= SOLVED for reward in group.rewards), graded=len(group.rewards))
-
-
-async def idled(rollouts: Rollouts, tasks: Sequence[Task], idle: Policy, *, directory: Path) -> list[TrajectoryGroup]:
-    """One trial of each task by the policy that does nothing."""
-    plan = RolloutPlan(step=0, purpose="floor", group_size=1, temperature=0.0, directory=directory)
-    return await rollouts.play(tasks, idle, plan, lambda finished: None)
-
-
-def success(groups: Sequence[TrajectoryGroup]) -> Estimate | None:
-    """pass^1; None where nothing was graded."""
-    return pass_rates([tally(group) for group in groups], group_size=1).get("pass_at_1")
 
 
 def rate_metrics(rates: Mapping[str, Estimate]) -> dict[str, float]:

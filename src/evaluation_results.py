@@ -19,12 +19,6 @@ from src.held_out import content_hash
 from src.trajectory import TrajectoryGroup
 
 RESULTS_FILE = "results.json"
-NAMES = {  # of rates, to a reader
-    "pass_at_1": "pass@1 = pass^1",
-    "success_write": "pass^1 of tasks whose solution changes something",
-    "success_nowrite": "pass^1 of tasks whose solution changes nothing",
-    "floor": "do-nothing floor: pass^1 of an agent that declines everything",
-}
 
 
 def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[str, Any]:
@@ -53,7 +47,7 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     """What was found, the trials without a grade in a line of their own."""
     metrics = results["metrics"]
     for name, rate in results["rates"].items():
-        display.say(f"{NAMES.get(name) or name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+        display.say(f"{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
     stops = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("test/env/all/stop_reason/")}
     calls = metrics.get("test/env/all/tool_calls")
     display.say(

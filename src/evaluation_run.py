@@ -106,7 +106,6 @@ async def play(
                 step=0,
                 directory=jobs,
                 on_group=display.group,
-                idle=evaluated.source.idle,
             )
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})

@@ -42,7 +42,7 @@ class RolloutPlan:
     """How one batch of groups is played."""
 
     step: int
-    purpose: str  # "step" | "refill-1", ... | "eval" | "floor": part of the folder's name and of the seeds
+    purpose: str  # "step" | "refill-1", ... | "eval": part of the folder's name and of the seeds
     group_size: int
     temperature: float
     directory: Path
@@ -50,7 +50,7 @@ class RolloutPlan:
     @property
     def is_training(self) -> bool:
         """The phase of its episodes; an evaluation may well be played beside them."""
-        return self.purpose not in ("eval", "floor")
+        return self.purpose != "eval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

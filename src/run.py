@@ -95,8 +95,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     success = recorded(metrics_file, "test/env/all/success")
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     after = success[max(success)] if success else None
-    floor = next(iter(recorded(metrics_file, "test/floor").values()), None)
-    for line in outcome(success.get(0), after, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path, floor=floor):
+    for line in outcome(success.get(0), after, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
 
 

@@ -211,16 +211,7 @@ class Terminus2RLTrainer:
         self._display.begin(f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size)
         started = time.monotonic()
         directory = self._finished.job_directory("eval", step)
-        evaluating = evaluate(
-            self._rollouts,
-            tasks,
-            policy,
-            settings,
-            step=step,
-            directory=directory,
-            on_group=self._display.group,
-            idle=self._source.idle,
-        )
+        evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, directory)
         self._journal.evaluated(step)

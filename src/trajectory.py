@@ -43,7 +43,6 @@ class Task:
     instruction: str = ""
     domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # what its environment has to know of it
-    writes: bool | None = None  # whether solving it changes anything; None: the problem does not tell such tasks apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

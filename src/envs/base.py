@@ -23,7 +23,6 @@ class TaskSource(Protocol):
 
     train: Sequence[Task]
     eval: Sequence[Task]
-    idle: Policy | None  # does nothing for anybody: what it earns is the floor of every result. None: nobody knows what that would be
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible.

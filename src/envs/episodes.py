@@ -33,7 +33,6 @@ class Domain:
     make: Callable[[Task, int], MessageEnv]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
     held_out: Sequence[Task] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
     close: Callable[[], Awaitable[None]] | None = None  # what its environments share is freed by it; None: they share nothing
-    idle: Callable[[Chat], Policy] | None = None  # see `TaskSource`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,6 @@ class EpisodeTasks:
         require_unique_ids([*domain.tasks, *domain.held_out])
         self.train = domain.tasks
         self.eval = domain.held_out
-        self.idle = None if domain.idle is None else domain.idle(chat)
         self._domain = domain
         self._chat = chat
         self._limits = limits

@@ -79,8 +79,6 @@ def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
 class HarborTasks:
     """The tasks of a folder, checked, split and ready to be tried. Implements `TaskSource`."""
 
-    idle = None  # what a folder of tasks is worth untouched, only its verifiers know
-
     def __init__(
         self,
         settings: HarborSettings,

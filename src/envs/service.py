@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from src.chat import Chat, Message
+from src.chat import Message
 from src.envs.tool_calls import ToolCall, parse
-from src.generator import Observation, Opening
-from src.policy import Policy
-from src.trajectory import StopReason, Turn
+from src.generator import MessageEnv, Observation, Opening
+from src.trajectory import StopReason
 
 MAX_ERRORS = 10  # unreadable or empty answers and failed calls that end an episode without a reward, as in tau2
 DECLINES = "I am sorry, I cannot help with that."
@@ -107,18 +106,14 @@ def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
     return {str(function["name"]) for tool in tools if isinstance(function := tool["function"], Mapping)}
 
 
-class Declining(Policy):
-    """Says the same to whatever it is asked and calls nothing: what it earns is the floor of a task."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.version = 0
-        self._answer = [*chat.tokenizer.encode(DECLINES, add_special_tokens=False), chat.turn_end_id]
-
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=self._answer,
-            logprobs=[0.0] * len(self._answer),
-            stop_reason=StopReason.STOP,
-            policy_version=self.version,
-        )
+async def do_nothing(env: MessageEnv) -> float:
+    """The reward of an agent that declines whatever it is asked: the floor of the task."""
+    reward, is_done = 0.0, False
+    try:
+        await env.start()
+        while not is_done:
+            observation = await env.step(DECLINES)
+            reward, is_done = reward + observation.reward, observation.is_done
+    finally:
+        await env.close()
+    return reward

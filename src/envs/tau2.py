@@ -145,7 +145,9 @@ class Tau2Episode:
         return state
 
     def _metrics(self, reward: float) -> dict[str, float]:
-        return {f"reward_{self._parts.grading}": reward, "no_write_action": float(self._num_writes == 0)}
+        """Success apart for tasks whose gold actions write and for those that doing nothing may solve."""
+        kind = "success_write" if self._task.row["gold_writes"] else "success_nowrite"
+        return {f"reward_{self._parts.grading}": reward, kind: reward, "no_write_action": float(self._num_writes == 0)}
 
 
 def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:
@@ -179,7 +181,7 @@ def official_tasks(settings: WorkerSettings, domain: str, split: str) -> list[Ta
         raise ConfigError(f"tau2 cannot list the {split} tasks of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
-    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, writes=row["gold_writes"]) for row in rows]
+    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row) for row in rows]
 
 
 def gradable(tasks: Sequence[Task], *, grading: Grading, has_judge: bool) -> list[Task]:

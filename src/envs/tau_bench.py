@@ -17,7 +17,7 @@ from src.envs import tau2, toy_retail
 from src.envs.base import TaskSource
 from src.envs.customers import Customer, EndpointModel, Model, ModelCustomer, TinkerModel, Tools
 from src.envs.episodes import Domain, episodes
-from src.envs.service import Declining, ServiceEnv
+from src.envs.service import ServiceEnv
 from src.envs.workers import WorkerPool
 from src.errors import ConfigError
 from src.trajectory import Task
@@ -84,7 +84,6 @@ def open_tau2(config: TrainerConfig, options: Options, names: list[str]) -> Doma
         held_out=tasks([(name, tau2.SPLITS[name][1]) for name in names]),
         make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel),
         close=close,
-        idle=Declining,
     )
 
 

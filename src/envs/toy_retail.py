@@ -23,7 +23,7 @@ from typing import Any
 from src.chat import Message
 from src.envs.customers import STOP, Customer, Model, ModelCustomer, ScriptedCustomer, ends
 from src.envs.episodes import Domain
-from src.envs.service import Declining, Grade, Reaction, ServiceEnv
+from src.envs.service import Grade, Reaction, ServiceEnv
 from src.envs.tool_calls import ToolCall
 from src.errors import ConfigError
 from src.generator import Opening
@@ -246,17 +246,7 @@ def load_domain(
         return ServiceEnv(ToyRetailEpisode(task.row, database=database, policy=policy, customer=customer(task.row, seed)))
 
     def tasks(split: str) -> list[Task]:
-        return [
-            Task(
-                id=row["id"],
-                path=folder / "tasks.json",
-                instruction=row["instruction"],
-                domain=NAME,
-                row=row,
-                writes=any(TOOLS[action["name"]].writes for action in row["actions"]),
-            )
-            for row in rows
-            if row["split"] == split
-        ]
+        chosen = [row for row in rows if row["split"] == split]
+        return [Task(id=row["id"], path=folder / "tasks.json", instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
 
-    return Domain(tasks=tasks("train"), held_out=tasks("test"), make=make, close=close, idle=Declining)
+    return Domain(tasks=tasks("train"), held_out=tasks("test"), make=make, close=close)

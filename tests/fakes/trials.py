@@ -64,7 +64,6 @@ class FakeTasks:
 
     train: Sequence[Task]
     eval: Sequence[Task] = ()
-    idle: Policy | None = None
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
     num_closed: int = 0

@@ -136,7 +136,7 @@ def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compa
     theirs = evaluate(*shared, f"base_url={url}/v1", f"log_path={tmp_path / 'theirs'}", f"compare_with={tmp_path / 'ours'}")
     for done in (ours, theirs):
         assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-        assert "pass@1 = pass^1: " in done.stdout and "trials: 4 graded" in done.stdout
+        assert "pass@1: " in done.stdout and "trials: 4 graded" in done.stdout
     assert "paired over 2 tasks" in theirs.stdout
     for name in ("ours", "theirs"):
         results = json.loads((tmp_path / name / "results.json").read_text())

@@ -79,8 +79,6 @@ def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_ar
     assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
     assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert len(outcome(None, None, steps=3, wall_s=9, log_path=tmp_path)) == 2
-    beside = outcome(0.25, 0.5, steps=1, wall_s=125.4, log_path=tmp_path, floor=0.1)[1]
-    assert beside == f"{lines[1]}; do-nothing floor: 10.0%"
 
 
 def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):

@@ -75,8 +75,8 @@ async def test_an_episode_goes_from_the_policy_to_the_evaluator_and_back(home: P
     roles = [message["role"] for message in trajectory.conversation]
     assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
     assert trajectory.conversation[2]["content"] == "save it"  # the scenario, all at once
-    assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
-    assert trajectory.metrics["no_write_action"] == 0.0
+    assert trajectory.metrics["reward_all"] == trajectory.metrics["success_write"] == trajectory.metrics["reward_db"] == 1.0
+    assert trajectory.metrics["no_write_action"] == 0.0 and "success_nowrite" not in trajectory.metrics
 
 
 async def test_doing_nothing_is_seen_as_such(home: Path):
