@@ -30,7 +30,14 @@ SHOWN = (
     ("play s", "time/rollouts", "{:.1f}"),
     ("learn s", "time/update", "{:.1f}"),
 )
-FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "jobs/", "logs.log")  # a run's, those that a reader begins with
+FILES = (
+    "metrics.jsonl",
+    "checkpoints.jsonl",
+    "rollouts/",
+    "dumped_evals/",
+    "jobs/",
+    "logs.log",
+)  # a run's, those that a reader begins with
 
 
 class Display:
