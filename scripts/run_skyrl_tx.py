@@ -74,11 +74,12 @@ QUICKSTARTS = {
     ),
     "tau_bench": QuickStart(
         folder=ROOT / "datasets" / "toy_retail",
-        says="a small model learns to serve a shop's customers by GRPO on this machine; about ten minutes on two CPU cores",
+        says="a small model learns to serve a shop's customers by GRPO on this machine; three to six minutes on two CPU cores",
         options={
             "model_name": "local/toy-retail",
             "use_native_tool_calling": "true",
             "max_turns": "16",
+            "max_steps": "18",
             "n_parallel_envs": "32",
         },
     ),

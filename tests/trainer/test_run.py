@@ -60,7 +60,8 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     records = bench.lines("rollouts/step_000001.jsonl")
     assert len(records) == 8
     assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
-    assert (bench.path / "jobs" / "step_000002").is_dir() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert {trial.directory for trial in bench.source.made} == {bench.path / "jobs" / name for name in bench.source.ended}
+    assert not (bench.path / "jobs").exists()  # these trials write nothing
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
@@ -114,7 +115,7 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
     assert len(bench.lines("rollouts/step_000001.jsonl")) == 16  # what was played is recorded, learned from or not
-    assert (bench.path / "jobs" / "refill-1_000001").is_dir()
+    assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
     assert bench.backend.versions == [0, 1]  # re-sampling is not a step
 
 
