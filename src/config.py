@@ -39,6 +39,7 @@ REFUSED = {
     "batched": "every trial is a conversation of its own; drop it",
 }
 
+TAU_BENCH_ONLY = ("train_data", "test_data")
 HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops")
 
 
@@ -52,6 +53,18 @@ class TrainerConfig:
     )
     tasks_dir: str | None = chz.field(
         default=None, doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it"
+    )
+    train_data: list[str] | None = chz.field(
+        default=None,
+        doc="Training tasks (env=tau_bench), beside those of environment_kwargs=domain=...: .jsonl or .parquet files of rows in "
+        "the seeds' format, or DOMAIN:SPLIT",
+    )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for metrics under that name",
+    )
+    domain_mixture: list[str] | None = chz.field(
+        default=None, doc="Shares of the domains in every batch, e.g. retail=0.7,airline=0.3; None: every task once per epoch"
     )
     tokenizer: str | None = chz.field(default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name")
     backend: Literal["tinker", "skyrl-tx"] = chz.field(default="tinker", doc="tinker: the cloud; skyrl-tx: a server of your own")
@@ -285,6 +298,11 @@ class TrainerConfig:
         )
 
     @property
+    def domain_shares(self) -> dict[str, float]:
+        """Of each domain in a batch, 1 together; empty without a mixture."""
+        return shares(self.domain_mixture)
+
+    @property
     def estimator(self) -> Estimator:
         """The advantage estimator, once normalize_advantages_by_std has had its say."""
         return "dr_grpo" if self.advantage_estimator == "grpo" and not self.normalize_advantages_by_std else self.advantage_estimator
@@ -397,7 +415,16 @@ class TrainerConfig:
         )
 
     @chz.validate
+    def _a_mixture_has_shares(self) -> None:
+        shares(self.domain_mixture)
+        for name, neutral in (("task_sampling", "uniform"), ("dynamic_sampling", "off")):
+            value = getattr(self, name)
+            _check(self.domain_mixture is None or value == neutral, f"domain_mixture decides what each batch plays; drop {name}={value}")
+
+    @chz.validate
     def _the_environment_takes_its_options(self) -> None:
+        for name in TAU_BENCH_ONLY:
+            _check(self.env == "tau_bench" or getattr(self, name) is None, f"{name} is for env=tau_bench, not env={self.env}; drop it")
         if self.env == "harbor":
             _check(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
             _check(not self.use_native_tool_calling, "use_native_tool_calling: Terminus-2 calls no tools, it types; drop it")
@@ -435,6 +462,22 @@ def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
     for (key, equals, _), item in zip(split, items or [], strict=True):
         _check(bool(key and equals), f"{option} takes key=value pairs, not {item!r}; write {option}=key=value,other=value")
     return {key: value for key, _, value in split}
+
+
+def shares(items: list[str] | None) -> dict[str, float]:
+    """Domain -> its share, all of them 1 together.
+
+    >>> shares(["retail=3", "airline=1"])
+    {'retail': 0.75, 'airline': 0.25}
+    """
+    weights: dict[str, float] = {}
+    for domain, text in pairs(items, option="domain_mixture").items():
+        try:
+            weights[domain] = float(text)
+        except ValueError:
+            weights[domain] = 0.0
+        _check(0 < weights[domain] < float("inf"), f"domain_mixture {domain} needs a number above 0, not {text!r}")
+    return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
 
 
 def loss_settings(items: list[str] | None, *, loss_fn: str) -> dict[str, float]:

@@ -24,6 +24,9 @@ class EvaluateConfig:
     model_name: str | None = chz.field(default=None, doc="Model as the server or the endpoint names it; not needed with results=")
     env: str = _trainers("env")
     tasks_dir: str | None = _trainers("tasks_dir", doc="Folder of Harbor task folders to evaluate on; not needed with results=")
+    test_data: list[str] | None = _trainers(
+        "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
+    )
     tasks: list[str] | None = chz.field(default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included")
     train_data: str | None = chz.field(
         default=None,
@@ -74,7 +77,11 @@ class EvaluateConfig:
     def trials(self) -> TrainerConfig:
         """The trainer's view of these trials. ValueError where the trainer would refuse them."""
         assert self.model_name is not None
-        shared = {name: getattr(self, name) for name in chz.chz_fields(EvaluateConfig) if name in _DEFAULTS and name != "log_path"}
+        shared = {
+            name: getattr(self, name)
+            for name in chz.chz_fields(EvaluateConfig)
+            if name in _DEFAULTS and name not in ("log_path", "train_data")
+        }
         if self.base_url is not None:  # a server of one's own, whose context nobody knows
             shared |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url}
         return TrainerConfig(**shared, eval_split=0.0)

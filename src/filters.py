@@ -68,6 +68,15 @@ def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> lis
     return list(groups)
 
 
+def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
+    """How many rewards above 0 the two rules take away."""
+    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
+    non_stop = [member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
+    limit = settings.max_assistant_response_tokens
+    too_long = [member for member in rewarded if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
+    return {"rewards/zeroed_by_non_stop": float(len(non_stop)), "rewards/zeroed_by_length": float(len(too_long))}
+
+
 def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
     """None: the group stays. A group of one has no variance to be without, and stays (SkyRL)."""
     if not group.trajectories:
@@ -115,7 +124,9 @@ def trains(trajectory: Trajectory, settings: FilterSettings) -> bool:
 
 def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
     """Counts what was sampled, without the token that ended the answer."""
-    return any(len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) > limit for turn in trajectory.turns)
+    longest = max((len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns), default=0)
+    logger.debug("%s: the longest answer has %d tokens, %d are allowed", trajectory.task_id, longest, limit)
+    return longest > limit
 
 
 def _zeroed(group: TrajectoryGroup, flags: Sequence[bool]) -> TrajectoryGroup:

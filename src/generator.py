@@ -146,11 +146,10 @@ class _Episode:
             text = self._chat.decode(turn.completion_ids)
             observation = await self._env.step(text)
             self._record(turn, observation)
-            history.append({"role": "assistant", "content": text})
+            history += [{"role": "assistant", "content": text}, *observation.messages]
             if observation.is_done:
                 self.stop_reason = observation.stop_reason or self.stop_reason
                 return
-            history += observation.messages
             if self._settings.step_wise:
                 prompt_ids = self._chat.render(history, tools=tools)
             else:
@@ -190,15 +189,16 @@ class _Episode:
 
     def _record(self, turn: Turn, observation: Observation) -> None:
         """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
-        self._reward += observation.reward
-        self._metrics |= observation.metrics
+        reward = float(observation.reward)  # environments reckon in numpy, records are JSON
+        self._reward += reward
+        self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
         if turn.completion_ids:
             self._turns.append(turn)
-            self._rewards.append(observation.reward)
+            self._rewards.append(reward)
         else:
             self._num_empty += 1
             if self._rewards:
-                self._rewards[-1] += observation.reward
+                self._rewards[-1] += reward
 
 
 def shown(opening: Opening, settings: EpisodeSettings) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:

@@ -36,6 +36,7 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     )
     if not trajectories:
         return metrics
+    metrics |= {f"env/all/{name}": value for name, value in success_split(groups).items()}
     return metrics | reward_metrics(groups, group_size=group_size) | by_group(groups) | length_metrics(trajectories)
 
 
@@ -58,18 +59,18 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     }
     for name, value in signal_metrics(graded, group_size=group_size).items():
         metrics[f"reward/avg_{name}" if name.startswith("pass_at_") else f"reward/{name}"] = value
-    for family_name, rewards_P_G in rewards_by_environment(groups).items():
-        signals = signal_metrics(rewards_P_G, group_size=group_size)
+    for family_name, own in by_environment(groups).items():
+        signals = signal_metrics([group.rewards for group in own], group_size=group_size)
         metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
     return metrics
 
 
-def rewards_by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[list[float]]]:
-    """The rewards of each graded group, by domain or family. Nothing where tasks name no domain and each is a family of its own."""
+def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
+    """The graded groups, by domain or family. Nothing where tasks name no domain and each is a family of its own."""
     graded = [group for group in groups if group.trajectories]
-    found: defaultdict[str, list[list[float]]] = defaultdict(list)
+    found: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in graded:
-        found[environment(group.task)].append(group.rewards)
+        found[environment(group.task)].append(group)
     is_split = len(found) < len(graded) or any(group.task.domain for group in graded)
     return dict(sorted(found.items())) if is_split else {}
 
@@ -90,6 +91,15 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
         "signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
         "mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
     }
+
+
+def success_split(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Success apart for tasks that take a writing action and for those that an agent who does nothing may solve."""
+    found: dict[str, float] = {}
+    for name, writes in (("success_write", True), ("success_nowrite", False)):
+        rewards = [reward for group in groups if group.task.gold_writes is writes for reward in group.rewards]
+        found |= {name: float(np.mean([reward >= SOLVED for reward in rewards]))} if rewards else {}
+    return found
 
 
 def by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -220,11 +230,33 @@ def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReas
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """A held-out set's rewards and failures under `test/`, and the reward of each family where tasks form families."""
+    """A held-out set's rewards and failures under `test/`, and a block of its own for each domain, or family where tasks form families."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    for name, rewards_P_G in rewards_by_environment(groups).items():
-        metrics[f"test/env/{name}/reward/total"] = float(np.mean([reward for rewards in rewards_P_G for reward in rewards]))
+    for name, own in by_environment(groups).items():
+        metrics |= {f"test/env/{name}/{key}": value for key, value in domain_metrics(own, group_size=group_size).items()}
     return metrics
+
+
+def domain_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
+    """What one domain's held-out trials come to."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    shown = {name.removeprefix("env/all/"): value for name, value in measured(trajectories).items() if name.startswith("env/all/")}
+    signals = signal_metrics([group.rewards for group in groups], group_size=group_size)
+    return (
+        shown
+        | {f"reward/{name}": value for name, value in signals.items()}
+        | success_split(groups)
+        | {
+            "trials": float(len(rewards)),
+            "reward/total": float(np.mean(rewards)),
+            "reward/min": float(min(rewards)),
+            "reward/max": float(max(rewards)),
+            "success": float(np.mean([reward >= SOLVED for reward in rewards])),
+            "positive_rate": float(np.mean([reward > 0 for reward in rewards])),
+            "turns": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
+        }
+    )
 
 
 def environment(task: Task) -> str:

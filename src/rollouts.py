@@ -74,6 +74,7 @@ class Rollouts:
         self._settings = settings
         self._finished = finished
         self._slots = asyncio.Semaphore(settings.n_parallel_envs)
+        self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
 
     async def play(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
@@ -92,6 +93,19 @@ class Rollouts:
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from errors
         return [task.result() for task in playing]
+
+    async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
+        await asyncio.gather(*(self._measure_floor(task) for task in tasks if task.id not in self._floors))
+        return {task.id: floor for task in tasks if (floor := self._floors[task.id]) is not None}
+
+    async def _measure_floor(self, task: Task) -> None:
+        async with self._slots:
+            try:
+                self._floors[task.id] = await self._source.floor(task)
+            except Exception as error:  # the border of a trial
+                logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
+                self._floors[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[Place, FinishedRollout]:
         """What is on disk of the batch already."""

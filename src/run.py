@@ -17,7 +17,7 @@ from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
 from src.chat import load_chat
 from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
-from src.console import Display, outcome
+from src.console import Display, Success, outcome, signal
 from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.endpoint import open_endpoint
@@ -41,12 +41,13 @@ from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.step_groups import GroupSettings
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import RunLog, TrackingSettings, open_run_log, recorded
+from src.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
 from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
+SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,8 @@ async def open_parts(
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
     """The whole run. Raises a TrainerError for whatever the user can mend, and is cancelled to stop it."""
     started = time.monotonic()
+    if config.learning_rate < SMALLEST_LORA_RATE:
+        display.say(f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter wants ten times that or more")
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
@@ -92,11 +95,16 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
             await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
-    success = recorded(metrics_file, "test/env/all/success")
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    after = success[max(success)] if success else None
-    for line in outcome(success.get(0), after, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
+    signals = [signal(name, variances) for name, variances in recorded_variances(metrics_file).items()]
+    for line in outcome(success_of(metrics_file), signals, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
+
+
+def success_of(metrics_file: Path) -> Success:
+    rates, floors = recorded(metrics_file, "test/env/all/success"), recorded(metrics_file, "test/floor")
+    last = rates[max(rates)] if rates else None
+    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None)
 
 
 async def survive(

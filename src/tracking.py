@@ -112,6 +112,17 @@ def recorded(path: Path, name: str) -> dict[int, float]:
     return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
 
 
+def recorded_variances(path: Path) -> dict[str, list[float]]:
+    """`variance_per_prompt` of every step that was trained: of all tasks, and of each domain or family that has its own."""
+    found: dict[str, list[float]] = {}
+    for record in records(path):
+        for name, value in record.items():
+            area, _, last = name.rpartition("/")
+            if last == "variance_per_prompt" and area.partition("/")[0] == "reward" and value is not None:
+                found.setdefault(area.partition("/")[2] or "all tasks", []).append(value)
+    return dict(sorted(found.items()))
+
+
 def is_wall_clock(name: str) -> bool:
     """Whether a metric measures time. All others are the same in an unbroken run and in one that was killed and resumed.
 

@@ -17,6 +17,7 @@ from src.config import TrainerConfig
 from src.errors import TrainerError
 
 INTERRUPTED = 130
+DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.filters"}  # the seeds' -> who logs
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -73,12 +74,13 @@ async def _train(config: TrainerConfig) -> int:
 
 
 def quieten() -> None:
-    """Our own loggers speak, third parties only of trouble. DEBUG_PARSER=1: every answer that is searched for tool calls, too."""
+    """Our own loggers speak, third parties only of trouble; what DEBUG_SWITCHES name speaks of every answer where its switch is 1."""
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if os.environ.get("DEBUG_PARSER") == "1":
-        logging.getLogger("src.envs.tool_calls").setLevel(logging.DEBUG)
+    for switch, name in DEBUG_SWITCHES.items():
+        if os.environ.get(switch) == "1":
+            logging.getLogger(name).setLevel(logging.DEBUG)
 
 
 async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:

@@ -43,6 +43,8 @@ class Task:
     instruction: str = ""
     domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # what its environment has to know of it
+    grading: str = ""  # where only a part of its benchmark's grading counts, the name of the part, which rates of success then carry
+    gold_writes: bool | None = None  # whether solving it takes an action that changes something; None: nobody says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,10 @@ class TaskSource(Protocol):
         """
         ...
 
+    async def floor(self, task: Task) -> float | None:
+        """What an agent that does nothing earns at `task`; None where nobody can say. May fail as a trial fails, by raising."""
+        ...
+
     def batch_ended(self, directory: Path) -> None:
         """Every trial below `directory` has ended; time to sum them up for a reader. Blocking."""
         ...

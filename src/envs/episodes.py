@@ -32,6 +32,7 @@ class Domain:
     tasks: Sequence[Task]
     make: Callable[[Task, int], MessageEnv]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
     held_out: Sequence[Task] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
+    do_nothing: Callable[[MessageEnv], Awaitable[float]] | None = None  # plays it as an agent that does nothing, for its reward
     close: Callable[[], Awaitable[None]] | None = None  # what its environments share is freed by it; None: they share nothing
 
 
@@ -54,8 +55,7 @@ class EpisodeTasks:
     """The tasks of a domain, split and ready to be tried. Implements `TaskSource`."""
 
     def __init__(self, domain: Domain, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
-        """`settings` but for temperature and seed, which are each trial's own. ConfigError where two tasks share an id."""
-        require_unique_ids([*domain.tasks, *domain.held_out])
+        """`settings` but for temperature and seed, which are each trial's own."""
         self.train = domain.tasks
         self.eval = domain.held_out
         self._domain = domain
@@ -71,6 +71,12 @@ class EpisodeTasks:
             task=task, env=lambda: self._domain.make(task, env_seed), chat=self._chat, limits=self._limits, settings=settings
         )
 
+    async def floor(self, task: Task) -> float | None:
+        """As the first member of a group would meet it."""
+        if self._domain.do_nothing is None:
+            return None
+        return await self._domain.do_nothing(self._domain.make(task, environment_seed(self._settings.seed, task.id, 0)))
+
     async def close(self) -> None:
         if self._domain.close is not None:
             await self._domain.close()
@@ -83,7 +89,8 @@ class EpisodeTasks:
 
 
 def episodes(config: TrainerConfig, chat: Chat, domain: Domain) -> EpisodeTasks:
-    """A domain as a run's options want it. ConfigError for held-out tasks that are none."""
+    """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
+    require_unique_ids([*domain.tasks, *domain.held_out])
     train, held_out = split(domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed)
     settings = EpisodeSettings(
         temperature=config.temperature,

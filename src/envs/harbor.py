@@ -149,6 +149,10 @@ class HarborTasks:
     async def close(self) -> None:
         """Trials share nothing."""
 
+    async def floor(self, task: Task) -> float | None:
+        """A terminal that nobody touches solves no task worth the name."""
+        return None
+
     def batch_ended(self, directory: Path) -> None:
         """Makes `directory` a Harbor job with totals."""
         from src.envs.harbor_job import write_job

@@ -17,6 +17,7 @@ from src.generator import MessageEnv, Observation, Opening
 from src.trajectory import StopReason
 
 MAX_ERRORS = 10  # unreadable or empty answers and failed calls that end an episode without a reward, as in tau2
+MAX_REFUSALS = 30
 DECLINES = "I am sorry, I cannot help with that."
 
 
@@ -99,7 +100,7 @@ class ServiceEnv:
         return self._counts["tool_errors"] + self._counts["unusable_answers"] >= MAX_ERRORS
 
     def _metrics(self) -> dict[str, float]:
-        return {name: float(count) for name, count in self._counts.items()}
+        return {name: float(count) for name, count in self._counts.items()} | {"too_many_errors": float(self._is_hopeless())}
 
 
 def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
@@ -107,13 +108,15 @@ def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
 
 
 async def do_nothing(env: MessageEnv) -> float:
-    """The reward of an agent that declines whatever it is asked: the floor of the task."""
-    reward, is_done = 0.0, False
+    """The reward of an agent that declines whatever it is asked: the floor of the task. A customer who never leaves is left."""
+    reward = 0.0
     try:
         await env.start()
-        while not is_done:
+        for _ in range(MAX_REFUSALS):
             observation = await env.step(DECLINES)
-            reward, is_done = reward + observation.reward, observation.is_done
+            reward += observation.reward
+            if observation.is_done:
+                break
     finally:
         await env.close()
     return reward

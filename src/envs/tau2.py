@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 from uuid import uuid4
@@ -21,6 +21,7 @@ from src.endpoint import Reply as JudgesReply
 from src.envs import tau2_worker
 from src.envs.customers import Customer, ScriptedCustomer, Tools
 from src.envs.service import Grade, Reaction, names_of
+from src.envs.task_rows import Definition
 from src.envs.tool_calls import ToolCall, parse
 from src.envs.workers import Reply, WorkerPool, WorkerSettings, WorkerTimeout
 from src.errors import ConfigError, SandboxError, VerifierError
@@ -77,13 +78,13 @@ class Tau2Episode:
         self._customer: Customer | None = None
         self._customer_tools: Tools = ()
         self._heard: list[Message] = []  # the conversation as the customer knows it
-        self._num_tool_errors = self._num_writes = 0
+        self._num_tool_errors = self._num_customer_errors = self._num_writes = 0
         self._is_stuck = False
 
     async def start(self) -> Opening:
         row, parts = self._task.row, self._parts
         limits = {"max_steps": parts.max_steps, "max_errors": parts.max_errors}
-        opened = await self._ask("reset", domain=row["domain"], task=row["task"], **limits)
+        opened = await self._ask("reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits)
         self._customer_tools = opened["customer_tools"]
         self._customer = parts.make_customer(opened["customer_prompt"], self._customer_tools, self._seed)
         state = await self._until_agent(opened)
@@ -136,18 +137,22 @@ class Tau2Episode:
         return state
 
     async def _until_agent(self, state: Reply) -> Reply:
+        """What the agent hears next, or the words that the customer left with."""
         assert self._customer is not None
+        errors_before = self._num_tool_errors
         while state["turn"] == tau2_worker.CUSTOMER:
             self._heard += state["messages"]
             said = await self._customer.reply(self._heard)
             parsed = parse(said, names_of(self._customer_tools)) if self._customer_tools else None
             state = await self._say(parsed.content, parsed.calls) if parsed and parsed.calls else await self._say(said, ())
+            if state["turn"] == tau2_worker.OVER:
+                state = {**state, "messages": [{"role": "user", "content": said}]}
+        self._num_customer_errors += self._num_tool_errors - errors_before
         return state
 
     def _metrics(self, reward: float) -> dict[str, float]:
-        """Success apart for tasks whose gold actions write and for those that doing nothing may solve."""
-        kind = "success_write" if self._task.row["gold_writes"] else "success_nowrite"
-        return {f"reward_{self._parts.grading}": reward, kind: reward, "no_write_action": float(self._num_writes == 0)}
+        customers = {"customer_tool_errors": float(self._num_customer_errors)} if self._customer_tools else {}
+        return {f"reward_{self._parts.grading}": reward, "no_write_action": float(self._num_writes == 0)} | customers
 
 
 def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:
@@ -169,26 +174,38 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
     )
 
 
-def official_tasks(settings: WorkerSettings, domain: str, split: str) -> list[Task]:
-    """The tasks of an official split, from a worker of its own. Blocking. ConfigError with its words where it cannot say."""
-    request = {"id": 1, "timeout_s": LISTING_TIMEOUT_S, "op": "tasks", "domain": domain, "split": split}
+def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> list[Task]:
+    """The tasks of an official split, None: all of the domain's. Blocking. ConfigError with the benchmark's words where it cannot say."""
+    return _tasks(settings, domain, what=f"the {split or 'known'} tasks", split=split)
+
+
+def defined_tasks(settings: WorkerSettings, domain: str, definitions: Mapping[str, Definition]) -> list[Task]:
+    """Tasks in a domain of the benchmark that are not its own, by id. Blocking. ConfigError for actions that it does not have."""
+    records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
+    found = _tasks(settings, domain, what="the tasks that rows define", split=None, definitions=list(records.values()))
+    return [replace(task, row={**task.row, "definition": record}) for task, record in zip(found, records.values(), strict=True)]
+
+
+def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: object) -> list[Task]:
+    """What a worker of its own says of them."""
+    request = {"id": 1, "timeout_s": LISTING_TIMEOUT_S, "op": "tasks", "domain": domain, **arguments}
     environment = {**os.environ, **settings.environment}
     said = json.dumps(request) + "\n"
     listing = subprocess.run(settings.command, input=said, env=environment, capture_output=True, text=True, check=False)
     replies = [json.loads(line) for line in listing.stdout.splitlines()]
     problems = [reply["error"] for reply in replies if "error" in reply] or ([] if len(replies) == 2 else [listing.stderr[-300:]])
     if problems:
-        raise ConfigError(f"tau2 cannot list the {split} tasks of {domain}: {problems[0]}")
+        raise ConfigError(f"tau2 cannot list {what} of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
-    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row) for row in rows]
+    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"]) for row in rows]
 
 
 def gradable(tasks: Sequence[Task], *, grading: Grading, has_judge: bool) -> list[Task]:
     """Those that can be graded in full; the others are left out, and counted."""
     if grading == "env" or has_judge:
         return list(tasks)
-    kept = [task for task in tasks if not task.row["needs_judge"]]
+    kept = [task for task in tasks if not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
         left_out = len(tasks) - len(kept)
         logger.warning("tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are left out", left_out, len(tasks))

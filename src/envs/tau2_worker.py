@@ -154,16 +154,22 @@ class Player:
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
 
-    def tasks(self, *, domain: str, split: str) -> dict[str, Any]:
-        """The official tasks of a split, without what only the grading may know but for the gold actions, which checks replay."""
-        environment = environment_of(domain)
-        return {"tasks": [described(task, environment) for task in official_tasks(domain, split)]}
+    def tasks(self, *, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """The official tasks of a split (None: all of them), or those that are defined.
 
-    def reset(self, *, episode: str, domain: str, task: str, max_steps: int, max_errors: int) -> dict[str, Any]:
+        What only the grading may know is left out, but for the gold actions, which checks replay.
+        """
+        environment = environment_of(domain)
+        found = official_tasks(domain, split) if definitions is None else [defined(definition) for definition in definitions]
+        return {"tasks": [described(task, environment) for task in found]}
+
+    def reset(
+        self, *, episode: str, domain: str, task: str, max_steps: int, max_errors: int, definition: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
         from tau2.user.user_simulator import UserSimulator
 
-        found = task_of(domain, task)
+        found = task_of(domain, task) if definition is None else defined(definition)
         begun = self.episodes[episode] = Episode(domain, found, max_steps=max_steps, max_errors=max_errors)
         environment = begun.environment
         customer_tools = None if environment.user_tools is None else environment.get_user_tools(include=found.user_tools)
@@ -243,6 +249,16 @@ def official_tasks(domain: str, split: str | None) -> list[Any]:
 @functools.cache
 def task_of(domain: str, task_id: str) -> Any:
     return {task.id: task for task in official_tasks(domain, None)}[task_id]
+
+
+def defined(definition: dict[str, Any]) -> Any:
+    """A task that is not the benchmark's, graded as tau-bench's were: by the end state and what was told."""
+    from tau2.data_model.tasks import Task
+
+    actions = [{"action_id": str(number), **action} for number, action in enumerate(definition["actions"])]
+    criteria = {"actions": actions, "communicate_info": definition["facts"], "reward_basis": ["DB", "COMMUNICATE"]}
+    scenario = {"instructions": definition["instruction"]}
+    return Task.model_validate({"id": definition["id"], "user_scenario": scenario, "evaluation_criteria": criteria})
 
 
 @functools.cache

@@ -22,16 +22,20 @@ def row(name: str, split: str) -> dict[str, Any]:
     return {"id": f"{name}-{split}", "needs_judge": name == "judged", "gold_writes": name != "judged"}
 
 
-def tasks(*, domain: str, split: str) -> dict[str, Any]:
+def tasks(*, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     if domain == "telecom":
         return {"error": "FileNotFoundError: tasks.json"}
-    return {"tasks": [row(name, split) for name in ("save", "judged", "broken")]}
+    if definitions is not None:
+        return {"tasks": [{"id": one["id"], "needs_judge": False, "gold_writes": bool(one["actions"])} for one in definitions]}
+    splits = ("train", "test") if split is None else (split,)
+    return {"tasks": [row(name, split) for split in splits for name in ("save", "judged", "broken")]}
 
 
-def reset(*, episode: str, domain: str, task: str, max_steps: int, max_errors: int) -> dict[str, Any]:
+def reset(*, episode: str, domain: str, task: str, max_steps: int, max_errors: int, definition: dict[str, Any] | None) -> dict[str, Any]:
     episodes[episode] = {"task": task, "turn": "customer", "saved": 0, "errors": 0, "opening": [GREETING], "said": []}
     prompt = {"agent_prompt": f"policy of {domain}", "agent_tools": [schema("save"), schema("calculate")]}
-    customer = {"customer_prompt": "guidelines <scenario>\nsave it\n</scenario>", "customer_tools": [schema("look")]}
+    wish = "save it" if definition is None else definition["instruction"]
+    customer = {"customer_prompt": f"guidelines <scenario>\n{wish}\n</scenario>", "customer_tools": [schema("look")]}
     return prompt | customer | state(episode, [GREETING])
 
 

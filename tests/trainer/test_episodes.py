@@ -74,11 +74,12 @@ class Bench:
 
     def __init__(self, path: Path) -> None:
         self.path = path / "run"
+        self.text = io.StringIO()
         self.backend = BanditBackend()
 
     async def go(self, *options: str) -> list[dict]:
         argv = ["batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", f"log_path={self.path}", *options]
-        await run(config(*argv), Display(Console(file=io.StringIO())), open_parts=self._open)
+        await run(config(*argv), Display(Console(file=self.text, width=160)), open_parts=self._open)
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
     @asynccontextmanager
@@ -105,13 +106,27 @@ async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
     bench = Bench(tmp_path)
     metrics = await bench.go("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
-    assert {"test/env/retail/reward/total", "test/env/airline/reward/total"} <= set(metrics[0])
+    assert {"test/env/retail/reward/total", "test/env/airline/reward/total", "test/env/airline/pass_hat_4"} <= set(metrics[0])
+    for domain in ("retail", "airline"):  # the seeds' names
+        assert metrics[0][f"test-{domain}/average_reward"] == metrics[0][f"test/env/{domain}/reward/total"]
+        assert {f"test-{domain}/{name}" for name in ("success_rate", "num_samples", "min_reward", "max_reward")} <= set(metrics[0])
+        assert {f"eval/{domain}/{name}" for name in ("avg_score", "pass_at_4", "mean_positive_reward")} <= set(metrics[0])
     folder = bench.path / "dumped_evals" / "global_step_0_evals"
     assert {path.name for path in folder.iterdir()} == {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
     first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
     records = [json.loads(line) for line in (bench.path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert len({record["trial"] for record in records}) == 16 and all("seed" in record["metrics"] for record in records)
+
+
+async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
+    bench = Bench(tmp_path)
+    metrics = await bench.go("n_epochs=3", "eval_every=0", "temperature=1")
+    variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
+    share = sum(variance > 0 for variance in variances) / 3
+    line = next(line for line in bench.text.getvalue().splitlines() if line.startswith("signal of retail: "))
+    assert line.startswith(f"signal of retail: mean variance per prompt {sum(variances) / 3:.4f}, {share:.0%} of 3 steps with any")
+    assert "signal of all tasks: " in bench.text.getvalue() and "signal of airline: " in bench.text.getvalue()
 
 
 async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):

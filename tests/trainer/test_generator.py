@@ -6,8 +6,10 @@ Toy ids: an opening of one letter renders to 9, `AB` is answered as [65, 66, 2],
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import tinker
 
@@ -370,3 +372,9 @@ async def test_turns_are_bounded_and_seeded_by_their_number():
 async def test_metrics_of_the_environment_are_the_trajectorys():
     trajectory, _, _ = await play([saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"])
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
+
+
+async def test_rewards_that_are_reckoned_in_numpy_can_be_written_down():
+    env = saying("ob", reward=np.float32(0.5), score=np.float64(2)), saying(is_done=True, reward=np.float32(0.5))
+    trajectory, _, _ = await play(list(env), ["AB", "C"])
+    assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[:2] == [1.0, [0.5, 0.5]]

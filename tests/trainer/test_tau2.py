@@ -24,6 +24,7 @@ from src.envs.registry import open_task_source
 from src.envs.service import DECLINES, ServiceEnv
 from src.envs.workers import WorkerPool
 from src.errors import ConfigError
+from src.failure_patterns import Pattern, patterns
 from src.generator import Observation
 from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
 from tests.fakes.policy import FakePolicy
@@ -75,13 +76,18 @@ async def test_an_episode_goes_from_the_policy_to_the_evaluator_and_back(home: P
     roles = [message["role"] for message in trajectory.conversation]
     assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
     assert trajectory.conversation[2]["content"] == "save it"  # the scenario, all at once
-    assert trajectory.metrics["reward_all"] == trajectory.metrics["success_write"] == trajectory.metrics["reward_db"] == 1.0
-    assert trajectory.metrics["no_write_action"] == 0.0 and "success_nowrite" not in trajectory.metrics
+    assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
+    assert trajectory.metrics["no_write_action"] == trajectory.metrics["customer_tool_errors"] == 0.0
+    assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}  # what the customer left with
 
 
-async def test_doing_nothing_is_seen_as_such(home: Path):
+async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
     trajectory = await played(home, [DECLINES])
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
+    assert patterns(trajectory) == {Pattern.NOTHING_DONE}
+    source = open_task_source(config(home), byte_chat())
+    assert await source.floor(source.train[0]) == 0.0
+    await source.close()
 
 
 async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Path):
@@ -90,6 +96,8 @@ async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Pa
     source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
     assert [task.id for task in source.train] == ["retail/save-train", "retail/judged-train", "retail/broken-train"]
     assert [task.id for task in source.eval] == ["retail/save-test", "retail/judged-test", "retail/broken-test"]
+    assert {(task.grading, task.gold_writes) for task in source.eval} == {("env", True), ("env", False)}
+    assert {task.grading for task in open_task_source(config(home), byte_chat()).train} == {""}
 
 
 def test_tasks_that_nobody_can_judge_are_left_out_and_counted(home: Path, caplog: pytest.LogCaptureFixture):
@@ -198,7 +206,7 @@ async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home
     ("options", "kwargs", "message"),
     [
         ([], "domain=retial", "domain=retial is none of toy_retail, retail, airline, telecom, mock"),
-        ([], "domain=retail+toy_retail", "is none of toy_retail"),
+        ([], "domain=retail+shoes", "environment_kwargs domain=shoes is none of toy_retail"),
         ([], "domain=retail,grading=half", "grading=half is none of all, env"),
         ([], "domain=retail,speed=3", "domain=retail has no option speed"),
         ([], "domain=retail,step_timeout_s=soon", "step_timeout_s needs a number above 0, not 'soon'"),
