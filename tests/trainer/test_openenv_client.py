@@ -67,7 +67,7 @@ async def test_an_episode_is_reset_stepped_and_closed_through_the_client():
     trajectory = await played(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and trajectory.turn_rewards == [0, 1]
     assert client.actions == [{"said": "a"}, {"said": "b"}] and client.num_closed == 1
-    assert [message["content"] for message in trajectory.conversation] == ["2 left", "a", "1 left", "b"]
+    assert [message["content"] for message in trajectory.conversation] == ["2 left", "a", "1 left", "b", "0 left"]
 
 
 async def test_an_observation_without_the_field_is_a_failure_that_says_what_there_is():
