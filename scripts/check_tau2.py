@@ -21,7 +21,7 @@ from pathlib import Path
 from src.chat import Message
 from src.envs.customers import STOP, Customer, Tools
 from src.envs.service import DECLINES, ServiceEnv
-from src.envs.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, official_tasks, worker_settings
+from src.envs.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, graded_by, official_tasks, worker_settings
 from src.envs.workers import WorkerPool, WorkerSettings, worker_pool
 from src.generator import Observation
 from src.trajectory import StopReason, Task
@@ -126,7 +126,7 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
         for task in all_tasks:
             good &= task.id != CONTRADICTORY or await check_contradiction(pool, task)
         for grading in reversed(GRADINGS):
-            gradable_tasks = gradable(tasks, grading=grading, has_judge=False)
+            gradable_tasks = gradable(graded_by(grading, tasks), has_judge=False)
             started = time.monotonic()
             found = await rewards(gradable_tasks, pool, grading, gold=True)
             failed = [task.id for task, reward in zip(gradable_tasks, found, strict=True) if reward != 1.0]

@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from src.envs.customers import OUT_OF_SCOPE
+from src.filters import OVERLONG
 from src.metrics import SOLVED
 from src.trajectory import StopReason, Trajectory
 
@@ -53,7 +54,7 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
         found.add(Pattern.CUSTOMER)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
         found.add(Pattern.CONTEXT_OVERFLOW)
-    elif trajectory.stop_reason is not StopReason.STOP or metrics.get("too_many_errors"):
+    elif trajectory.stop_reason in OVERLONG or metrics.get("too_many_errors"):
         found.add(Pattern.LIMIT)
     elif metrics.get("tool_calls") == 0:
         found.add(Pattern.NOTHING_DONE)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.quickstart.build_model import ROW, Conversation, batches, encode, train
+from scripts.quickstart.build_model import ROW, Conversation, batches, encode, initial_params, rise_and_fall, train
 from scripts.quickstart.demonstrations import Message
 from scripts.quickstart.tokenizer import CHAT_TEMPLATE
 from skyrl_tx_server.model.config import ModelConfig
@@ -144,7 +144,8 @@ def build_model(directory: Path, *, steps: int) -> None:
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
     data = batches(encoded(tokenizer, random.Random("warm start")))
-    save_model(train(config, data, steps=steps, seed=0, save=lambda _: None), config, directory)
+    params = initial_params(config, 0)
+    save_model(train(config, params, data, steps=steps, schedule=rise_and_fall(steps), save=lambda _: None), config, directory)
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:

@@ -143,9 +143,9 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
     )
 
 
-def rise_and_fall(steps: int) -> optax.Schedule:
+def rise_and_fall(steps: int, *, peak: float = PEAK_LEARNING_RATE) -> optax.Schedule:
     """The learning rate rises, then falls as a cosine."""
-    return optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, 30, steps)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, 30, steps)
 
 
 def train(

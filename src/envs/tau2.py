@@ -201,11 +201,14 @@ def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: obj
     return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"]) for row in rows]
 
 
-def gradable(tasks: Sequence[Task], *, grading: Grading, has_judge: bool) -> list[Task]:
+def graded_by(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
+    """Rates of success carry the name of a partial grading, which needs no judge."""
+    return list(tasks) if grading == "all" else [replace(task, grading=grading, row={**task.row, "needs_judge": False}) for task in tasks]
+
+
+def gradable(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
     """Those that can be graded in full; the others are left out, and counted."""
-    if grading == "env" or has_judge:
-        return list(tasks)
-    kept = [task for task in tasks if not task.row.get("needs_judge")]
+    kept = [task for task in tasks if has_judge or not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
         left_out = len(tasks) - len(kept)
         logger.warning("tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are left out", left_out, len(tasks))

@@ -161,6 +161,10 @@ class Player:
         """
         environment = environment_of(domain)
         found = official_tasks(domain, split) if definitions is None else [defined(definition) for definition in definitions]
+        for definition in definitions or ():
+            for action in definition["actions"]:
+                if not environment._has_tool(action["name"]):
+                    raise ValueError(f"{definition['id']}: there is no tool {action['name']}")
         return {"tasks": [described(task, environment) for task in found]}
 
     def reset(

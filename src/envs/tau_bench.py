@@ -8,9 +8,8 @@ train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl           tasks 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from src.envs.base import TaskSource
 from src.envs.customers import Customer, EndpointModel, Model, ModelCustomer, TinkerModel, Tools
 from src.envs.episodes import Domain, episodes
 from src.envs.service import ServiceEnv, do_nothing
-from src.envs.task_rows import Definition, Row, read_rows, tasks_of
+from src.envs.task_rows import Definition
+from src.envs.task_sources import read_source, require_disjoint
 from src.envs.workers import WorkerPool
 from src.errors import ConfigError
 from src.generator import MessageEnv
@@ -46,53 +46,29 @@ class Kind:
     close: Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Tasks that an option names: rows of a file, or a split of a domain as retail:test."""
-
-    path: Path
-    split: str | None = None  # None: rows
-    rows: Sequence[Row] = ()
-    name: str = ""  # whose metrics they belong to, for held-out ones; without one, each task's own domain
-
-    @property
-    def domains(self) -> set[str]:
-        return {row.domain for row in self.rows} if self.split is None else {str(self.path)}
-
-
 def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     """The tasks of the named domains and of the files, each played by its own domain. ConfigError for what there is not."""
     options = pairs(config.environment_kwargs, option="environment_kwargs")
-    trained = [source_of(text) for text in config.train_data or ()]
-    held_out = [source_of(text, may_be_named=True) for text in config.test_data or ()]
+    trained = [read_source(text, SPLITS) for text in config.train_data or ()]
+    held_out = [read_source(text, SPLITS, may_be_named=True) for text in config.test_data or ()]
     name = options.pop("domain", "" if trained or held_out else toy_retail.NAME)
     names = name.split("+") if name else []
     domains = {*names, *(domain for source in (*trained, *held_out) for domain in source.domains)}
     if unknown := sorted(domains - SPLITS.keys()):
         where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
         raise ConfigError(f"{where} domain={unknown[0]} is none of {', '.join(SPLITS)}")
-    is_official = domains & tau2.SPLITS.keys()
-    grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS) if is_official else "all"
     model = customer_model(config, options)
     judge = open_endpoint(config.judge_base_url, config.judge_model) if config.judge_base_url and config.judge_model else None
-    kinds: dict[str, Kind] = {}
-    if toy_retail.NAME in domains:
-        kinds[toy_retail.NAME] = open_toy_retail(config, model)
-    if is_official:
-        kinds |= dict.fromkeys(sorted(is_official), open_tau2(config, options, model, judge, grading, names="+".join(sorted(is_official))))
+    kinds = open_kinds(config, domains, options, model, judge)
     if options:
-        raise ConfigError(f"environment_kwargs: domain={name or '+'.join(sorted(domains))} has no option {next(iter(options))}; drop it")
-    official = [(name, SPLITS[name]) for name in names]
-    tasks = [task for name, (split, _) in official for task in kinds[name].official(name, split)]
-    tasks += [task for source in trained for task in found_in(source, kinds)]
-    tests = [task for source in held_out for task in found_in(source, kinds)]
-    if not held_out:
-        tests = [task for name, (_, split) in official if split is not None for task in kinds[name].official(name, split)]
+        raise ConfigError(f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {next(iter(options))}; drop it")
+    tasks = [task for name in names for task in kinds[name].official(name, SPLITS[name][0])]
+    tasks += [task for source in trained for task in source.tasks(kinds)]
+    if held_out:
+        tests = [task for source in held_out for task in source.tasks(kinds)]
+    else:
+        tests = [task for name in names if (split := SPLITS[name][1]) is not None for task in kinds[name].official(name, split)]
     require_disjoint(tasks, tests)
-
-    def gradable(tasks: Sequence[Task]) -> list[Task]:
-        kept = tau2.gradable(tasks, grading=grading, has_judge=judge is not None)
-        return [replace(task, grading="" if grading == "all" else grading) for task in kept]
 
     async def close() -> None:
         for close in {*(kind.close for kind in kinds.values()), *(resource.close for resource in (model, judge) if resource is not None)}:
@@ -101,38 +77,21 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     def make(task: Task, seed: int) -> MessageEnv:
         return kinds[str(task.row["domain"])].make(task, seed)
 
-    domain = Domain(tasks=gradable(tasks), held_out=gradable(tests), make=make, do_nothing=do_nothing, close=close)
-    return episodes(config, chat, domain)
+    has_judge = judge is not None
+    gradable = [tau2.gradable(found, has_judge=has_judge) for found in (tasks, tests)]
+    return episodes(config, chat, Domain(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close))
 
 
-def source_of(text: str, *, may_be_named: bool = False) -> Source:
-    """`[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT`.
-
-    >>> source_of("shop=retail:test", may_be_named=True)
-    Source(path=PosixPath('retail'), split='test', rows=(), name='shop')
-    """
-    name, _, place = text.rpartition("=") if may_be_named else ("", "", text)
-    domain, _, split = place.partition(":")
-    if domain in SPLITS and split:
-        return Source(path=Path(domain), split=split, name=name)
-    path = Path(place).expanduser()
-    return Source(path=path, rows=read_rows(path), name=name)
-
-
-def found_in(source: Source, kinds: Mapping[str, Kind]) -> list[Task]:
-    if source.split is None:
-        tasks = tasks_of(source.rows, kinds, path=source.path)
-    else:
-        tasks = kinds[str(source.path)].official(str(source.path), source.split)
-    return [replace(task, domain=source.name) for task in tasks] if source.name else tasks
-
-
-def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """ConfigError where a task, by its domain and its id there, is in both."""
-    trained = {task.id for task in tasks}
-    if both := [task.id for task in held_out if task.id in trained]:
-        more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
-        raise ConfigError(f"held-out tasks are trained on: {both[0]}{more}; leave them out of train_data or of test_data")
+def open_kinds(
+    config: TrainerConfig, domains: set[str], options: Options, model: Model | None, judge: ChatEndpoint | None
+) -> dict[str, Kind]:
+    """Domain -> what knows and plays it."""
+    kinds: dict[str, Kind] = {}
+    if toy_retail.NAME in domains:
+        kinds[toy_retail.NAME] = open_toy_retail(config, model)
+    if benchmark := sorted(domains & tau2.SPLITS.keys()):
+        kinds |= dict.fromkeys(benchmark, open_tau2(config, options, model, judge, names="+".join(benchmark)))
+    return kinds
 
 
 def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
@@ -168,14 +127,13 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
     return Kind(official=official, defined=defined, make=domain.make, close=close)
 
 
-def open_tau2(
-    config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, grading: tau2.Grading, *, names: str
-) -> Kind:
+def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str) -> Kind:
     """The benchmark's own domains."""
     if config.tasks_dir is not None:
         raise ConfigError(f"tasks_dir is not for domain={names}, whose tasks are the benchmark's own or train_data's; drop it")
     if config.tau2_home is None:
         raise ConfigError(f"domain={names} needs the benchmark itself: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home")
+    grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS)
     workers = tau2.worker_settings(
         Path(config.tau2_home).expanduser(),
         num_workers=int(number(options, "workers", NUM_WORKERS)),
@@ -185,8 +143,8 @@ def open_tau2(
     pool = WorkerPool(workers)
     parts = tau2.Tau2Parts(pool=pool, make_customer=tau2_customers(model), grading=grading, judge=judge)
     return Kind(
-        official=partial(tau2.official_tasks, workers),
-        defined=partial(tau2.defined_tasks, workers),
+        official=lambda domain, split: tau2.graded_by(grading, tau2.official_tasks(workers, domain, split)),
+        defined=lambda domain, definitions: tau2.graded_by(grading, tau2.defined_tasks(workers, domain, definitions)),
         make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel),
         close=pool.close,
     )

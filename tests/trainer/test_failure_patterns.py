@@ -52,6 +52,7 @@ def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
         (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
         (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
         (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent's own act
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )

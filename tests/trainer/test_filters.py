@@ -105,7 +105,8 @@ def test_the_eos_rule_asks_only_how_the_last_answer_ended():
 def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     long = trajectory(reward=1, turns=[turn([1], [2] * 9)])
     cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
-    members = [long, cut, replace(cut, reward=0.0)]
+    shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt, whoever wrote it
+    members = [long, cut, replace(cut, reward=0.0), shown]
     groups = [TrajectoryGroup(task=task("a"), trajectories=members)]
     both = settings(zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
     assert zeroed_metrics(groups, both) == {"rewards/zeroed_by_non_stop": 1, "rewards/zeroed_by_length": 1}

@@ -57,3 +57,7 @@ async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"test-held/success_rate", "test/env/held/pass_hat_2", "test/env/held/floor", "test/floor"} <= set(lines[-1])
     assert all(line["test/env/all/success_write"] == 0 for line in lines if "test/floor" in line)  # the bandit cannot write
     assert "; doing nothing: " in text.getvalue()
+    dumped = (tmp_path / "run" / "dumped_evals" / "global_step_1_evals" / "held.jsonl").read_text().splitlines()
+    conversations = [json.loads(line)["conversation"] for line in dumped]
+    assert len(conversations) == 40 and "<|im_" not in json.dumps(conversations)
+    assert "<|im_start|>assistant" in json.loads(dumped[0])["output_response"]

@@ -120,6 +120,12 @@ def test_data_beside_a_domain_adds_to_it_and_takes_the_place_of_its_held_out_tas
     assert {task.domain for task in source.eval} == {"held"}
 
 
+def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
+    source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
+    assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
+    assert {task.gold_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
+
+
 def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_does_not_start(tmp_path: Path, home: Path):
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(ConfigError, match="held-out tasks are trained on: retail/save-train; leave them out of train_data or of test_data"):

@@ -10,6 +10,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from src.envs.base import TaskSource
 from src.envs.customers import STOP, Customer, Tools
 from src.envs.registry import open_task_source
 from src.envs.service import DECLINES, ServiceEnv
+from src.envs.task_rows import Definition
 from src.envs.workers import WorkerPool
 from src.errors import ConfigError
 from src.failure_patterns import Pattern, patterns
@@ -298,6 +300,31 @@ async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
     assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
     last = (await episode("mock", "create_task_1", [DECLINES], customer=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
+
+
+@needs_tau2
+async def test_real_tasks_may_be_defined_by_rows():
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
+    gold = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
+    definition = Definition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
+    [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
+    assert (task.id, task.gold_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
+    instructions: list[str] = []
+
+    def make_customer(text: str, tools: Tools, seed: int) -> Customer:
+        instructions.append(text)
+        return Script("Hello.")
+
+    async with workers.worker_pool(settings) as pool:
+        for answers, reward in (([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0), ([DECLINES], 0.0)):
+            env = ServiceEnv(tau2.Tau2Episode(task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
+            await env.start()
+            observations = [await env.step(answer) for answer in answers]
+            assert observations[-1].is_done and observations[-1].reward == reward
+            await env.close()
+    assert "You want a task called Tea." in instructions[0]
+    with pytest.raises(ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"):
+        tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])})
 
 
 @needs_tau2
