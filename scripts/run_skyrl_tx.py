@@ -8,7 +8,6 @@ process even if that is killed.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
@@ -140,20 +139,8 @@ def quick_start(given: dict[str, str]) -> int:
         side_files / "server.log",
     )
     status = train(options, server)
-    if kind == "tau_bench":
-        say_floor()
     say(f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}")
     return status
-
-
-def say_floor() -> None:
-    """What the held-out success has to be compared with."""
-    from src.envs.service import do_nothing
-    from src.envs.toy_retail import FOLDER, load_domain
-
-    domain = load_domain(FOLDER)
-    rewards = [asyncio.run(do_nothing(domain.make(task, 0))) for task in domain.held_out]
-    say(f"do-nothing floor: an agent that declines everything solves {sum(rewards) / len(rewards):.1%} of the held-out tasks")
 
 
 def full_recipe(given: dict[str, str]) -> int:

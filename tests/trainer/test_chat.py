@@ -1,4 +1,5 @@
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_base_model_is_pointed_out(tmp_path, caplog):
 
 
 def test_a_template_that_knows_nothing_of_thinking_or_tools_is_not_troubled():
-    tokenizer = byte_tokenizer()
+    tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
@@ -82,7 +83,7 @@ def test_a_template_that_knows_nothing_of_thinking_or_tools_is_not_troubled():
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
-    tokenizer = byte_tokenizer()
+    tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"):
