@@ -1,8 +1,9 @@
 """`./run_skyrl_tx.sh`: train on our own server, starting one when none answers.
 
-Without `model_name` it is the quick start: the small model and tasks of datasets/quickstart, an embedded server on a free port.
-With `model_name` it is the full recipe. Options given on the command line win over the recipe's. A server started here is
-stopped when training ends, and dies with this process even if that is killed.
+Without `model_name` it is the quick start of a kind of environment, with a small model of ours and an embedded server on a free port:
+terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail). With `model_name` it is the full
+recipe. Options given on the command line win over the recipe's. A server started here is stopped when training ends, and dies with this
+process even if that is killed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,6 @@ START_TIMEOUT_S = 1800.0
 PR_SET_PDEATHSIG = 1
 
 QUICKSTART_OPTIONS = {
-    "model_name": "local/quickstart",
-    "tokenizer": str(QUICKSTART / "model"),
-    "tasks_dir": str(QUICKSTART / "train"),
-    "eval_tasks": str(QUICKSTART / "heldout"),
-    "environment_type": "sandbox",
     "logs_dir": "./runs",
     "lora_rank": "16",
     "learning_rate": "1e-3",
@@ -45,14 +42,47 @@ QUICKSTART_OPTIONS = {
     "temperature": "1.0",
     "max_tokens": "160",
     "context_limit": "2048",
-    "max_turns": "5",
-    "enable_summarize": "false",
     "loss_fn": "importance_sampling",
     "trial_timeout_sec": "120",
     "save_every": "100",
 }
 QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=2048", "exact_batches=false")
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickStart:
+    """One kind of environment that can be learnt here in minutes."""
+
+    folder: Path  # its model is model/
+    says: str
+    options: dict[str, str]
+
+
+QUICKSTARTS = {
+    "harbor": QuickStart(
+        folder=QUICKSTART,
+        says="a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
+        options={
+            "model_name": "local/quickstart",
+            "tasks_dir": str(QUICKSTART / "train"),
+            "eval_tasks": str(QUICKSTART / "heldout"),
+            "environment_type": "sandbox",
+            "max_turns": "5",
+            "enable_summarize": "false",
+        },
+    ),
+    "tau_bench": QuickStart(
+        folder=ROOT / "datasets" / "toy_retail",
+        says="a small model learns to serve a shop's customers by GRPO on this machine; three to six minutes on two CPU cores",
+        options={
+            "model_name": "local/toy-retail",
+            "use_native_tool_calling": "true",
+            "max_turns": "16",
+            "max_steps": "18",
+            "n_parallel_envs": "32",
+        },
+    ),
+}
 RECIPE_OPTIONS = {
     "learning_rate": "2e-4",
     "batch_size": "2",
@@ -68,10 +98,10 @@ RECIPE_OPTIONS = {
     "remove_constant_reward_groups": "true",
     "normalize_advantages_by_std": "true",
     "loss_fn": "ppo",
-    "environment_type": "docker",
     "wandb_project": "harbor-training",
     "wandb_name": "qwen3-skyrl-tx",
 }
+RECIPE_OF_KIND = {"harbor": {"environment_type": "docker"}, "tau_bench": {"use_native_tool_calling": "true"}}
 
 
 def main(argv: list[str]) -> int:
@@ -88,16 +118,20 @@ def main(argv: list[str]) -> int:
 
 def quick_start(given: dict[str, str]) -> int:
     started = time.monotonic()
-    say("quick start: a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores")
-    options = {**QUICKSTART_OPTIONS, **given}
+    kind = given.get("env", "harbor")
+    if kind not in QUICKSTARTS:
+        return fail(f"env={kind} has no quick start; give model_name=MODEL, or one of env={', env='.join(QUICKSTARTS)}")
+    chosen = QUICKSTARTS[kind]
+    say(f"quick start: {chosen.says}")
+    options = {**QUICKSTART_OPTIONS, "tokenizer": str(chosen.folder / "model"), **chosen.options, **given}
     options.setdefault("seed", "0")
-    options.setdefault("log_path", f"{options['logs_dir']}/quickstart-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
+    options.setdefault("log_path", f"{options['logs_dir']}/{chosen.folder.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     side_files = Path(options["log_path"] + ".server")
     server = start_server(
         url,
         (
-            f"base_model={QUICKSTART / 'model'}",
+            f"base_model={chosen.folder / 'model'}",
             f"model_alias={options['model_name']}",
             *QUICKSTART_SERVER,
             f"checkpoints_dir={side_files / 'checkpoints'}",
@@ -110,8 +144,9 @@ def quick_start(given: dict[str, str]) -> int:
 
 
 def full_recipe(given: dict[str, str]) -> int:
-    options = {**RECIPE_OPTIONS, **given}
-    if "tasks_dir" not in options:
+    kind = given.get("env", "harbor")
+    options = {**RECIPE_OPTIONS, **RECIPE_OF_KIND.get(kind, {}), **given}
+    if kind == "harbor" and "tasks_dir" not in options:
         return fail("model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2")
     url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
     base_model = options["model_name"]

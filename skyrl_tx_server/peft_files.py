@@ -76,9 +76,11 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS)
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
+    if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
+        raise UserError(f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter")
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}")
     for name in _UNSUPPORTED:

@@ -6,6 +6,7 @@ never encoded again, so the ids a later turn is conditioned on are the ids that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 import httpx
 
 from src.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
 
@@ -111,6 +114,8 @@ def load_chat(model_name: str) -> Chat:
         tokenizer = _from_hub(name)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model")
+    if model_name.removesuffix("/").endswith("-Base"):
+        logger.warning("%s is a base model: it was not taught its chat template's tools and turns; use the model without -Base", model_name)
     return Chat(tokenizer)
 
 

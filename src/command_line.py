@@ -58,7 +58,11 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
 
 def help_text() -> str:
     """Every option of the trainer with its type, default and meaning."""
-    title = ["python -m src.train key=value ...", "", "Trains an agent with GRPO on a folder of Harbor tasks, through the Tinker API."]
+    title = [
+        "python -m src.train key=value ...",
+        "",
+        "Trains an agent with GRPO through the Tinker API: on Harbor tasks, or in env=...",
+    ]
     return help_for(TrainerConfig, title=title, sections=SECTIONS)
 
 

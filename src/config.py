@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 from typing import Literal
 
@@ -37,13 +39,33 @@ REFUSED = {
     "batched": "every trial is a conversation of its own; drop it",
 }
 
+TAU_BENCH_ONLY = ("train_data", "test_data")
+HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops")
+
 
 @chz.chz
 class TrainerConfig:
     """Options of `python -m src.train key=value ...`."""
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
-    tasks_dir: str = chz.field(doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/)")
+    env: str = chz.field(
+        default="harbor", doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as module:factory"
+    )
+    tasks_dir: str | None = chz.field(
+        default=None, doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it"
+    )
+    train_data: list[str] | None = chz.field(
+        default=None,
+        doc="Training tasks (env=tau_bench), beside those of environment_kwargs=domain=...: .jsonl or .parquet files of rows in "
+        "the seeds' format, or DOMAIN:SPLIT",
+    )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for metrics under that name",
+    )
+    domain_mixture: list[str] | None = chz.field(
+        default=None, doc="Shares of the domains in every batch, e.g. retail=0.7,airline=0.3; None: every task once per epoch"
+    )
     tokenizer: str | None = chz.field(default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name")
     backend: Literal["tinker", "skyrl-tx"] = chz.field(default="tinker", doc="tinker: the cloud; skyrl-tx: a server of your own")
     skyrl_tx_url: str | None = chz.field(default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)")
@@ -181,6 +203,9 @@ class TrainerConfig:
         default="auto", doc="Where trials run; auto: Docker where an engine answers, else the sandbox that needs none"
     )
     environment_kwargs: list[str] | None = chz.field(default=None, doc="Settings of the environment as key=value,...")
+    use_native_tool_calling: bool = chz.field(
+        default=False, doc="Show an environment's tools in the model's own chat template, where the environment allows it; else in words"
+    )
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once")
     trial_timeout_sec: float | None = chz.field(default=None, doc="Deadline of one whole trial in seconds; None: two hours")
 
@@ -198,9 +223,26 @@ class TrainerConfig:
         default=600, doc="Wait this long for a lost server to come back, then go on from the last checkpoint; 0: stop at once"
     )
 
+    tau2_home: str | None = chz.field(
+        default=None, doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); TAU2_HOME stands in for it"
+    )
+    judge_model: str | None = chz.field(
+        default=None, doc="Model behind judge_base_url that grades what tau2's tasks assert in words, and that taxonomy_feedback asks"
+    )
+    judge_base_url: str | None = chz.field(default=None, doc="OpenAI-compatible endpoint of the judge; its key is OPENAI_API_KEY's")
+    judge_prompt_price: float = chz.field(default=0.0, doc="Price of the judge's input in USD per million tokens, for judge_cost_usd")
+    judge_completion_price: float = chz.field(default=0.0, doc="Price of the judge's output in USD per million tokens")
+    taxonomy_feedback: bool = chz.field(
+        default=False, doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; TAXONOMY_FEEDBACK=true does it too"
+    )
+    taxonomy_alpha: float = chz.field(default=1.0, doc="The bonus of an episode without failures; TAXONOMY_ALPHA overrides it")
+    taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
+        default="one_plus_failures", doc="one_plus_failures: alpha / (1 + failures); inverse_failures: alpha / max(1, failures)"
+    )
+
     eval_split: float = chz.field(default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none")
     eval_tasks: list[str] | None = chz.field(
-        default=None, doc="Held-out tasks: ids or globs within tasks_dir, or one folder of tasks; eval_split is then ignored"
+        default=None, doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored"
     )
     eval_group_size: int | None = chz.field(default=None, doc="Trials per held-out task; None: group_size")
     eval_every: int = chz.field(default=10, doc="Steps between evaluations; 0: only before and after")
@@ -256,6 +298,11 @@ class TrainerConfig:
         )
 
     @property
+    def domain_shares(self) -> dict[str, float]:
+        """Of each domain in a batch, 1 together; empty without a mixture."""
+        return shares(self.domain_mixture)
+
+    @property
     def estimator(self) -> Estimator:
         """The advantage estimator, once normalize_advantages_by_std has had its say."""
         return "dr_grpo" if self.advantage_estimator == "grpo" and not self.normalize_advantages_by_std else self.advantage_estimator
@@ -281,7 +328,7 @@ class TrainerConfig:
         threshold = self.proactive_summarization_threshold
         longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         _check(
-            not self.enable_summarize or threshold < longest_input,
+            self.env != "harbor" or not self.enable_summarize or threshold < longest_input,
             f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} tokens; "
             "lower it, or set enable_summarize=false",
         )
@@ -368,9 +415,45 @@ class TrainerConfig:
         )
 
     @chz.validate
+    def _a_mixture_has_shares(self) -> None:
+        shares(self.domain_mixture)
+        for name, neutral in (("task_sampling", "uniform"), ("dynamic_sampling", "off")):
+            value = getattr(self, name)
+            _check(self.domain_mixture is None or value == neutral, f"domain_mixture decides what each batch plays; drop {name}={value}")
+
+    @chz.validate
+    def _the_environment_takes_its_options(self) -> None:
+        for name in TAU_BENCH_ONLY:
+            _check(self.env == "tau_bench" or getattr(self, name) is None, f"{name} is for env=tau_bench, not env={self.env}; drop it")
+        if self.env == "harbor":
+            _check(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
+            _check(not self.use_native_tool_calling, "use_native_tool_calling: Terminus-2 calls no tools, it types; drop it")
+            return
+        defaults = inspect.signature(TrainerConfig).parameters
+        for name in HARBOR_ONLY:
+            _check(getattr(self, name) == defaults[name].default, f"{name} is for env=harbor, not env={self.env}; drop it")
+
+    @chz.validate
+    def _there_is_a_judge_to_ask(self) -> None:
+        for one, other in (("judge_model", "judge_base_url"), ("judge_base_url", "judge_model")):
+            _check(getattr(self, one) is None or getattr(self, other) is not None, f"{one} needs {other} as well")
+        _check(
+            not self.taxonomy_feedback or self.judge_model is not None,
+            "taxonomy_feedback needs a judge: set judge_model=NAME and judge_base_url=http://host:port/v1",
+        )
+        for name in ("taxonomy_alpha", "judge_prompt_price", "judge_completion_price"):
+            _check(getattr(self, name) >= 0, f"{name} must not be negative, it is {getattr(self, name)}")
+
+    @chz.validate
     def _pairs_are_pairs(self) -> None:
         pairs(self.environment_kwargs, option="environment_kwargs")
         loss_settings(self.loss_fn_config, loss_fn=self.loss_fn)
+
+
+def narrow[View](config: TrainerConfig, view: type[View]) -> View:
+    """A component's view of the config: the dataclass's fields, by name."""
+    assert dataclasses.is_dataclass(view)
+    return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
@@ -379,6 +462,22 @@ def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
     for (key, equals, _), item in zip(split, items or [], strict=True):
         _check(bool(key and equals), f"{option} takes key=value pairs, not {item!r}; write {option}=key=value,other=value")
     return {key: value for key, _, value in split}
+
+
+def shares(items: list[str] | None) -> dict[str, float]:
+    """Domain -> its share, all of them 1 together.
+
+    >>> shares(["retail=3", "airline=1"])
+    {'retail': 0.75, 'airline': 0.25}
+    """
+    weights: dict[str, float] = {}
+    for domain, text in pairs(items, option="domain_mixture").items():
+        try:
+            weights[domain] = float(text)
+        except ValueError:
+            weights[domain] = 0.0
+        _check(0 < weights[domain] < float("inf"), f"domain_mixture {domain} needs a number above 0, not {text!r}")
+    return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
 
 
 def loss_settings(items: list[str] | None, *, loss_fn: str) -> dict[str, float]:
@@ -399,8 +498,12 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
     if config.wandb_name:
         return config.wandb_name
     model = config.model_name.replace("/", "-")
-    tasks = Path(config.tasks_dir).expanduser().resolve().name
+    tasks = tasks_name(config)
     return f"{tasks}-{model}-rank{config.lora_rank}-lr{config.learning_rate:g}-g{config.group_size}-b{config.batch_size}-{date}"
+
+
+def tasks_name(config: TrainerConfig) -> str:
+    return Path(config.tasks_dir).expanduser().resolve().name if config.tasks_dir else config.env.rpartition(":")[2]
 
 
 def _check(condition: bool, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from src.metrics import SOLVED
 from src.rollouts import FinishedGroup
 
 logger = logging.getLogger(__name__)
+
+MIN_SIGNAL = 0.25  # the share of steps with differing rewards below which, by seed 004, tasks and model do not fit
 
 # What a step's table shows of its metrics, in this order; the rest is in metrics.jsonl.
 SHOWN = (
@@ -30,6 +33,14 @@ SHOWN = (
     ("play s", "time/rollouts", "{:.1f}"),
     ("learn s", "time/update", "{:.1f}"),
 )
+FILES = (
+    "metrics.jsonl",
+    "checkpoints.jsonl",
+    "rollouts/",
+    "dumped_evals/",
+    "jobs/",
+    "logs.log",
+)  # a run's, those that a reader begins with
 
 
 class Display:
@@ -80,7 +91,10 @@ class Display:
             row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
             table.add_row(*row, _solved(group.rewards))
         self._console.print(table, highlight=False)
-        self.say(f"held-out success: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded})")
+        floor = evaluation.whole.floor
+        beside = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
+        partial = any(group.task.grading for group in evaluation.groups)
+        self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){beside}")
 
 
 def terminal() -> Console:
@@ -88,16 +102,45 @@ def terminal() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def outcome(before: float | None, after: float | None, *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
-    """The run's last lines; `before` and `after` are held-out success rates, None where nothing was held out."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Success:
+    """Held-out success rates of a run; None where nothing was held out, or nobody knows what doing nothing solves."""
+
+    before: float | None
+    after: float | None
+    floor: float | None
+    is_partial: bool = False  # only a part of a benchmark's grading counted
+
+
+def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
+    """The run's last lines."""
     lines = [f"done: {steps} step{_s(steps)} in {_duration(wall_s)}"]
+    before, after = success.before, success.after
     if before is not None and after is not None:
-        lines.append(f"held-out success: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points)")
-    return [*lines, f"files: {log_path} (metrics.jsonl, checkpoints.jsonl, rollouts/, jobs/, logs.log)"]
+        beside = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
+        name = _success(success.is_partial)
+        lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
+    files = [name for name in FILES if (log_path / name).exists()]
+    return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
+
+
+def signal(name: str, variances: Sequence[float]) -> str:
+    """What a run's steps had to learn from: 0.25 is two successes of four, one of four is 0.1875.
+
+    >>> signal("retail", [0.1875, 0.0, 0.0, 0.0, 0.0])
+    'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this model'
+    """
+    share, mean = sum(variance > 0 for variance in variances) / len(variances), sum(variances) / len(variances)
+    verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
+    return f"signal of {name}: mean variance per prompt {mean:.4f}, {share:.0%} of {len(variances)} steps with any{verdict}"
 
 
 def _table() -> Table:
     return Table(box=None, padding=(0, 1))
+
+
+def _success(is_partial: bool) -> str:
+    return "held-out success, graded in part" if is_partial else "held-out success"
 
 
 def _solved(rewards: Sequence[float]) -> str:

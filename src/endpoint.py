@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint as a policy to evaluate. The only importer of openai.
+"""Any OpenAI-compatible endpoint: to ask (a customer, a judge), or as a policy to evaluate. The only importer of openai.
 
 Such an endpoint takes messages and returns text: no token ids, no log-probabilities of what it read. What it says can be graded and never
 trained. To play through the same trial runner all the same, its conversations are written in tokens of ours that stand for four bytes each,
@@ -11,10 +11,11 @@ import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import batched
+from typing import Any
 
 import openai
-from openai.types.chat import ChatCompletionMessageParam
 
 from src.chat import Chat, Message
 from src.errors import BackendError, ConfigError, boundary
@@ -71,44 +72,82 @@ def endpoint_chat() -> Chat:
     return Chat(MessageCodec())
 
 
-class EndpointPolicy(Policy):
-    """One model behind an endpoint. It has no versions."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What an endpoint answered, and what that took."""
+
+    text: str
+    tool_calls: Sequence[Mapping[str, str]] = ()  # name, and arguments as the model wrote them
+    was_cut: bool = False  # at max_tokens
+    num_prompt_tokens: int = 0  # 0 where the endpoint does not say
+    num_completion_tokens: int = 0
+
+
+class ChatEndpoint:
+    """One model behind an endpoint."""
 
     def __init__(self, client: openai.AsyncOpenAI, model: str) -> None:
-        self.version = 0
+        self.model = model
         self._client = client
-        self._model = model
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        temperature: float,
+        seed: int | None,
+        max_tokens: int | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> Reply:
+        """One answer to a conversation in OpenAI's format. BackendError when there is none."""
+        request: dict[str, Any] = {"model": self.model, "messages": list(messages), "temperature": temperature}
+        request |= {"seed": seed, "max_tokens": max_tokens} | ({"tools": list(tools)} if tools else {})
+        with boundary(BackendError, f"asking {self.model}"):
+            answer = await self._client.chat.completions.create(**{name: value for name, value in request.items() if value is not None})
+        if not answer.choices:
+            raise BackendError(f"asking {self.model}: the reply holds no choice")
+        [choice, *_], usage = answer.choices, answer.usage
+        calls = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
+        return Reply(
+            text=choice.message.content or "",
+            tool_calls=[{"name": function.name, "arguments": function.arguments} for function in calls],
+            was_cut=choice.finish_reason == "length",
+            num_prompt_tokens=usage.prompt_tokens if usage else 0,
+            num_completion_tokens=usage.completion_tokens if usage else 0,
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class EndpointPolicy(Policy):
+    """An endpoint's model as a policy. It has no versions."""
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self.version = 0
+        self._endpoint = endpoint
         self._codec = MessageCodec()
 
     async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-        messages: list[ChatCompletionMessageParam] = self._codec.messages(prompt_ids)  # type: ignore[assignment]
-        with boundary(BackendError, f"asking {self._model}"):
-            reply = await self._client.chat.completions.create(
-                model=self._model, messages=messages, max_tokens=max_tokens, temperature=temperature, seed=seed
-            )
-        if not reply.choices:
-            raise BackendError(f"asking {self._model}: the reply holds no choice")
-        choice = reply.choices[0]
-        was_cut = choice.finish_reason == "length"
-        text = plain(choice.message.content or "") + ("" if was_cut else END)
-        completion_ids = self._codec.encode(text, add_special_tokens=False)
+        messages = self._codec.messages(prompt_ids)
+        reply = await self._endpoint.reply(messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        completion_ids = self._codec.encode(plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False)
         return Turn(
             prompt_ids=list(prompt_ids),
             completion_ids=completion_ids,
             logprobs=[math.nan] * len(completion_ids),
-            stop_reason=StopReason.LENGTH if was_cut else StopReason.STOP,
+            stop_reason=StopReason.LENGTH if reply.was_cut else StopReason.STOP,
             policy_version=0,
         )
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        raise BackendError(f"{self._model} is an OpenAI-compatible endpoint without token ids: it can be evaluated, not trained")
+        raise BackendError(f"{self._endpoint.model} is an OpenAI-compatible endpoint without token ids: it can be evaluated, not trained")
 
 
 @asynccontextmanager
-async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[EndpointPolicy]:
-    """The key is OPENAI_API_KEY's. ConfigError when the endpoint does not know the model, BackendError when it does not answer."""
-    key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers ask for none
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=NUM_RETRIES) as client:
+async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpoint]:
+    """ConfigError when the endpoint does not know the model, BackendError when it does not answer."""
+    async with _client(base_url) as client:
         try:
             served = [model.id async for model in client.with_options(max_retries=0, timeout=10).models.list()]
         except openai.NotFoundError:  # a door that not every server has
@@ -119,7 +158,18 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[EndpointP
             raise BackendError(f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct base_url") from error
         if served and model not in served and not model.startswith("tinker://"):
             raise ConfigError(f"model_name={model} is not served at {base_url}; it serves: {', '.join(sorted(served)[:20])}")
-        yield EndpointPolicy(client, model)
+        yield ChatEndpoint(client, model)
+
+
+def open_endpoint(base_url: str, model: str) -> ChatEndpoint:
+    """One that is first asked when there is something to ask."""
+    return ChatEndpoint(_client(base_url), model)
+
+
+def _client(base_url: str) -> openai.AsyncOpenAI:
+    """The key is OPENAI_API_KEY's."""
+    key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers ask for none
+    return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=NUM_RETRIES)
 
 
 def _bytes(token: int) -> bytes:

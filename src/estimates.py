@@ -69,13 +69,13 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """`pass_at_1`, and for every power of two up to `group_size`, and for itself, `pass_at_<k>` and `pass_hat_<k>`.
+    """`pass_at_<k>` and `pass_hat_<k>` for 1 to 4, every power of two up to `group_size`, and itself.
 
     A task with fewer than k graded trials says nothing about k of them: it is left out, and `num_tasks` shows it.
     """
-    sizes = sorted({2**power for power in range(1, group_size.bit_length()) if 2**power <= group_size} | ({group_size} - {1}))
-    wanted = [("pass_at_1", pass_at_k, 1)]
-    wanted += [(f"{name}_{k}", rate, k) for k in sizes for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))]
+    powers = {2**power for power in range(group_size.bit_length())}
+    sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
+    wanted = [(f"{name}_{k}", rate, k) for k in sizes for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))]
     found: dict[str, Estimate] = {}
     for name, rate, k in wanted:
         values = [rate(tally, k) for tally in tallies if tally.graded >= k]

@@ -22,8 +22,12 @@ class EvaluateConfig:
     """Options of `python -m src.evaluate key=value ...`."""
 
     model_name: str | None = chz.field(default=None, doc="Model as the server or the endpoint names it; not needed with results=")
-    tasks_dir: str | None = chz.field(default=None, doc="Folder of Harbor task folders to evaluate on; not needed with results=")
-    tasks: list[str] | None = chz.field(default=None, doc="Only these tasks of tasks_dir: ids or globs; None: all")
+    env: str = _trainers("env")
+    tasks_dir: str | None = _trainers("tasks_dir", doc="Folder of Harbor task folders to evaluate on; not needed with results=")
+    test_data: list[str] | None = _trainers(
+        "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
+    )
+    tasks: list[str] | None = chz.field(default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included")
     train_data: str | None = chz.field(
         default=None,
         doc="Run folder or folder of tasks that no evaluated task may share its content with; None: the run folder given as checkpoint",
@@ -59,6 +63,10 @@ class EvaluateConfig:
     proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers("environment_type")
     environment_kwargs: list[str] | None = _trainers("environment_kwargs")
+    use_native_tool_calling: bool = _trainers("use_native_tool_calling")
+    tau2_home: str | None = _trainers("tau2_home")
+    judge_model: str | None = _trainers("judge_model")
+    judge_base_url: str | None = _trainers("judge_base_url")
     n_parallel_envs: int = _trainers("n_parallel_envs")
     trial_timeout_sec: float | None = _trainers("trial_timeout_sec")
     trial_attempts: int = _trainers("trial_attempts")
@@ -68,8 +76,12 @@ class EvaluateConfig:
     @property
     def trials(self) -> TrainerConfig:
         """The trainer's view of these trials. ValueError where the trainer would refuse them."""
-        assert self.model_name is not None and self.tasks_dir is not None
-        shared = {name: getattr(self, name) for name in chz.chz_fields(EvaluateConfig) if name in _DEFAULTS and name != "log_path"}
+        assert self.model_name is not None
+        shared = {
+            name: getattr(self, name)
+            for name in chz.chz_fields(EvaluateConfig)
+            if name in _DEFAULTS and name not in ("log_path", "train_data")
+        }
         if self.base_url is not None:  # a server of one's own, whose context nobody knows
             shared |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url}
         return TrainerConfig(**shared, eval_split=0.0)
@@ -80,13 +92,14 @@ class EvaluateConfig:
             if self.compare_with is None:
                 raise ValueError("results= is an evaluation that was played already; add compare_with=<another evaluation's folder>")
             return
-        for name in ("model_name", "tasks_dir"):
-            if getattr(self, name) is None:
-                raise ValueError(f"missing: {name}; e.g. {name}=..., or --help")
+        if self.model_name is None:
+            raise ValueError("missing: model_name; e.g. model_name=..., or --help")
         if self.base_url is not None and self.checkpoint is not None:
             raise ValueError("base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url")
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url={self.base_url} is no address; write base_url=http://host:port/v1")
+        if self.base_url is not None and self.use_native_tool_calling:
+            raise ValueError("use_native_tool_calling needs the model's own chat template, which base_url hides; drop one of them")
         if self.n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, not {self.n_samples}")
         assert self.trials

@@ -19,6 +19,7 @@ from src.held_out import content_hash
 from src.trajectory import TrajectoryGroup
 
 RESULTS_FILE = "results.json"
+SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
 
 
 def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[str, Any]:
@@ -26,8 +27,9 @@ def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[st
         "evaluated": name,
         "tasks_dir": config.tasks_dir,
         "settings": {"n_samples": config.n_samples, "temperature": config.temperature, "seed": config.seed},
-        "rates": {name: asdict(rate) for name, rate in result.rates.items()},
-        "tasks": [task_record(group) for group in result.groups],
+        **asdict(result.whole),
+        "domains": {name: asdict(block) for name, block in result.domains.items()},
+        "tasks": [task_record(group) | floor_record(group, result.floors) for group in result.groups],
         "metrics": result.metrics,
     }
 
@@ -43,11 +45,17 @@ def task_record(group: TrajectoryGroup) -> dict[str, Any]:
     }
 
 
+def floor_record(group: TrajectoryGroup, floors: Mapping[str, float]) -> dict[str, float]:
+    return {"floor": floors[group.task.id]} if group.task.id in floors else {}
+
+
 def report(results: Mapping[str, Any], display: Display) -> None:
     """What was found, the trials without a grade in a line of their own."""
     metrics = results["metrics"]
-    for name, rate in results["rates"].items():
-        display.say(f"{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+    report_block(results, "test/env/all", metrics, display)
+    for name, block in results["domains"].items() if len(results["domains"]) > 1 else ():
+        display.say(f"{name}:")
+        report_block(block, f"test/env/{name}", metrics, display, indent="  ")
     stops = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("test/env/all/stop_reason/")}
     calls = metrics.get("test/env/all/tool_calls")
     display.say(
@@ -60,6 +68,22 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
     graded = sum(task["graded"] for task in results["tasks"])
     display.say(f"trials: {graded} graded" + (f", {failed.total()} without a grade, in no rate above: {kinds}" if failed else ""))
+
+
+def report_block(block: Mapping[str, Any], prefix: str, metrics: Mapping[str, float], display: Display, *, indent: str = "") -> None:
+    """Rates, what doing nothing solves, success by what the tasks take, and how the failed trials failed."""
+    for name, rate in block["rates"].items():
+        display.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+    if block["floor"] is not None:
+        display.say(f"{indent}doing nothing: {shown(Estimate(**block['floor']))}")
+    split = {text: metrics.get(f"{prefix}/{name}") for name, text in SPLIT.items()}
+    parts = [f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None]
+    if parts:
+        display.say(f"{indent}solved: {', '.join(parts)}")
+    shares = sorted(((count, name) for name, count in block["patterns"].items() if count), reverse=True)
+    if shares:
+        counted = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in shares)
+        display.say(f"{indent}of {block['num_failed']} failed trials: {counted}")
 
 
 def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory: Path) -> None:

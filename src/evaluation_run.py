@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -20,9 +20,11 @@ import chz
 from src import checkpoints
 from src.backend import BackendSettings, connect
 from src.chat import load_chat
+from src.config import narrow, tasks_name
 from src.console import Display
-from src.endpoint import connect_endpoint, endpoint_chat
+from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
+from src.envs.registry import open_task_source
 from src.errors import ConfigError
 from src.evaluate_config import EvaluateConfig
 from src.evaluation import EvaluationSettings, evaluate
@@ -33,7 +35,7 @@ from src.journal import Journal
 from src.policy import Policy
 from src.recorder import record_groups
 from src.rollouts import Rollouts, RolloutSettings
-from src.run import logging_to_file, narrow, open_task_source
+from src.run import logging_to_file
 from src.trajectory import Task
 
 
@@ -50,11 +52,11 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 
 @asynccontextmanager
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
-    """The real ones: an endpoint, Tinker's or OpenAI's, and a folder of Harbor tasks."""
+    """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
     if config.base_url is not None:
-        async with connect_endpoint(config.base_url, trials.model_name) as policy:
-            yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
+        async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
+            yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
         return
     async with connect(narrow(trials, BackendSettings)) as endpoint:
         policy = await endpoint.open_policy(checkpoint)
@@ -84,8 +86,9 @@ async def play(
 ) -> Mapping[str, Any]:
     """One evaluation, into its folder. What the folder holds of it already is not played again."""
     name = checkpoint or (f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name))
-    async with open_evaluated(config, checkpoint) as evaluated:
-        tasks = chosen(evaluated.source.train, config.tasks)
+    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
+        source_open.push_async_callback(evaluated.source.close)
+        tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained)
         prepare_folder(directory, name, config)
@@ -116,7 +119,7 @@ async def play(
 def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     for pattern in patterns or ():
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
-            raise ConfigError(f"tasks: {pattern!r} matches no task of tasks_dir")
+            raise ConfigError(f"tasks: {pattern!r} matches no task")
     return [task for task in tasks if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)]
 
 
@@ -154,11 +157,10 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
 
 
 def evaluation_folder(config: EvaluateConfig) -> Path:
-    assert config.tasks_dir is not None
     if config.log_path:
         return Path(config.log_path).expanduser().resolve()
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
-    tasks = Path(config.tasks_dir).expanduser().resolve().name
+    tasks = tasks_name(config.trials)
     return (Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}").expanduser().resolve()
 
 

@@ -27,6 +27,7 @@ Decode = Callable[[Sequence[int], bool], str]  # token ids, and whether special 
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 
 
 def dump_evaluation(path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode) -> None:
@@ -36,7 +37,7 @@ def dump_evaluation(path: Path, step: int, groups: Sequence[TrajectoryGroup], me
         by_source: dict[str, list[str]] = {}
         for group in groups:
             lines = [_line(eval_record(group.task, trajectory, decode)) for trajectory in group.trajectories]
-            by_source.setdefault(environment(group.task.id), []).extend(lines)
+            by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
         replace_text(folder / "aggregated_results.jsonl", _line(metrics))
@@ -56,7 +57,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    family = environment(task.id)
+    family = environment(task)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
         "output_response": decode(response_ids(trajectory), False),
@@ -88,9 +89,15 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
     """The environment's own messages where it kept them, else the first prompt and what followed, as text."""
     if trajectory.conversation and all(isinstance(message, Mapping) and "role" in message for message in trajectory.conversation):
-        return [dict(message) for message in trajectory.conversation]
+        return [without_special_tokens(message) for message in trajectory.conversation]
     texts = (("user", decode(prompt_ids(trajectory), True).strip()), ("assistant", decode(response_ids(trajectory), True).strip()))
     return [{"role": role, "content": text} for role, text in texts if text]
+
+
+def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
+    """A model may well sample one in the middle of what it says."""
+    content = message.get("content")
+    return {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:

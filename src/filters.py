@@ -50,7 +50,9 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
 
 
 def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
-    """The groups with failures rewarded and over-long trajectories' rewards zeroed, where the settings ask for it; masks stay."""
+    """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
+    trajectories' rewards zeroed; masks stay."""
+    groups = [with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group for group in groups]
     if settings.failed_trial_reward is not None:
         groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
     if settings.zero_reward_on_non_stop:
@@ -64,6 +66,15 @@ def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> lis
             logger.info(message, num_zeroed, total, limit)
         groups = [_zeroed(group, flags) for group, flags in zip(groups, too_long, strict=True)]
     return list(groups)
+
+
+def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
+    """How many rewards above 0 the two rules take away."""
+    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
+    non_stop = [member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
+    limit = settings.max_assistant_response_tokens
+    too_long = [member for member in rewarded if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
+    return {"rewards/zeroed_by_non_stop": float(len(non_stop)), "rewards/zeroed_by_length": float(len(too_long))}
 
 
 def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
@@ -84,6 +95,11 @@ def is_constant(rewards: Sequence[float]) -> bool:
     True
     """
     return max(rewards) - min(rewards) <= EPSILON
+
+
+def with_bonus_in_reward(group: TrajectoryGroup) -> TrajectoryGroup:
+    members = [replace(member, reward=member.reward + member.bonus, bonus=0.0) for member in group.trajectories]
+    return replace(group, trajectories=members)
 
 
 def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryGroup:
@@ -108,7 +124,9 @@ def trains(trajectory: Trajectory, settings: FilterSettings) -> bool:
 
 def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
     """Counts what was sampled, without the token that ended the answer."""
-    return any(len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) > limit for turn in trajectory.turns)
+    longest = max((len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns), default=0)
+    logger.debug("%s: the longest answer has %d tokens, %d are allowed", trajectory.task_id, longest, limit)
+    return longest > limit
 
 
 def _zeroed(group: TrajectoryGroup, flags: Sequence[bool]) -> TrajectoryGroup:

@@ -60,11 +60,10 @@ class FinishedRollouts:
         self.journal.finished(place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind)
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """The folder for the trials of a step or evaluation, less what an earlier process left half done in it."""
+        """For the trials of a step or evaluation, less what an earlier process left half done in it. Who writes there makes it."""
         directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
-        directory.mkdir(parents=True, exist_ok=True)
         finished = {rollout.result.trial_name for rollout in self.load(purpose, step).values()}
-        for left in directory.iterdir():
+        for left in directory.glob("*"):
             if left.name not in finished:
                 remove(left)
         return directory

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from src.chat import Chat, Message
 from src.errors import BackendError, boundary
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 SEED_STRIDE = 1_000_003
 MAX_SEED = 2**31 - 1
 CLOSE_TIMEOUT_S = 30.0
+TOOLS_IN_WORDS = 'You can call a function by answering with {"name": ..., "arguments": {...}} and nothing else. The functions:'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,8 @@ class Opening:
     """What the agent sees first."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas, for the chat template
+    tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas
+    use_native_tool_calling: bool = False  # whether the chat template may show them, where the run wants that too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,7 @@ class Observation:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     is_done: bool = False
+    stop_reason: StopReason | None = None  # where it is done, why; None: as the last answer ended
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -75,6 +78,7 @@ class EpisodeSettings:
     seed: int
     max_turns: int | None = None
     timeout_s: float | None = None
+    use_native_tool_calling: bool = False  # let the chat template show the environment's tools, where that agrees
     step_wise: bool = False  # render the whole history for each answer, as the template shows it by then, instead of extending the tokens
 
 
@@ -127,8 +131,9 @@ class _Episode:
         opening = await self._env.start()
         self.blame = FailureKind.ENV_ERROR
         history = self._history
-        history += opening.messages
-        prompt_ids = self._chat.render(history, tools=opening.tools)
+        messages, tools = shown(opening, self._settings)
+        history += messages
+        prompt_ids = self._chat.render(history, tools=tools)
         while True:
             room = self._limits.room(len(prompt_ids))
             if room == 0:
@@ -141,12 +146,12 @@ class _Episode:
             text = self._chat.decode(turn.completion_ids)
             observation = await self._env.step(text)
             self._record(turn, observation)
-            history.append({"role": "assistant", "content": text})
+            history += [{"role": "assistant", "content": text}, *observation.messages]
             if observation.is_done:
+                self.stop_reason = observation.stop_reason or self.stop_reason
                 return
-            history += observation.messages
             if self._settings.step_wise:
-                prompt_ids = self._chat.render(history, tools=opening.tools)
+                prompt_ids = self._chat.render(history, tools=tools)
             else:
                 prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, observation.messages)
 
@@ -184,15 +189,42 @@ class _Episode:
 
     def _record(self, turn: Turn, observation: Observation) -> None:
         """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
-        self._reward += observation.reward
-        self._metrics |= observation.metrics
+        reward = float(observation.reward)  # environments reckon in numpy, records are JSON
+        self._reward += reward
+        self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
         if turn.completion_ids:
             self._turns.append(turn)
-            self._rewards.append(observation.reward)
+            self._rewards.append(reward)
         else:
             self._num_empty += 1
             if self._rewards:
-                self._rewards[-1] += observation.reward
+                self._rewards[-1] += reward
+
+
+def shown(opening: Opening, settings: EpisodeSettings) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
+    """The first messages, and the tools that the template shows: in native mode, which environment and run must both want.
+
+    In text mode the tools are described in the system message instead.
+    """
+    if not opening.tools or (opening.use_native_tool_calling and settings.use_native_tool_calling):
+        return opening.messages, opening.tools
+    described = TOOLS_IN_WORDS + "".join(f"\n- {in_words(tool)}" for tool in opening.tools)
+    first = opening.messages[0] if opening.messages else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": described}, *opening.messages], ()
+    return [{**first, "content": f"{first['content']}\n\n{described}"}, *opening.messages[1:]], ()
+
+
+def in_words(tool: Mapping[str, object]) -> str:
+    """A tool's signature and what it is for.
+
+    >>> in_words({"function": {"name": "f", "description": "Does it.", "parameters": {"properties": {"n": {"type": "integer"}}}}})
+    'f(n: integer): Does it.'
+    """
+    function: Any = tool["function"]
+    properties = function.get("parameters", {}).get("properties", {})
+    arguments = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
+    return f"{function['name']}({arguments}): {function.get('description', '')}"
 
 
 def turn_seed(seed: int, number: int) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+DOMAIN = r"(?!all/)([^/]+)"
 
 # their name -> ours
 ALIASES = {
@@ -25,21 +28,35 @@ ALIASES = {
     "eval/all/avg_score": "test/env/all/reward/total",
     "eval/all/mean_positive_reward": "test/reward/mean_positive_reward",
 }
-RENAMED = (("test/reward/avg_pass_at_", "eval/all/pass_at_"),)  # beginnings; what follows stays
+# Names with something of the run's own in them: (ours, theirs). A held-out set called <domain>_val is the seeds' <domain>_val_data.
+PATTERNS = [
+    (re.compile(ours), theirs)
+    for ours, theirs in (
+        (r"test/reward/avg_pass_at_(\d+)", r"eval/all/pass_at_\1"),
+        (rf"test/env/{DOMAIN}_val/reward/total", r"eval-\1/average_reward"),
+        (rf"test/env/{DOMAIN}_val/positive_rate", r"eval-\1/success_rate"),
+        (rf"test/env/{DOMAIN}/reward/total", r"test-\1/average_reward"),
+        (rf"test/env/{DOMAIN}/reward/(min|max)", r"test-\1/\2_reward"),
+        (rf"test/env/{DOMAIN}/positive_rate", r"test-\1/success_rate"),
+        (rf"test/env/{DOMAIN}/trials", r"test-\1/num_samples"),
+        (rf"test/env/{DOMAIN}/reward/total", r"eval/\1/avg_score"),
+        (rf"test/env/{DOMAIN}/reward/(pass_at_\d+|mean_positive_reward)", r"eval/\1/\2"),
+    )
+]
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics, and what of them others call by another name.
 
-    >>> with_aliases({"test/reward/avg_pass_at_4": 0.5})
-    {'test/reward/avg_pass_at_4': 0.5, 'eval/all/pass_at_4': 0.5}
+    >>> list(with_aliases({"test/env/retail/positive_rate": 0.5}))
+    ['test/env/retail/positive_rate', 'test-retail/success_rate']
     """
     own = {name: value for name, value in metrics.items() if not _is_alias(name)}  # a line that is amended has its aliases already
     aliases = {theirs: own[ours] for theirs, ours in ALIASES.items() if ours in own}
-    for ours, theirs in RENAMED:
-        aliases |= {theirs + name.removeprefix(ours): value for name, value in own.items() if name.startswith(ours)}
+    for name, value in own.items():
+        aliases |= {ours.sub(theirs, name): value for ours, theirs in PATTERNS if ours.fullmatch(name)}
     return own | aliases
 
 
 def _is_alias(name: str) -> bool:
-    return name in ALIASES or name.startswith(tuple(theirs for _, theirs in RENAMED))
+    return name in ALIASES or name.startswith(("eval/", "eval-", "test-"))

@@ -12,7 +12,7 @@ import numpy as np
 from src.datums import merge_turns
 from src.examples import Example
 from src.filters import DropReason
-from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
 SOLVED = 1.0  # the reward from which on a trial counts as a success
@@ -36,6 +36,7 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     )
     if not trajectories:
         return metrics
+    metrics |= {f"env/all/{name}": value for name, value in success_split(groups).items()}
     return metrics | reward_metrics(groups, group_size=group_size) | by_group(groups) | length_metrics(trajectories)
 
 
@@ -46,10 +47,6 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     """
     graded = [group.rewards for group in groups if group.trajectories]
     rewards = [reward for group in graded for reward in group]
-    families: defaultdict[str, list[list[float]]] = defaultdict(list)
-    for group in groups:
-        if group.trajectories:
-            families[environment(group.task.id)].append(group.rewards)
     metrics = {
         "env/all/reward/total": float(np.mean(rewards)),
         "env/all/success": float(np.mean([reward >= SOLVED for reward in rewards])),
@@ -62,11 +59,20 @@ def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     }
     for name, value in signal_metrics(graded, group_size=group_size).items():
         metrics[f"reward/avg_{name}" if name.startswith("pass_at_") else f"reward/{name}"] = value
-    if len(families) < len(graded):
-        for family_name, rewards_P_G in sorted(families.items()):
-            signals = signal_metrics(rewards_P_G, group_size=group_size)
-            metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
+    for family_name, own in by_environment(groups).items():
+        signals = signal_metrics([group.rewards for group in own], group_size=group_size)
+        metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
     return metrics
+
+
+def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
+    """The graded groups, by domain or family. Nothing where tasks name no domain and each is a family of its own."""
+    graded = [group for group in groups if group.trajectories]
+    found: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in graded:
+        found[environment(group.task)].append(group)
+    is_split = len(found) < len(graded) or any(group.task.domain for group in graded)
+    return dict(sorted(found.items())) if is_split else {}
 
 
 def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
@@ -85,6 +91,15 @@ def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -
         "signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
         "mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
     }
+
+
+def success_split(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Success apart for tasks that take a writing action and for those that an agent who does nothing may solve."""
+    found: dict[str, float] = {}
+    for name, writes in (("success_write", True), ("success_nowrite", False)):
+        rewards = [reward for group in groups if group.task.gold_writes is writes for reward in group.rewards]
+        found |= {name: float(np.mean([reward >= SOLVED for reward in rewards]))} if rewards else {}
+    return found
 
 
 def by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -118,11 +133,30 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
     metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
-    attempts = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
-    if attempts:
-        num_failed = sum(trajectory.metrics["parse_failures"] for trajectory in attempts)
-        metrics["reward/parse_failure_rate"] = num_failed / max(1, sum(len(trajectory.turns) for trajectory in attempts))
-    return metrics | measured(trajectories)
+    return metrics | parse_metrics(trajectories) | judge_metrics(trajectories) | measured(trajectories)
+
+
+def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of attempted tool calls that could not be read. Where an environment does not count attempts, every turn is one."""
+    counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
+    if not counted:
+        return {}
+    failures = sum(trajectory.metrics["parse_failures"] for trajectory in counted)
+    attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
+    recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
+    return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
+
+
+def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What a judge added to the rewards and how often it failed to; all other metrics know the rewards without it."""
+    judged = [trajectory for trajectory in trajectories if "judge_bonus" in trajectory.metrics]
+    if not judged:
+        return {}
+    return {
+        "reward/avg_shaped_reward": float(np.mean([trajectory.reward + trajectory.bonus for trajectory in trajectories])),
+        "reward/judge_bonus_mean": float(np.mean([trajectory.bonus for trajectory in judged])),
+        **{f"judge/{name}": sum(trajectory.metrics[f"judge_{name}"] for trajectory in judged) for name in ("calls", "errors", "cost_usd")},
+    }
 
 
 def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -196,23 +230,38 @@ def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReas
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """A held-out set's rewards and failures under `test/`, and the reward of each family where tasks form families."""
+    """A held-out set's rewards and failures under `test/`, and a block of its own for each domain, or family where tasks form families."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    families: defaultdict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        families[family(group.task.id)] += group.rewards
-    if len(families) < len(groups):
-        metrics |= {f"test/env/{name}/reward/total": float(np.mean(rewards)) for name, rewards in sorted(families.items()) if rewards}
+    for name, own in by_environment(groups).items():
+        metrics |= {f"test/env/{name}/{key}": value for key, value in domain_metrics(own, group_size=group_size).items()}
     return metrics
 
 
-def environment(task_id: str) -> str:
-    """The key of a task's metrics: its family, with no slash in it.
+def domain_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
+    """What one domain's held-out trials come to."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    shown = {name.removeprefix("env/all/"): value for name, value in measured(trajectories).items() if name.startswith("env/all/")}
+    signals = signal_metrics([group.rewards for group in groups], group_size=group_size)
+    return (
+        shown
+        | {f"reward/{name}": value for name, value in signals.items()}
+        | success_split(groups)
+        | {
+            "trials": float(len(rewards)),
+            "reward/total": float(np.mean(rewards)),
+            "reward/min": float(min(rewards)),
+            "reward/max": float(max(rewards)),
+            "success": float(np.mean([reward >= SOLVED for reward in rewards])),
+            "positive_rate": float(np.mean([reward > 0 for reward in rewards])),
+            "turns": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
+        }
+    )
 
-    >>> environment("quickstart/count-lines-03")
-    'count-lines'
-    """
-    return family(task_id).replace("/", "_") or "unknown"
+
+def environment(task: Task) -> str:
+    """The key of a task's metrics: its domain, else its family, with no slash in it."""
+    return (task.domain or family(task.id)).replace("/", "_") or "unknown"
 
 
 def family(task_id: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from src.errors import ConfigError
 from src.journal import GroupKey
 from src.rollouts import FinishedGroup
 from src.trajectory import Task
@@ -33,6 +34,7 @@ class ScheduleSettings:
     n_epochs: int
     max_steps: int | None
     seed: int
+    domain_shares: Mapping[str, float] = field(default_factory=dict)  # of each domain in a batch; none: every task once per epoch
 
 
 def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
@@ -40,12 +42,56 @@ def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
 
     Epochs never mix within a batch, so that the last batch of an epoch may be smaller.
     """
+    if settings.domain_shares:
+        return mixed(tasks, settings)
     batches: list[Batch] = []
     for epoch in range(settings.n_epochs):
         order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
         for start in range(0, len(order), settings.batch_size):
             batches.append(Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size]))
     return batches[: settings.max_steps]
+
+
+def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+    """As many full batches as there would be, each domain with its share of all places; its tasks come round in epochs of its own."""
+    domains = {domain: [task for task in tasks if task.domain == domain] for domain in sorted({task.domain for task in tasks})}
+    require_shares(domains, settings)
+    waiting: dict[str, list[Task]] = {domain: [] for domain in domains}
+    taken: Counter[str] = Counter()
+    epochs: Counter[str] = Counter()
+
+    def draw(batch: Sequence[Task]) -> Task:
+        """The next task of the domain that is furthest behind, none that the batch has."""
+        left = [domain for domain, own in domains.items() if any(task not in batch for task in own)]
+        domain = max(left, key=lambda name: settings.domain_shares[name] * (taken.total() + 1) - taken[name])
+        taken[domain] += 1
+        if all(task in batch for task in waiting[domain]):
+            waiting[domain] += epoch_order(domains[domain], seed=settings.seed, epoch=epochs[domain])
+            epochs[domain] += 1
+        task = next(task for task in waiting[domain] if task not in batch)
+        waiting[domain].remove(task)
+        return task
+
+    batches: list[Batch] = []
+    per_epoch = -(-len(tasks) // settings.batch_size)
+    for number in range(settings.n_epochs * per_epoch):
+        batch: list[Task] = []
+        while len(batch) < min(settings.batch_size, len(tasks)):
+            batch.append(draw(batch))
+        batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
+    return batches[: settings.max_steps]
+
+
+def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
+    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough for its share of a batch."""
+    if domains.keys() != settings.domain_shares.keys():
+        raise ConfigError(
+            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks are of {', '.join(domains)}"
+        )
+    for domain, own in domains.items():
+        wanted = settings.domain_shares[domain] * settings.batch_size
+        if len(own) < wanted:
+            raise ConfigError(f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower one of them")
 
 
 def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:

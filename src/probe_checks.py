@@ -130,7 +130,7 @@ def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[f
     output = client.forward_backward([given], name, config).result()  # type: ignore[arg-type]
     said = output.metrics.get("loss:sum", float("nan"))
     found = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
-    return said, policy_loss(name, config or {}, found, np.float32(sampled).astype(np.float64), advantages)
+    return said, policy_loss(name, config or {}, found, np.asarray(sampled, np.float32).astype(np.float64), advantages)
 
 
 def check_loss(name: str) -> Callable[[Probe], str]:
@@ -315,7 +315,7 @@ def check_temperature(probe: Probe) -> str:
     for temperature in (0.2, 3.0):
         tokens = list(probe.sample(sampler, temperature=temperature, seed=3).tokens)
         values = sampler.compute_logprobs(tinker.ModelInput.from_ints([*TEXT, *tokens])).result()[len(TEXT) :]
-        means[temperature] = float(np.mean(values))
+        means[temperature] = float(np.mean(np.asarray(values, np.float64)))
     expect(means[0.2] > means[3.0] + 0.3, f"mean logprob {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} at 3")
     return f"mean logprob {means[0.2]:.2f} at 0.2, {means[3.0]:.2f} at 3"
 

@@ -26,6 +26,7 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
         "task": trajectory.task_id,
         "trial": trajectory.trial_name,
         "reward": trajectory.reward,
+        **({"bonus": trajectory.bonus} if trajectory.bonus else {}),
         "stop_reason": trajectory.stop_reason,
         "advantage": advantage,
         "turns": len(trajectory.turns),

@@ -16,6 +16,7 @@ from src.errors import BackendError, RubbleError
 from src.finished import FinishedRollout, FinishedRollouts
 from src.journal import Place
 from src.policy import Policy
+from src.rewards.judge import Judge
 from src.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,11 @@ class RolloutPlan:
     temperature: float
     directory: Path
 
+    @property
+    def is_training(self) -> bool:
+        """The phase of its episodes; an evaluation may well be played beside them."""
+        return self.purpose != "eval"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
@@ -57,13 +63,18 @@ class FinishedGroup:
 
 
 class Rollouts:
-    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again."""
+    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again.
 
-    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts) -> None:
+    A `judge` has its say on training episodes alone.
+    """
+
+    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts, judge: Judge | None = None) -> None:
         self._source = source
+        self._judge = judge
         self._settings = settings
         self._finished = finished
         self._slots = asyncio.Semaphore(settings.n_parallel_envs)
+        self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
 
     async def play(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
@@ -82,6 +93,19 @@ class Rollouts:
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from errors
         return [task.result() for task in playing]
+
+    async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
+        await asyncio.gather(*(self._measure_floor(task) for task in tasks if task.id not in self._floors))
+        return {task.id: floor for task in tasks if (floor := self._floors[task.id]) is not None}
+
+    async def _measure_floor(self, task: Task) -> None:
+        async with self._slots:
+            try:
+                self._floors[task.id] = await self._source.floor(task)
+            except Exception as error:  # the border of a trial
+                logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
+                self._floors[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[Place, FinishedRollout]:
         """What is on disk of the batch already."""
@@ -121,7 +145,7 @@ class Rollouts:
             async with self._slots:
                 started.append(time.monotonic())
                 self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
-                result = await self._trial(task, policy, plan, seed)
+                result = await self._trial(task, policy, plan, seed, member)
             if isinstance(result, Trajectory) or result.kind not in INFRASTRUCTURE or attempts >= settings.trial_attempts:
                 break
             wait_s = back_off(settings.retry_wait_sec, attempts, seed)
@@ -129,13 +153,15 @@ class Rollouts:
             await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
+        elif self._judge is not None and plan.is_training:
+            result = await self._judge.judged(result)
         rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
         self._finished.add(place, rollout)
         return rollout
 
-    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int) -> Trajectory | TrialFailure:
+    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int) -> Trajectory | TrialFailure:
         deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
-        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature)
+        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member)
         playing = asyncio.ensure_future(trial.run(policy))
         try:
             await asyncio.wait({playing}, timeout=deadline_s)
@@ -167,7 +193,7 @@ def back_off(wait_s: float, attempts: int, seed: int) -> float:
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
     """A 31-bit seed that depends on nothing but the run's seed and the trial's place in it."""
-    step = 0 if plan.purpose == "eval" else plan.step  # evaluations differ by their weights alone
+    step = plan.step if plan.is_training else 0  # evaluations differ by their weights alone
     place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
 
@@ -184,7 +210,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
-    what = "evaluation" if plan.purpose == "eval" else "step"
+    what = "step" if plan.is_training else "evaluation"
     return (
         f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
         f"see {plan.directory}"

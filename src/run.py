@@ -15,12 +15,14 @@ import chz
 
 from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
-from src.chat import Chat, load_chat
-from src.config import TrainerConfig, loss_settings, pairs, run_name
-from src.console import Display, outcome
+from src.chat import load_chat
+from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
+from src.console import Display, Success, outcome, signal
 from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
+from src.endpoint import open_endpoint
 from src.envs.base import TaskSource
+from src.envs.registry import open_task_source
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
@@ -34,16 +36,18 @@ from src.kl_penalty import KlSettings
 from src.learner import Learner, LearnerSettings
 from src.pipeline import PipelineSettings, ScheduleSettings, schedule
 from src.preparation import PreparationSettings
+from src.rewards.judge import Judge, JudgeSettings
 from src.rollouts import Rollouts, RolloutSettings
 from src.run_folder import RunFolder, find_run_folder
 from src.step_groups import GroupSettings
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import RunLog, TrackingSettings, open_run_log, recorded
+from src.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
 from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
+SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,7 @@ Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], Ab
 async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
-    """The real ones: a Tinker endpoint and a folder of Harbor tasks, or the `source` of an earlier connection."""
+    """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
     display.say(f"server: {address(settings)}")
     async with connect(settings) as endpoint:
         if source is None:
@@ -71,51 +75,37 @@ async def open_parts(
         yield Parts(source=source, backend=await endpoint.open_training())
 
 
-def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
-    """ConfigError for a folder that holds no valid tasks."""
-    from src.envs.harbor import HarborSettings, HarborTasks  # seconds to import
-
-    settings = HarborSettings(
-        model_name=config.model_name,
-        environment_type=config.environment_type,
-        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        max_turns=config.max_turns,
-        max_tokens=config.length_limits.max_generate_length,
-        context_limit=config.context_limit,
-        max_input_length=config.max_input_length,
-        train_subagents=config.train_subagents,
-        max_length_stops=config.max_length_stops,
-        enable_summarize=config.enable_summarize,
-        proactive_summarization_threshold=config.proactive_summarization_threshold,
-        trial_timeout_s=config.trial_timeout_sec,
-        n_parallel_envs=config.n_parallel_envs,
-    )
-    tasks_dir = Path(config.tasks_dir).expanduser()
-    return HarborTasks(settings, chat, tasks_dir, eval_tasks=config.eval_tasks or (), eval_split=config.eval_split, seed=config.seed)
-
-
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
     """The whole run. Raises a TrainerError for whatever the user can mend, and is cancelled to stop it."""
     started = time.monotonic()
+    if config.learning_rate < SMALLEST_LORA_RATE:
+        display.say(f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter wants ten times that or more")
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     folder = find_run_folder(config, name=name)
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
+        source_open.push_async_callback(parts.source.close)
         if not parts.source.train:
-            raise ConfigError(f"tasks_dir {config.tasks_dir} leaves no task to train on; lower eval_split or shorten eval_tasks")
+            raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
         await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
         folder.create(config)
         await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
         with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
             await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
-    success = recorded(metrics_file, "test/env/all/success")
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    after = success[max(success)] if success else None
-    for line in outcome(success.get(0), after, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
+    signals = [signal(name, variances) for name, variances in recorded_variances(metrics_file).items()]
+    for line in outcome(success_of(metrics_file), signals, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
+
+
+def success_of(metrics_file: Path) -> Success:
+    rates, floors = recorded(metrics_file, "test/env/all/success"), recorded(metrics_file, "test/floor")
+    last = rates[max(rates)] if rates else None
+    is_partial = not recorded(metrics_file, "test/pass_at_1")  # its rates carry the part's name
+    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None, is_partial=is_partial)
 
 
 async def survive(
@@ -182,13 +172,13 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
-    async with watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
+    async with judging(config) as judge, watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
             watchdog=watchdog,
             learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
-            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished),
+            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished, judge),
             finished=finished,
             run_log=run_log,
             display=display,
@@ -196,6 +186,20 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
             steps_done=steps_done,
         )
         await trainer.train(batches)
+
+
+@asynccontextmanager
+async def judging(config: TrainerConfig) -> AsyncIterator[Judge | None]:
+    """The judge of training episodes, where the run has one."""
+    if not config.taxonomy_feedback:
+        yield None
+        return
+    assert config.judge_base_url is not None and config.judge_model is not None
+    endpoint = open_endpoint(config.judge_base_url, config.judge_model)
+    try:
+        yield Judge(endpoint, narrow(config, JudgeSettings))
+    finally:
+        await endpoint.close()
 
 
 def backend_settings(config: TrainerConfig, folder: RunFolder) -> BackendSettings:
@@ -231,12 +235,6 @@ def end_state(error: BaseException) -> RunState:
             return RunState.RUBBLE
         case _:
             return RunState.FAILED
-
-
-def narrow[View](config: TrainerConfig, view: type[View]) -> View:
-    """A component's view of the config: the dataclass's fields, by name."""
-    assert dataclasses.is_dataclass(view)
-    return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view)})
 
 
 def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:

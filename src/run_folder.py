@@ -21,7 +21,7 @@ from src.journal import JOURNAL
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 # A run that continues under another value of these would not be the same run.
-IDENTITY = ("model_name", "lora_rank", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks", "task_sampling")
+IDENTITY = ("model_name", "lora_rank", "env", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks", "task_sampling")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

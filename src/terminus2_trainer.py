@@ -19,7 +19,7 @@ from src.errors import BackendError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.examples import Example, examples_of_batch
 from src.exports import dump_evaluation, dump_examples
-from src.filters import DropReason, keep_groups
+from src.filters import DropReason, keep_groups, zeroed_metrics
 from src.finished import FinishedRollouts
 from src.journal import GroupKey
 from src.learner import Learner
@@ -145,6 +145,7 @@ class Terminus2RLTrainer:
             await asyncio.to_thread(dump_examples, settings.export_path, batch.step, gathered.played, self._source.text)
         learned = time.monotonic()
         metrics |= group_metrics(gathered.played, group_size=settings.groups.group_size) | gathered.metrics
+        metrics |= zeroed_metrics(gathered.played, settings.groups.filters)
         metrics["time/rollouts"] = learned - played
         metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(1e-9, learned - played)
         trained = [(group.step, group.task.id) for group, examples in zip(kept, examples_P_G, strict=True) if examples]

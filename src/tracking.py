@@ -42,6 +42,7 @@ class TrackioRun(Protocol):
 class TrackingSettings:
     wandb_project: str | None
     trackio_project: str | None
+    taxonomy_feedback: bool = False  # whether a judge has a part in the reward
 
 
 class RunLog:
@@ -78,7 +79,9 @@ def open_run_log(log_path: Path, settings: TrackingSettings, *, name: str, confi
     with ExitStack() as stack:
         wandb_run = trackio_run = None
         if settings.wandb_project is not None:
-            wandb_run = _wandb_run(log_path, project=project_name(settings.wandb_project), name=name, config=config)
+            wandb_run = _wandb_run(
+                log_path, project=project_name(settings.wandb_project, is_judged=settings.taxonomy_feedback), name=name, config=config
+            )
             stack.callback(finish, wandb_run, "wandb", "`wandb sync` sends the rest")
         if settings.trackio_project is not None:
             trackio_run = _trackio_run(log_path, project=settings.trackio_project, name=name, config=config)
@@ -95,19 +98,29 @@ def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
         logger.warning("%s did not finish within %g s; %s", program, FINISH_S, advice)
 
 
-def project_name(project: str) -> str:
-    """Runs whose reward a judge has a part in (TAXONOMY_FEEDBACK=true, as the seeds say it) stay apart from the others.
+def project_name(project: str, *, is_judged: bool) -> str:
+    """Runs whose reward a judge has a part in stay apart from the others.
 
-    >>> project_name("tau" + JUDGE_SUFFIX)  # never twice
+    >>> project_name("tau" + JUDGE_SUFFIX, is_judged=True)  # never twice
     'tau_with_taxonomy_feedback'
     """
-    is_judged = os.environ.get("TAXONOMY_FEEDBACK", "").lower() == "true"
     return project + JUDGE_SUFFIX if is_judged and not project.endswith(JUDGE_SUFFIX) else project
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:
     """The values of one metric by step."""
     return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
+
+
+def recorded_variances(path: Path) -> dict[str, list[float]]:
+    """`variance_per_prompt` of every step that was trained: of all tasks, and of each domain or family that has its own."""
+    found: dict[str, list[float]] = {}
+    for record in records(path):
+        for name, value in record.items():
+            area, _, last = name.rpartition("/")
+            if last == "variance_per_prompt" and area.partition("/")[0] == "reward" and value is not None:
+                found.setdefault(area.partition("/")[2] or "all tasks", []).append(value)
+    return dict(sorted(found.items()))
 
 
 def is_wall_clock(name: str) -> bool:

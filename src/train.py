@@ -17,6 +17,7 @@ from src.config import TrainerConfig
 from src.errors import TrainerError
 
 INTERRUPTED = 130
+DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.filters"}  # the seeds' -> who logs
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        config = parse(with_server_from_environment(argv))
+        config = parse(with_judge_from_environment(with_server_from_environment(argv)))
         return asyncio.run(_train(config))
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):
@@ -48,10 +49,19 @@ def load_environment(argv: Sequence[str]) -> None:
 
 
 def with_server_from_environment(argv: Sequence[str]) -> list[str]:
-    """SKYRL_TX_URL stands in for a skyrl_tx_url that was not given."""
-    url = os.environ.get("SKYRL_TX_URL")
-    given = any(argument.startswith("skyrl_tx_url=") for argument in argv)
-    return [*argv, f"skyrl_tx_url={url}"] if url and not given and "backend=skyrl-tx" in argv else list(argv)
+    """SKYRL_TX_URL stands in for a skyrl_tx_url that was not given, and TAU2_HOME for a tau2_home."""
+    stand_ins = {"skyrl_tx_url": os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None}
+    stand_ins["tau2_home"] = os.environ.get("TAU2_HOME")
+    given = {argument.partition("=")[0] for argument in argv}
+    return [*argv, *(f"{name}={value}" for name, value in stand_ins.items() if value and name not in given)]
+
+
+def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
+    """The seeds' own switches: TAXONOMY_FEEDBACK=true, unless SKYRL_MODE says that this process does not train, and TAXONOMY_ALPHA."""
+    os.environ.setdefault("SKYRL_MODE", "train")
+    feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")
+    is_on = feedback.lower() == "true" and os.environ["SKYRL_MODE"] == "train"
+    return [*argv, *(["taxonomy_feedback=true"] if is_on else []), *([f"taxonomy_alpha={alpha}"] if alpha else [])]
 
 
 async def _train(config: TrainerConfig) -> int:
@@ -64,10 +74,13 @@ async def _train(config: TrainerConfig) -> int:
 
 
 def quieten() -> None:
-    """Our own loggers speak, third parties only of trouble."""
+    """Our own loggers speak, third parties only of trouble; what DEBUG_SWITCHES name speaks of every answer where its switch is 1."""
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    for switch, name in DEBUG_SWITCHES.items():
+        if os.environ.get(switch) == "1":
+            logging.getLogger(name).setLevel(logging.DEBUG)
 
 
 async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:

@@ -39,8 +39,12 @@ class Task:
     """One problem to solve. `id` is the group key: all trials of a task form one group."""
 
     id: str
-    path: Path
+    path: Path  # its folder, or the file that its row stands in
     instruction: str = ""
+    domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
+    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # what its environment has to know of it
+    grading: str = ""  # where only a part of its benchmark's grading counts, the name of the part, which rates of success then carry
+    gold_writes: bool | None = None  # whether solving it takes an action that changes something; None: nobody says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
     turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
     conversation: list[Mapping[str, object]] = field(default_factory=list)  # the messages, for readers; what trains is `turns`
+    bonus: float = 0.0  # a judge's, on top of `reward` in training alone: no rate of success knows it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ def main(config: Peers) -> None:
     slower = timings["ours"].wall_s / timings["full logits"].wall_s
     figure("time against full logits", slower, at_most=1.1)
     weighted = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
-    figure("a third weighted against all", weighted, at_most=0.5)
+    figure("a third weighted against all (logprobs are owed at every position)", weighted)
     ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
     figure(f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB", ours_bytes / full_bytes, at_most=1 / 6)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.quickstart.build_model import batches, encode, train
+from scripts.quickstart.build_model import batches, encode, initial_params, rise_and_fall, train
 from scripts.quickstart.demonstrations import Message
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.weights import save_model
@@ -138,7 +138,8 @@ def build_model(directory: Path) -> None:
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
     data = batches(encode(tokenizer, messages) for messages in Lessons(random.Random("lessons"), SLIPS))
-    save_model(train(config, data, steps=STEPS, seed=0, learning_rate=5e-3, save=lambda _: None), config, directory)
+    schedule = rise_and_fall(STEPS, peak=5e-3)
+    save_model(train(config, initial_params(config, 0), data, steps=STEPS, schedule=schedule, save=lambda _: None), config, directory)
 
 
 def build_tokenizer(directory: Path) -> Tokenizer:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from scripts.quickstart.demonstrations import Message, demonstrate
 from scripts.quickstart.families import TRAINING, make_instance
 from scripts.quickstart.make_tasks import ROOT
-from scripts.quickstart.tokenizer import save_tokenizer
+from scripts.quickstart.tokenizer import build_tokenizer, save_tokenizer
 from scripts.quickstart.words import TEXT_ENDINGS, Pool, Words
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.layers import within_segments
@@ -146,18 +146,15 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
     )
 
 
+def rise_and_fall(steps: int, *, peak: float = PEAK_LEARNING_RATE) -> optax.Schedule:
+    """The learning rate rises, then falls as a cosine."""
+    return optax.warmup_cosine_decay_schedule(0.0, peak, 30, steps)
+
+
 def train(
-    config: ModelConfig,
-    data: Iterator[Batch],
-    *,
-    steps: int,
-    seed: int,
-    save: Callable[[Params], None],
-    learning_rate: float = PEAK_LEARNING_RATE,
+    config: ModelConfig, params: Params, data: Iterator[Batch], *, steps: int, schedule: optax.Schedule, save: Callable[[Params], None]
 ) -> Params:
-    """Train from random weights; the learning rate rises, then falls as a cosine."""
-    params = initial_params(config, seed)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 30, steps)
+    """Train `params`, which are consumed."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
@@ -178,12 +175,9 @@ def train(
     return params
 
 
-def main() -> None:
-    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
-    directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
-    save_tokenizer(directory)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    config = ModelConfig(
+def small_model(tokenizer: Tokenizer) -> ModelConfig:
+    """Four layers, 1.5 million parameters."""
+    return ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
         intermediate_size=384,
@@ -197,11 +191,20 @@ def main() -> None:
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
 
+
+def main() -> None:
+    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
+    directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
+    save_tokenizer(directory, build_tokenizer())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = small_model(tokenizer)
+
     def save(params: Params) -> None:
         save_model(params, config, directory)
 
     steps = int(options.get("steps", STEPS))
-    save(train(config, curriculum(tokenizer, steps=steps, seed=0), steps=steps, seed=0, save=save))
+    data = curriculum(tokenizer, steps=steps, seed=0)
+    save(train(config, initial_params(config, 0), data, steps=steps, schedule=rise_and_fall(steps), save=save))
 
 
 if __name__ == "__main__":

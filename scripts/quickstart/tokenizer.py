@@ -10,6 +10,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -63,13 +64,18 @@ def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
         instance = make_instance(rng.choice(tuple(TRAINING)), seed=f"words-{number}", pool=Pool.TRAIN)
         for text in [instance.instruction, *(m.content for m in demonstrate(instance, rng).messages if m.role == "assistant")]:
             counts.update(re.findall(PIECES, text))
-    words = {word for word, count in counts.items() if count >= minimum and not _is_name(word)} | spoken_words()
+    words = {word for word, count in counts.items() if count >= minimum and not is_name(word)} | spoken_words()
     words |= {f" {word}" for word in words if word.isalpha()}  # commands stand at the start of keystrokes, and behind the prompt
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
 
 
 def build_tokenizer() -> Tokenizer:
-    """The whole tokenizer, the same on every run."""
+    """The quick start's whole tokenizer, the same on every run."""
+    return tokenizer_of(common_words(), fixed_texts())
+
+
+def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
+    """Bytes, syllables, `words` as whole tokens where they stand between spaces, and `texts` as one token each wherever they stand."""
     to_bytes = {byte: char for byte, char in zip(range(256), _byte_characters(), strict=True)}
 
     def visible(text: str) -> str:
@@ -80,8 +86,8 @@ def build_tokenizer() -> Tokenizer:
     newline = to_bytes[10]
     merges += [(newline * size, newline * size) for size in (1, 2, 4, 8, 16)]
     vocabulary += [first + second for first, second in merges]
-    vocabulary += [word for word in map(visible, common_words()) if word not in set(vocabulary)]
-    added = [*SPECIAL, *fixed_texts()]
+    vocabulary += [word for word in map(visible, words) if word not in set(vocabulary)]
+    added = [*SPECIAL, *texts]
     total = len(vocabulary) + len(added)
     vocabulary += [f"<unused-{number}>" for number in range(-total % VOCAB_MULTIPLE)]
 
@@ -95,22 +101,22 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(directory: Path) -> None:
+def save_tokenizer(directory: Path, tokenizer: Tokenizer, *, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads them."""
     directory.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _is_name(piece: str) -> bool:
+def is_name(piece: str) -> bool:
     word = piece.strip()
     pairs = [word[start : start + 2] for start in range(0, len(word), 2)]
     return len(pairs) > 1 and word not in NOT_NAMES and all(pair in SYLLABLES for pair in pairs)

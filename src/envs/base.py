@@ -24,12 +24,23 @@ class TaskSource(Protocol):
     train: Sequence[Task]
     eval: Sequence[Task]
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
-        """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible."""
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
+        """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible.
+
+        `member` is its number in its group: what an environment draws by it and by the task is the same in every step.
+        """
+        ...
+
+    async def floor(self, task: Task) -> float | None:
+        """What an agent that does nothing earns at `task`; None where nobody can say. May fail as a trial fails, by raising."""
         ...
 
     def batch_ended(self, directory: Path) -> None:
         """Every trial below `directory` has ended; time to sum them up for a reader. Blocking."""
+        ...
+
+    async def close(self) -> None:
+        """The run is over; what its trials shared can go."""
         ...
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:

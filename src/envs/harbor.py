@@ -14,11 +14,13 @@ from functools import cache
 from pathlib import Path
 
 from src.chat import Chat
+from src.config import TrainerConfig, pairs
 from src.envs.base import Trial
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
 from src.envs.run_directory import run_directory
+from src.envs.splits import hold_out, require_unique_ids
 from src.errors import ConfigError
 from src.trajectory import Task
 
@@ -52,6 +54,28 @@ class HarborSettings:
     run_label: str = field(default_factory=new_run_label)
 
 
+def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
+    """env=harbor. ConfigError for a folder that holds no valid tasks."""
+    assert config.tasks_dir is not None
+    settings = HarborSettings(
+        model_name=config.model_name,
+        environment_type=config.environment_type,
+        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
+        max_turns=config.max_turns,
+        max_tokens=config.length_limits.max_generate_length,
+        context_limit=config.context_limit,
+        max_input_length=config.max_input_length,
+        train_subagents=config.train_subagents,
+        max_length_stops=config.max_length_stops,
+        enable_summarize=config.enable_summarize,
+        proactive_summarization_threshold=config.proactive_summarization_threshold,
+        trial_timeout_s=config.trial_timeout_sec,
+        n_parallel_envs=config.n_parallel_envs,
+    )
+    tasks_dir = Path(config.tasks_dir).expanduser()
+    return HarborTasks(settings, chat, tasks_dir, eval_tasks=config.eval_tasks or (), eval_split=config.eval_split, seed=config.seed)
+
+
 class HarborTasks:
     """The tasks of a folder, checked, split and ready to be tried. Implements `TaskSource`."""
 
@@ -83,7 +107,7 @@ class HarborTasks:
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
         fraction = 0.0 if eval_tasks else eval_split
-        train, held_out = task_folders.hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
+        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
         taken = {task.id for task in tasks}
         for folder in folders:
             found = task_folders.load_tasks(folder, check=check)
@@ -91,7 +115,7 @@ class HarborTasks:
         outside = {task.path for task in held_out}  # a folder of held-out tasks may lie within tasks_dir
         self.train: Sequence[Task] = [task for task in train if task.path not in outside]
         self.eval: Sequence[Task] = held_out
-        _refuse_double_ids([*self.train, *self.eval])
+        require_unique_ids([*self.train, *self.eval])
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         self._refuse_long_tasks()
@@ -108,7 +132,7 @@ class HarborTasks:
                     f"{task.path}: the first prompt has {tokens} tokens or more, so context_limit={limit} leaves no answer; raise it"
                 )
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> Trial:
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
         from src.envs.harbor_trial import HarborTrial
 
@@ -121,6 +145,13 @@ class HarborTasks:
             seed=seed,
             temperature=temperature,
         )
+
+    async def close(self) -> None:
+        """Trials share nothing."""
+
+    async def floor(self, task: Task) -> float | None:
+        """A terminal that nobody touches solves no task worth the name."""
+        return None
 
     def batch_ended(self, directory: Path) -> None:
         """Makes `directory` a Harbor job with totals."""
@@ -231,11 +262,3 @@ def _plain(text: str) -> str | int | float | bool:
         except ValueError:
             continue
     return text
-
-
-def _refuse_double_ids(tasks: Sequence[Task]) -> None:
-    seen: dict[str, Path] = {}
-    for task in tasks:
-        if task.id in seen:
-            raise ConfigError(f"two tasks are called {task.id}: {seen[task.id]} and {task.path}; rename one")
-        seen[task.id] = task.path

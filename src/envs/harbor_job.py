@@ -15,7 +15,7 @@ from src.durable import replace_text
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:
     """Sums up the trials that ended below `directory`. Without one there is nothing to show, and nothing is written."""
-    results = [result for folder in sorted(directory.iterdir()) if (result := trial_result(folder)) is not None]
+    results = [result for folder in sorted(directory.glob("*")) if (result := trial_result(folder)) is not None]
     if not results:
         return
     first = results[0].config

@@ -1,14 +1,12 @@
-"""Harbor task folders: find them, check them before any work, and hold some of them out.
+"""Harbor task folders: find them, and check them before any work.
 
 <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
 """
 
 from __future__ import annotations
 
-import random
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -122,24 +120,3 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
-
-
-def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[list[Task], list[Task]]:
-    """(training, held out). With `patterns` (ids or globs) those are held out, else `fraction` of the tasks, drawn by `seed`.
-
-    ConfigError for a pattern that matches nothing or a split that leaves nothing to train on.
-    """
-    if patterns:
-        for pattern in patterns:
-            if not any(fnmatchcase(task.id, pattern) for task in tasks):
-                raise ConfigError(f"eval_tasks: {pattern!r} is neither a folder nor the name of a task")
-        chosen = {task.id for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)}
-    else:
-        count = round(fraction * len(tasks))
-        if fraction > 0 and count == 0 and len(tasks) > 1:
-            count = 1
-        chosen = {task.id for task in random.Random(seed).sample(list(tasks), count)}
-    train = [task for task in tasks if task.id not in chosen]
-    if not train:
-        raise ConfigError(f"all {len(tasks)} tasks are held out; nothing is left to train on: lower eval_split or name fewer eval_tasks")
-    return train, [task for task in tasks if task.id in chosen]

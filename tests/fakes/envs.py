@@ -30,6 +30,7 @@ class ScriptedEnv:
         *,
         opening: str | Sequence[Message] | Exception = "x",
         tools: Sequence[Mapping[str, object]] = (),
+        use_native_tool_calling: bool = False,
         hang_at: int | None = None,
     ) -> None:
         self.answers: list[str] = []
@@ -38,6 +39,7 @@ class ScriptedEnv:
         self._script = script
         self._opening = opening
         self._tools = tools
+        self._native = use_native_tool_calling
         self._hang_at = hang_at
 
     async def start(self) -> Opening:
@@ -46,7 +48,7 @@ class ScriptedEnv:
         if isinstance(self._opening, Exception):
             raise self._opening
         messages = [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
-        return Opening(messages=messages, tools=self._tools)
+        return Opening(messages=messages, tools=self._tools, use_native_tool_calling=self._native)
 
     async def step(self, answer: str) -> Observation:
         self.answers.append(answer)

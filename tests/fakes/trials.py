@@ -52,6 +52,7 @@ class FakeTrial:
     seed: int
     temperature: float
     play: Play
+    member: int = 0
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         return await self.play(self, policy)
@@ -65,12 +66,20 @@ class FakeTasks:
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
+    floors: dict[str, float] = field(default_factory=dict)  # by task
+    num_closed: int = 0
     ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float) -> FakeTrial:
-        trial = FakeTrial(task=task, directory=directory, seed=seed, temperature=temperature, play=self.play)
+    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> FakeTrial:
+        trial = FakeTrial(task=task, directory=directory, seed=seed, temperature=temperature, play=self.play, member=member)
         self.made.append(trial)
         return trial
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    async def floor(self, task: Task) -> float | None:
+        return self.floors.get(task.id)
 
     def batch_ended(self, directory: Path) -> None:
         self.ended.append(directory.name)

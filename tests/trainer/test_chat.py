@@ -1,6 +1,10 @@
+import re
+from copy import deepcopy
+from pathlib import Path
+
 import pytest
 
-from src.chat import load_chat
+from src.chat import Chat, load_chat
 from src.errors import ConfigError
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer
 
@@ -58,3 +62,36 @@ def test_a_directory_without_a_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer in") as error:
         load_chat(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_a_base_model_is_pointed_out(tmp_path, caplog):
+    byte_tokenizer().save_pretrained(tmp_path / "Qwen3-8B-Base")
+    load_chat(str(tmp_path / "Qwen3-8B-Base"))
+    assert "is a base model" in caplog.text
+    caplog.clear()
+    byte_tokenizer().save_pretrained(tmp_path / "Qwen3-8B")
+    load_chat(str(tmp_path / "Qwen3-8B"))
+    assert caplog.text == ""
+
+
+def test_a_template_that_knows_nothing_of_thinking_or_tools_is_not_troubled():
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"):
+        load_chat(str(tmp_path))
+
+
+def test_nobody_else_calls_the_template():
+    """Thinking has to be off, and tools have to be shown, in every prompt alike."""
+    root = Path(__file__).resolve().parents[2]
+    calls = [path.name for path in (root / "src").rglob("*.py") for _ in re.findall(r"\.apply_chat_template\(", path.read_text())]
+    assert calls == ["chat.py"]

@@ -62,6 +62,7 @@ def test_the_seeds_own_recipe_is_accepted():
         (["num_substeps=9"], "num_substeps=9 is more than the 8 trajectories of a step"),
         (["eval_split=1"], "eval_split must be at least 0 and below 1"),
         (["learning_rate=0"], "learning_rate must be above 0"),
+        (["lora_rank=0"], "lora_rank must be at least 1, not 0"),
         (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),
         (["environment_kwargs=cpus"], "environment_kwargs takes key=value pairs, not 'cpus'"),
         (["loss_fn_config=beta=0.1"], "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold"),

@@ -1,10 +1,11 @@
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
-from src.console import Display, outcome
-from src.evaluation import Evaluation
+from src.console import Display, Success, outcome
+from src.evaluation import Evaluation, block_of
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup
 from src.trajectory import FailureKind, TrajectoryGroup
@@ -22,8 +23,9 @@ def group(name, *rewards, failures=()):
     return TrajectoryGroup(task=task(name), trajectories=members, failures=list(failures))
 
 
-def evaluation(step, *groups):
-    return Evaluation(step=step, groups=list(groups), metrics={}, rates={})
+def evaluation(step, *groups, floors=None):
+    floors = floors or {}
+    return Evaluation(step=step, groups=list(groups), metrics={}, whole=block_of(groups, floors, group_size=2), domains={}, floors=floors)
 
 
 def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
@@ -70,13 +72,27 @@ def test_an_evaluation_stands_beside_the_first_one():
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
+    beside = shown(lambda display: display.evaluation(evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None))[-1]
+    assert beside == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
+    graded = group("copy-01", 1, 1)
+    partly = replace(graded, task=replace(graded.task, grading="env"))
+    assert shown(lambda display: display.evaluation(evaluation(4, partly), None))[-1] == "held-out success, graded in part: 100.0% (2/2)"
 
 
-def test_the_outcome_compares_before_and_after(tmp_path):
-    lines = outcome(0.25, 0.5, steps=1, wall_s=125.4, log_path=tmp_path)
+def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "jobs").mkdir()
+    rates = Success(before=0.25, after=0.5, floor=None)
+    lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
-    assert str(tmp_path) in lines[2]
-    assert len(outcome(None, None, steps=3, wall_s=9, log_path=tmp_path)) == 2
+    assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
+    assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
+        f"{lines[1]}; doing nothing: 10.0%",
+        "a",
+    ]
+    partly = replace(rates, is_partial=True)
+    assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith("held-out success, graded in part: 25.0% before")
+    assert len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path)) == 2
 
 
 def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):

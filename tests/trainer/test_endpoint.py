@@ -6,16 +6,20 @@ import httpx
 import openai
 import pytest
 
-from src.endpoint import EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
+from src.endpoint import ChatEndpoint, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
 from src.errors import BackendError
 from src.trajectory import StopReason
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 
 
-def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
+def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
     transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    return EndpointPolicy(openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big")
+    return ChatEndpoint(openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big")
+
+
+def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
+    return EndpointPolicy(endpoint(answer))
 
 
 def reply(content: str | None, finish: str = "stop") -> httpx.Response:
@@ -76,3 +80,21 @@ async def test_nobody_at_the_address_is_one_line():
     with pytest.raises(BackendError, match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)"):
         async with connect_endpoint("http://127.0.0.1:9/v1", "m"):
             pass
+
+
+async def test_an_endpoint_is_asked_with_tools_and_says_what_its_answer_took():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, "tool_calls": [call]}}
+        usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice], "usage": usage}
+        return httpx.Response(200, json=body)
+
+    got = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])
+    assert asked == [{"model": "big", "messages": MESSAGES[:1], "temperature": 0, "tools": [tool]}]
+    assert (got.text, list(got.tool_calls)) == ("", [{"name": "look", "arguments": "{}"}])
+    assert (got.num_prompt_tokens, got.num_completion_tokens, got.was_cut) == (7, 2, False)

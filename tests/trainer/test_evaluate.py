@@ -36,6 +36,7 @@ class Bench:
         self.played = 0
         self._solves, self._lost = solves, lost
         self.tasks = TASKS
+        self.floors = {}
 
     async def go(self, *options):
         config = parse_as(EvaluateConfig, [*SERVER, f"log_path={self.path}", *options])
@@ -55,7 +56,7 @@ class Bench:
             reward = float(self._solves(checkpoint, trial.task.id, member))
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
-        yield Evaluated(policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play))
+        yield Evaluated(policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors))
 
     def results(self, name="results.json"):
         return json.loads((self.path / name).read_text())
@@ -71,14 +72,56 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
     results = bench.results()
     assert results["evaluated"] == "m"
     assert {name: rate["value"] for name, rate in results["rates"].items()} == pytest.approx(
-        {"pass_at_1": 0.5, "pass_at_2": 5 / 6, "pass_hat_2": 1 / 6, "pass_at_4": 1.0, "pass_hat_4": 0.0}
+        {
+            **{"pass_at_1": 0.5, "pass_at_2": 5 / 6, "pass_at_3": 1.0, "pass_at_4": 1.0},
+            **{"pass_hat_1": 0.5, "pass_hat_2": 1 / 6, "pass_hat_3": 0.0, "pass_hat_4": 0.0},
+        }
     )
     assert results["rates"]["pass_at_1"]["low"] < 0.5 < results["rates"]["pass_at_1"]["high"]
     assert [(task["id"], task["solved"], task["graded"]) for task in results["tasks"]] == [(task.id, 2, 4) for task in TASKS]
     assert results["metrics"]["test/env/all/turns"] == 1
     text = bench.text.getvalue()
     assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "ended by stop 100%" in text
-    assert (bench.path / "rollouts" / "eval_000000.jsonl").exists() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
+
+
+async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_those_of_all(tmp_path):
+    bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
+    bench.tasks = [
+        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0) for domain in ("air", "shop") for n in (0, 1)
+    ]
+    bench.floors = {"air/0": 0.0, "air/1": 1.0, "shop/0": 0.0, "shop/1": 0.0}
+    await bench.go("n_samples=2")
+    results = bench.results()
+    assert {name: block["rates"]["pass_hat_2"]["value"] for name, block in results["domains"].items()} == {"air": 1.0, "shop": 0.0}
+    assert (results["floor"]["value"], results["domains"]["air"]["floor"]["value"]) == (0.25, 0.5)
+    assert [task["floor"] for task in results["tasks"]] == [0.0, 1.0, 0.0, 0.0]
+    metrics = results["metrics"]
+    assert (metrics["test/floor"], metrics["test/env/air/floor"], metrics["test/env/shop/pass_at_2"]) == (0.25, 0.5, 1.0)
+    assert (metrics["test/env/all/success_write"], metrics["test/env/shop/success_nowrite"]) == (0.75, 0.5)
+    assert {"test/env/shop/pass_hat_1_low", "test/env/shop/turns", "test/env/shop/trials"} <= set(metrics)
+    assert metrics["test/env/shop/failures/false_completion"] == 1.0 and metrics["test/env/air/failures/false_completion"] == 0.0
+    lines = bench.text.getvalue().splitlines()
+    shop = lines[lines.index("shop:") + 1 :]
+    assert shop[1].startswith("  pass^1: 50.0% [") and shop[4].startswith("  doing nothing: 0.0% [")
+    assert "  solved: 50.0% of trials at tasks that take a writing action, 50.0% of trials at tasks that take none" in shop
+    assert "  of 2 failed trials: false completion 2" in shop
+
+
+async def test_a_partial_grading_is_never_called_pass(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    bench.tasks = [Task(id="a", path=Path("t"), domain="retail", grading="env")]
+    await bench.go("n_samples=2")
+    assert list(bench.results()["rates"]) == ["env_pass_at_1", "env_pass_hat_1", "env_pass_at_2", "env_pass_hat_2"]
+    assert not {"test/pass_at_1", "test/pass_hat_1", "test/env/retail/pass_at_1"} & set(bench.results()["metrics"])
+    assert "\nenv_pass^2: " in bench.text.getvalue() and "\npass" not in bench.text.getvalue()
+
+
+async def test_a_floor_that_cannot_be_measured_costs_nothing_but_itself(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    bench.floors = {task.id: 1.0 for task in TASKS[:4]}
+    await bench.go("n_samples=1")
+    assert bench.results()["floor"]["num_tasks"] == 4 and "floor" not in bench.results()["tasks"][7]
 
 
 async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+import pytest
 from harbor.llms.base import ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.toy_retail.tokenizer import CHAT_TEMPLATE
 from src.chat import Chat
 from src.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
+from src.envs.customers import ScriptedCustomer
+from src.envs.service import ServiceEnv
+from src.envs.toy_retail import TOOLS, Database, ToyRetailEpisode
 from src.generator import EpisodeSettings, run_episode
 from src.limits import LengthLimits
 from src.policy import Policy
 from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
 from src.trajectory import StopReason, Trajectory, Turn
 from tests.fakes.envs import ScriptedEnv, saying
-from tests.fakes.tokenizer import byte_chat, toy_chat
+from tests.fakes.policy import FakePolicy
+from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
 
 CHATS = {"thinking is stripped from history": byte_chat(), "history stays": toy_chat()}
 
@@ -33,6 +41,8 @@ class Engine(Policy):
     Some answers are empty, some are cut, and some do not survive decoding and encoding.
     """
 
+    sayings: Sequence[str] = ["", "ok", "<think>why\n</think>\n\nso", "<think>cut off", "a\n", " b", "é€", "</think>"]
+
     def __init__(self, chat: Chat, seed: int) -> None:
         self.version = 0
         self.said: list[Turn] = []
@@ -41,7 +51,7 @@ class Engine(Policy):
 
     async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         rng = self._rng
-        text = rng.choice(["", "ok", "<think>why\n</think>\n\nso", "<think>cut off", "a\n", " b", "é€", "</think>"])
+        text = rng.choice(self.sayings)
         ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
         if rng.random() < 0.2:
             ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that alone is no text
@@ -186,3 +196,80 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
     assert all(len(turn.prompt_ids) <= max_input for turn in engine.said)
     assert all(len(sequence.tokens) <= limits.max_sequence_length for sequence in sequences)
     assert trajectory.reward == (trajectory.stop_reason != StopReason.CONTEXT_LENGTH)
+
+
+# What a service agent says: calls of every form, several at once, cut ones, and words to the customer.
+GET, PRICE = '{"name": "get_order", "arguments": {"order": "kala"}}', '{"name": "get_product", "arguments": {"product": "mive"}}'
+SAYINGS = [
+    *(f"<tool_call>\n{GET}\n</tool_call>", f"One moment.<tool_call>{GET}</tool_call><tool_call>{PRICE}</tool_call>", GET[:-1], GET[:-9]),
+    *("Done.", "<think>\n\n</think>\n\nWhich order?", "", "###STOP###"),
+]
+SHOP: Database = {
+    "orders": {"kala": {"status": "pending", "product": "mive", "address": "3 dopa"}},
+    "products": {"mive": {"price": 12}},
+    "customers": {},
+}
+
+
+@cache
+def service_chats() -> dict[str, Chat]:
+    """A template that merges the results of several calls into one message, as Qwen3's does, alone and with stripped thinking."""
+    stripping = CHAT_TEMPLATE.replace("'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]")
+    assert stripping != CHAT_TEMPLATE
+    chats = {}
+    for name, template in (("merging", CHAT_TEMPLATE), ("merging and stripping", stripping)):
+        tokenizer = copy.deepcopy(byte_tokenizer())
+        tokenizer.chat_template = template
+        chats[name] = Chat(tokenizer)
+    return chats
+
+
+class Talker(Engine):
+    """An engine that says what a service agent might."""
+
+    sayings = SAYINGS
+
+
+def shop(lines: int) -> ServiceEnv:
+    row = {"actions": [], "communicate": []}
+    customer = ScriptedCustomer([f"line {number}" for number in range(lines)])
+    return ServiceEnv(ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    name=st.sampled_from(["merging", "merging and stripping"]),
+    lines=st.integers(1, 4),
+    generate=st.sampled_from([20, 60, 200]),
+    native=st.booleans(),
+    step_wise=st.booleans(),
+)
+def test_every_trained_token_of_a_conversation_with_tools_was_sampled_there(
+    seed: int, name: str, lines: int, generate: int, native: bool, step_wise: bool
+) -> None:
+    chat = service_chats()[name]
+    engine = Talker(chat, seed)
+    limits = LengthLimits(max_input_length=6000, max_generate_length=generate, max_sequence_length=6200, context_limit=6200)
+    episode = EpisodeSettings(temperature=1.0, seed=seed, max_turns=12, use_native_tool_calling=native, step_wise=step_wise)
+    trajectory = asyncio.run(run_episode(shop(lines), engine, chat, limits, episode, task_id="a"))
+    assert isinstance(trajectory, Trajectory)
+    sequences = assert_exact(trajectory.turns, [turn for turn in engine.said if turn.completion_ids])
+    assert step_wise or len(sequences) <= 1
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_the_model_sees_after_tool_turns_is_what_the_template_would_show(native: bool) -> None:
+    """Where the template rewrites nothing, extending tokens and rendering messages come to the same: merged results included."""
+    chat = service_chats()["merging"]
+    policy = FakePolicy(chat, [SAYINGS[1], SAYINGS[0], "Done.", SAYINGS[2], "Bye."])
+    limits = LengthLimits(max_input_length=6000, max_generate_length=200, max_sequence_length=6200, context_limit=6200)
+    episode = EpisodeSettings(temperature=1.0, seed=0, use_native_tool_calling=native)
+    trajectory = asyncio.run(run_episode(shop(2), policy, chat, limits, episode, task_id="a"))
+    assert isinstance(trajectory, Trajectory) and len(trajectory.turns) == 5
+    tools = [tool.schema for tool in TOOLS.values()] if native else []
+    ends = [number for number, message in enumerate(trajectory.conversation) if message["role"] == "assistant"]
+    for turn, end in zip(trajectory.turns, ends, strict=True):
+        assert turn.prompt_ids == chat.render(trajectory.conversation[:end], tools=tools)
+    shown = chat.decode(trajectory.turns[1].prompt_ids)
+    assert shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2  # one request, one message of two results

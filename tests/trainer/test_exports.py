@@ -63,6 +63,13 @@ def test_a_conversation_falls_back_on_the_tokens():
     assert conversation(trajectory(turns=[]), decode) == []
 
 
+def test_a_special_token_that_was_sampled_is_in_no_exported_conversation():
+    said = [{"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    spoken = trajectory(turns=TURNS)
+    spoken.conversation.extend(said)
+    assert conversation(spoken, decode) == [{"role": "assistant", "content": "Hi there"}, said[1]]
+
+
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):

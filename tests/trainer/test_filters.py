@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from src.filters import DropReason, FilterSettings, keep_groups, rewarded, trains
+from src.filters import DropReason, FilterSettings, keep_groups, rewarded, trains, zeroed_metrics
+from src.train import quieten
 from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -99,3 +100,30 @@ def test_the_eos_rule_asks_only_how_the_last_answer_ended():
     assert trains(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
     assert not trains(trajectory(turns=[ended, cut], stop=StopReason.MAX_TURNS), eos)
     assert not trains(trajectory(turns=[]), eos)
+
+
+def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
+    long = trajectory(reward=1, turns=[turn([1], [2] * 9)])
+    cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
+    shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt, whoever wrote it
+    members = [long, cut, replace(cut, reward=0.0), shown]
+    groups = [TrajectoryGroup(task=task("a"), trajectories=members)]
+    both = settings(zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
+    assert zeroed_metrics(groups, both) == {"rewards/zeroed_by_non_stop": 1, "rewards/zeroed_by_length": 1}
+    assert set(zeroed_metrics(groups, settings()).values()) == {0}
+
+
+def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
+    filtering = logging.getLogger("src.filters")
+    monkeypatch.setattr(filtering, "level", filtering.level)
+    monkeypatch.setenv("DEBUG_LENGTH_FILTERING", "1")
+    quieten()
+    answers = TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2] * 9)])])
+    rewarded([answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4))
+    assert "a: the longest answer has 8 tokens, 4 are allowed" in caplog.text
+
+
+def test_a_judges_bonus_is_part_of_what_is_learned_from():
+    members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
+    [kept], _ = keep_groups([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
+    assert kept.rewards == [1.5, 0.0] and members[0].reward == 1

@@ -6,11 +6,14 @@ Toy ids: an opening of one letter renders to 9, `AB` is answered as [65, 66, 2],
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import tinker
 
+from src.chat import Chat
 from src.datums import sequences_of, step_sequences_of
 from src.filters import FilterSettings, rewarded, trains, with_failures_rewarded
 from src.generator import EpisodeSettings, Observation, run_episode, turn_seed
@@ -19,7 +22,7 @@ from src.policy import Policy
 from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.policy import FakePolicy
-from tests.fakes.tokenizer import byte_chat, toy_chat
+from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
 from tests.fakes.trials import task
 
 SETTINGS = EpisodeSettings(temperature=0.7, seed=5)
@@ -253,15 +256,46 @@ async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
 # The borders
 
 
-async def test_tools_are_in_the_first_prompt():
-    class Shouting(type(toy_chat().tokenizer)):
-        def apply_chat_template(self, conversation, *, tools, **options):
-            return ("T" * len(tools) if tools else "") + super().apply_chat_template(conversation, tools=tools, **options)
+class Shouting(ToyTokenizer):
+    """A template that shows a T for every tool."""
 
-    chat = type(toy_chat())(Shouting())
-    _, policy, _ = await play([saying("ob", role="tool"), ending()], ["AB", "C"], chat=chat, tools=[{"type": "function"}] * 2)
+    def apply_chat_template(self, conversation, *, tools, **options):
+        return ("T" * len(tools) if tools else "") + super().apply_chat_template(conversation, tools=tools, **options)
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "description": "d", "parameters": {"properties": {}}}} for name in ("f", "g")]
+
+
+async def test_native_tools_are_in_the_first_prompt_and_stay_there():
+    script = [saying("ob", role="tool"), ending()]
+    native = replace(SETTINGS, use_native_tool_calling=True)
+    _, policy, _ = await play(script, ["AB", "C"], settings=native, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=True)
     assert policy.calls[0].prompt_ids[:3] == [84, 84, 1]
     assert policy.calls[1].prompt_ids[:3] == [84, 84, 1] and policy.calls[1].prompt_ids.count(84) == 2
+
+
+@pytest.mark.parametrize(("env", "run"), [(False, False), (False, True), (True, False), (True, True)])
+async def test_tools_are_native_only_where_environment_and_run_both_want_it(env, run):
+    settings = replace(SETTINGS, use_native_tool_calling=run)
+    _, policy, _ = await play([ending()], ["A"], settings=settings, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=env)
+    prompt = "".join(map(chr, policy.calls[0].prompt_ids))
+    assert prompt.startswith("TT") == (env and run)
+    assert ("- f(): d" in prompt and "- g(): d" in prompt) == (not (env and run))
+
+
+@pytest.mark.parametrize(("env", "run"), [(False, False), (True, True)])
+async def test_without_tools_there_is_nothing_to_show_in_either_mode(env, run):
+    settings = replace(SETTINGS, use_native_tool_calling=run)
+    _, policy, _ = await play([ending()], ["A"], settings=settings, chat=Chat(Shouting()), use_native_tool_calling=env)
+    assert len(policy.calls[0].prompt_ids) == 9
+
+
+async def test_tools_in_words_are_added_to_the_system_message_there_is():
+    opening = [{"role": "system", "content": "policy"}, {"role": "user", "content": "x"}]
+    trajectory, _, _ = await play([ending()], ["A"], opening=opening, tools=TOOLS)
+    roles = [message["role"] for message in trajectory.conversation]
+    assert roles == ["system", "user", "assistant"]
+    assert trajectory.conversation[0]["content"].startswith("policy\n\nYou can call a function")
 
 
 async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only_where_asked():
@@ -338,3 +372,9 @@ async def test_turns_are_bounded_and_seeded_by_their_number():
 async def test_metrics_of_the_environment_are_the_trajectorys():
     trajectory, _, _ = await play([saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"])
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
+
+
+async def test_rewards_that_are_reckoned_in_numpy_can_be_written_down():
+    env = saying("ob", reward=np.float32(0.5), score=np.float64(2)), saying(is_done=True, reward=np.float32(0.5))
+    trajectory, _, _ = await play(list(env), ["AB", "C"])
+    assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[:2] == [1.0, [0.5, 0.5]]

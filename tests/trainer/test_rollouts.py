@@ -153,3 +153,24 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
     ]
     assert len({here, *others}) == 6
     assert trial_seed(0, plan(tmp_path, purpose="eval", step=9), "a", 0) == others[-1]
+
+
+class Floored(FakeTasks):
+    """Doing nothing solves a, cannot be tried at b."""
+
+    asked: list[str]
+
+    async def floor(self, task):
+        self.asked.append(task.id)
+        if task is B:
+            raise OSError("gone")
+        return 1.0
+
+
+async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_path, caplog):
+    source = Floored(train=(A, B))
+    source.asked = []
+    settings = RolloutSettings(n_parallel_envs=1, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0)
+    rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
+    assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
+    assert source.asked == ["a", "b"] and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text

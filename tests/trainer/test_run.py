@@ -11,7 +11,9 @@ from rich.console import Console
 
 from src.command_line import parse
 from src.console import Display
+from src.endpoint import Reply
 from src.errors import ConfigError, TrainerError
+from src.rewards.judge import MODES
 from src.run import Parts, logging_to_file, run
 from src.trajectory import FailureKind, Task
 from tests.fakes.backend import BanditBackend
@@ -58,7 +60,8 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     records = bench.lines("rollouts/step_000001.jsonl")
     assert len(records) == 8
     assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
-    assert (bench.path / "jobs" / "step_000002").is_dir() and (bench.path / "jobs" / "eval_000000").is_dir()
+    assert {trial.directory for trial in bench.source.made} == {bench.path / "jobs" / name for name in bench.source.ended}
+    assert not (bench.path / "jobs").exists()  # these trials write nothing
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
@@ -112,7 +115,7 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
     assert len(bench.lines("rollouts/step_000001.jsonl")) == 16  # what was played is recorded, learned from or not
-    assert (bench.path / "jobs" / "refill-1_000001").is_dir()
+    assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
     assert bench.backend.versions == [0, 1]  # re-sampling is not a step
 
 
@@ -317,3 +320,60 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [1]
     assert {"test/pass_at_1", "test/pass_at_1_low", "test/pass_hat_4"} <= set(bench.lines("metrics.jsonl")[0])
     assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}
+
+
+async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
+    assert "learning_rate=5e-07 is one for full fine-tuning; an adapter wants ten times that or more" in bench.text.getvalue()
+
+
+EVERY_STEP = {  # the seeds' names
+    *("generation/avg_reward", "generation/success_rate", "train/avg_reward", "train/min_reward", "train/max_reward"),
+    *("reward/avg_raw_reward", "loss/avg_raw_rewards", "loss/avg_raw_advantages", "timing/step", "timing/generate"),
+}
+
+
+async def test_every_step_has_the_seeds_names_and_every_evaluation_its_own(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("n_epochs=2", "eval_every=2")
+    lines = bench.lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all(set(line) >= EVERY_STEP for line in lines[1:])
+    assert [line["step"] for line in lines if "eval/all/avg_score" in line] == [0, 2, 4]
+
+
+async def test_without_held_out_tasks_there_is_nothing_to_evaluate_and_nothing_breaks(tmp_path):
+    bench = Bench(tmp_path)
+    bench.source.eval = []
+    await bench.go("max_steps=1", "eval_every=1")
+    assert not any(name.startswith(("test/", "eval/")) for line in bench.lines("metrics.jsonl") for name in line)
+    assert not (bench.path / "dumped_evals").exists()
+
+
+class Praises:
+    """A judge that finds no failure."""
+
+    model = "judge-1"
+
+    def __init__(self):
+        self.num_asked = 0
+
+    async def reply(self, messages, *, temperature, seed):
+        self.num_asked += 1
+        return Reply(text=json.dumps(dict.fromkeys(MODES, False)))
+
+    async def close(self):
+        pass
+
+
+async def test_a_judge_shapes_what_is_learned_from_and_no_rate_of_success(tmp_path, monkeypatch):
+    bench, asked = Bench(tmp_path), Praises()
+    monkeypatch.setattr("src.run.open_endpoint", lambda base_url, model: asked)
+    await bench.go("max_steps=1", "taxonomy_feedback=true", "judge_model=m", "judge_base_url=http://h:1/v1", "taxonomy_alpha=0.5")
+    before, step = bench.lines("metrics.jsonl")
+    assert asked.num_asked == 1  # fake trials have no conversations: all of them are the same
+    assert step["reward/avg_shaped_reward"] == step["reward/avg_raw_reward"] + 0.5 == step["loss/avg_final_rewards"]
+    assert step["env/all/success"] <= 1 and step["train/max_reward"] <= 1 and step["judge/calls"] == 1
+    assert not any("judge" in name or "shaped" in name for name in before)
+    assert all(line["bonus"] == 0.5 for line in bench.lines("rollouts/step_000001.jsonl"))

@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.metric_names import with_aliases
-from src.tracking import TrackingSettings, forget_from, open_run_log, project_name, recorded
+from src.tracking import RunLog, TrackingSettings, forget_from, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
 WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
@@ -167,17 +168,15 @@ def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "project", "expected"),
+    ("is_judged", "project", "expected"),
     [
-        ("true", "tau", "tau_with_taxonomy_feedback"),
-        ("True", "tau_with_taxonomy_feedback", "tau_with_taxonomy_feedback"),
-        ("1", "tau", "tau"),
-        ("", "tau", "tau"),
+        (True, "tau", "tau_with_taxonomy_feedback"),
+        (True, "tau_with_taxonomy_feedback", "tau_with_taxonomy_feedback"),
+        (False, "tau", "tau"),
     ],
 )
-def test_judged_runs_have_a_project_of_their_own(value, project, expected, monkeypatch):
-    monkeypatch.setenv("TAXONOMY_FEEDBACK", value)
-    assert project_name(project) == expected
+def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
+    assert project_name(project, is_judged=is_judged) == expected
 
 
 def test_the_names_of_others_stand_beside_ours_and_never_change_them():
@@ -191,3 +190,23 @@ def test_the_names_of_others_stand_beside_ours_and_never_change_them():
         "timing/step": 1.0,
     }.items() <= names.items()
     assert list(with_aliases(names | {"late": 1.0})) == list(with_aliases(ours | {"late": 1.0}))
+
+
+def test_a_held_out_set_called_val_is_the_seeds_validation_set():
+    names = with_aliases(
+        {"test/env/retail_val/positive_rate": 0.5, "test/env/retail_val/reward/total": 0.4, "test/env/all/reward/total": 1.0}
+    )
+    assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)
+    assert not any(name.startswith(("test-all", "eval-all")) for name in names)
+
+
+def test_a_log_that_is_dropped_finishes_nothing_and_one_that_is_closed_does_so_once(tmp_path, monkeypatch):
+    fake = FakeTrackio()
+    dropped = RunLog(tmp_path / "metrics.jsonl", trackio_run=fake)
+    del dropped
+    gc.collect()
+    assert fake.finished == 0
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    with open_run_log(tmp_path, TRACKIO, name="n", config={}):
+        pass
+    assert fake.finished == 1

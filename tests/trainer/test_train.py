@@ -7,7 +7,15 @@ import textwrap
 
 import pytest
 
-from src.train import INTERRUPTED, load_environment, main, until_signalled, with_server_from_environment
+from src.command_line import parse
+from src.train import (
+    INTERRUPTED,
+    load_environment,
+    main,
+    until_signalled,
+    with_judge_from_environment,
+    with_server_from_environment,
+)
 
 GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
 
@@ -18,7 +26,7 @@ def clean_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)
-    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL", "SKYRL_TX_URL", "TRAINER_DEBUG"):
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL", "SKYRL_TX_URL", "TRAINER_DEBUG", "TAU2_HOME"):
         os.environ.pop(name, None)
     yield
     os.environ.clear()
@@ -108,3 +116,36 @@ def test_the_second_signal_ends_the_process_at_once():
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=os.environ | {"PYTHONPATH": root}, timeout=60)
     assert done.returncode == INTERRUPTED
+
+
+def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
+    monkeypatch.setenv("TAU2_HOME", "/tau")
+    assert with_server_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
+    assert with_server_from_environment(["tau2_home=/mine"]) == ["tau2_home=/mine"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "added"),
+    [
+        ({}, []),
+        ({"TAXONOMY_FEEDBACK": "true"}, ["taxonomy_feedback=true"]),
+        ({"TAXONOMY_FEEDBACK": "True", "TAXONOMY_ALPHA": "2"}, ["taxonomy_feedback=true", "taxonomy_alpha=2"]),
+        ({"TAXONOMY_FEEDBACK": "1"}, []),
+        ({"TAXONOMY_FEEDBACK": "true", "SKYRL_MODE": "eval"}, []),
+    ],
+)
+def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
+    for name in ("TAXONOMY_FEEDBACK", "TAXONOMY_ALPHA", "SKYRL_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert with_judge_from_environment(["taxonomy_alpha=3"]) == ["taxonomy_alpha=3", *added]
+    assert os.environ["SKYRL_MODE"] == environment.get("SKYRL_MODE", "train")
+
+
+def test_the_environments_alpha_comes_before_the_options_and_that_before_1(monkeypatch):
+    monkeypatch.delenv("TAXONOMY_ALPHA", raising=False)
+    assert parse(with_judge_from_environment(GOOD)).taxonomy_alpha == 1.0
+    assert parse(with_judge_from_environment([*GOOD, "taxonomy_alpha=3"])).taxonomy_alpha == 3.0
+    monkeypatch.setenv("TAXONOMY_ALPHA", "0.5")
+    assert parse(with_judge_from_environment([*GOOD, "taxonomy_alpha=3"])).taxonomy_alpha == 0.5

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Sets up Sierra's tau2-bench for env=tau_bench, in an environment of its own: what it pins conflicts with what Harbor needs.
+#
+#   scripts/setup_tau.sh [SOURCE] [FOLDER]
+#
+# SOURCE is a clone of github.com/sierra-research/tau2-bench, or a git address with @TAG (the default is the release we test with).
+# FOLDER (default .cache/tau2) gets `source` and `venv`; set TAU2_HOME to it. Safe to run again. PyPI's `tau2` is an unrelated package.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+source=${1:-https://github.com/sierra-research/tau2-bench@v1.0.1}
+folder=$(realpath -m "${2:-.cache/tau2}")
+fail() { printf 'setup_tau: %s\n' "$*" >&2; exit 1; }
+
+uv=$(command -v uv || true)
+for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do
+  if { [ -z "$uv" ] || ! "$uv" --version >/dev/null 2>&1; } && [ -x "$candidate" ]; then uv=$candidate; fi
+done
+[ -n "$uv" ] && "$uv" --version >/dev/null 2>&1 || fail "no uv found; run scripts/setup.sh first"
+
+mkdir -p "$folder"
+if [ -d "$source" ]; then
+  ln -sfn "$(realpath "$source")" "$folder/source"
+elif [ ! -d "$folder/source" ]; then
+  git clone -q --depth 1 --branch "${source##*@}" "${source%@*}" "$folder/source" || fail "could not clone ${source%@*}; clone it yourself and give its path"
+fi
+[ -f "$folder/source/src/tau2/registry.py" ] || fail "$folder/source is not sierra-research/tau2-bench: it has no src/tau2/registry.py"
+missing=$(for name in retail/db.json airline/db.json telecom/tasks.json mock/tasks.json; do
+  [ -f "$folder/source/data/tau2/domains/$name" ] || printf '%s ' "$name"; done)
+
+python=$(readlink -f .venv/bin/python || true)
+[ -x "$folder/venv/bin/python" ] || "$uv" venv -q --python "${python:->=3.12,<3.14}" "$folder/venv"
+"$uv" pip install -q --compile-bytecode --python "$folder/venv/bin/python" -e "$folder/source"
+TAU2_DATA_DIR="$folder/source/data" LITELLM_LOCAL_MODEL_COST_MAP=True "$folder/venv/bin/python" -I -c 'import tau2.registry' 2>/dev/null ||
+  fail "tau2 does not import in $folder/venv"
+
+[ -z "$missing" ] || printf 'setup_tau: the clone lacks %s: those domains cannot be played\n' "$missing"
+printf 'setup_tau: ready\nexport TAU2_HOME=%s\n' "$folder"

@@ -1,0 +1,83 @@
+"""Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
+
+As the quick start's (scripts/quickstart/build_model.py): a small Qwen3 from random weights that imitates demonstrations, loss on the
+agent's tokens alone. First rows of names to copy, then mostly careful demonstrators, at last the mixture. Seeded; 16 minutes on two
+cores of a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import optax
+from tokenizers import Tokenizer
+
+from scripts.quickstart.build_model import (
+    PEAK_LEARNING_RATE,
+    Batch,
+    Conversation,
+    batches,
+    drills,
+    initial_params,
+    rise_and_fall,
+    small_model,
+    train,
+)
+from scripts.quickstart.words import Pool
+from scripts.toy_retail.demonstrations import CAREFUL_SHARE, demonstrate
+from scripts.toy_retail.families import FAMILIES, make_instance
+from scripts.toy_retail.make_tasks import ROOT
+from scripts.toy_retail.tokenizer import save
+from skyrl_tx_server.model.transformer import Params
+from skyrl_tx_server.model.weights import save_model
+from src.chat import Chat, load_chat
+
+DRILL_STEPS, LESSON_STEPS, MIXTURE_STEPS = 150, 900, 150
+LESSONS_SHARE = 0.9  # of careful demonstrators, before the mixture
+
+
+def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> Iterator[Conversation]:
+    """Endless fresh ones, of training words only."""
+    with asyncio.Runner() as runner:
+        for number in itertools.count():
+            instance = make_instance(rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN)
+            shown = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
+            yield shown.ids, shown.learnt
+
+
+def schedule() -> optax.Schedule:
+    """A cosine's first half until the mixture begins, then straight to 0."""
+    before = DRILL_STEPS + LESSON_STEPS
+    return optax.join_schedules([rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)], [before])
+
+
+def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch]:
+    rng = random.Random(f"toy_retail demonstrations {seed}")
+    return itertools.chain(
+        itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
+        itertools.islice(batches(demonstrations(chat, rng, careful_share=LESSONS_SHARE)), LESSON_STEPS),
+        batches(demonstrations(chat, rng, careful_share=CAREFUL_SHARE)),
+    )
+
+
+def main() -> None:
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "model"
+    save(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = small_model(tokenizer)
+
+    def keep(params: Params) -> None:
+        save_model(params, config, directory)
+
+    data = curriculum(tokenizer, load_chat(str(directory)), seed=0)
+    steps = DRILL_STEPS + LESSON_STEPS + MIXTURE_STEPS
+    keep(train(config, initial_params(config, 0), data, steps=steps, schedule=schedule(), save=keep))
+
+
+if __name__ == "__main__":
+    main()

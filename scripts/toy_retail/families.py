@@ -1,0 +1,192 @@
+"""The families of toy_retail tasks: what a customer may want, how it is said, and what solves it.
+
+A request comes with the records it is about, so that any number of fresh tasks can be made for demonstrations; names come from one of two
+pools that share no word (scripts/quickstart/words.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from scripts.quickstart.words import Pool, Words
+from src.envs.toy_retail import Database
+
+STATUSES = ("pending", "shipped", "delivered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    name: str
+    arguments: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One thing that a customer wants."""
+
+    ways: Sequence[Sequence[str]]  # of saying it; where a way has two lines, what the second one tells has to be asked for
+    question: str  # that asks for it
+    instruction: str  # for a customer who is a model
+    lookup: Action
+    write: Action | None = None  # None: nothing is to be changed
+    tell: str = ""  # what the agent has to say, if anything
+    answer: str  # how a careful agent ends it
+    records: Database
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A task before it has a name."""
+
+    family: str
+    requests: Sequence[Request]
+    scripts: Sequence[Sequence[str]] = field(default=())
+
+    @property
+    def actions(self) -> list[Action]:
+        """The gold actions, look-ups included."""
+        return [action for request in self.requests for action in (request.lookup, request.write) if action is not None]
+
+    @property
+    def communicate(self) -> list[str]:
+        return [request.tell for request in self.requests if request.tell]
+
+
+def order(words: Words, status: str) -> tuple[str, Database]:
+    """An order's id, and its record with that of the product in it."""
+    name, product = words.word(), words.word()
+    records: Database = {
+        "orders": {name: {"status": status, "product": product, "address": f"{words.random.randint(2, 98)} {words.word()}"}},
+        "products": {product: {"price": words.random.randint(11, 98)}},
+        "customers": {},
+    }
+    return name, records
+
+
+def change(words: Words, *, verb: str, tool: str, allowed: str, status: str, arguments: Mapping[str, str], wish: str) -> Request:
+    """A change to an order, which the policy allows only where its status is `allowed`."""
+    name, records = order(words, status)
+    for product in (value for key, value in arguments.items() if key == "product"):
+        records["products"][product] = {"price": words.random.randint(11, 98)}
+    return Request(
+        ways=[
+            [f"Please {verb} order {name}{wish}."],
+            [f"I want to {verb} order {name}{wish}."],
+            [f"I want to {verb} an order{wish}.", f"It is order {name}."],
+        ],
+        question="Which order?",
+        instruction=f"You want to {verb} order {name}{wish}.",
+        lookup=Action(name="get_order", arguments={"order": name}),
+        write=Action(name=tool, arguments={"order": name, **arguments}) if status == allowed else None,
+        answer="Done." if status == allowed else "That is not possible.",
+        records=records,
+    )
+
+
+def changing(
+    verb: str, tool: str, allowed: str, *, wish: str = "", argument: str = "", refused: bool = False
+) -> Callable[[Words], Request]:
+    def make(words: Words) -> Request:
+        statuses = [status for status in STATUSES if (status == allowed) != refused]
+        value = f"{words.random.randint(2, 98)} {words.word()}" if argument == "address" else words.word()
+        return change(
+            words,
+            verb=verb,
+            tool=tool,
+            allowed=allowed,
+            status=words.random.choice(statuses),
+            arguments={argument: value} if argument else {},
+            wish=wish.format(value),
+        )
+
+    return make
+
+
+def status(words: Words) -> Request:
+    value = words.random.choice(STATUSES)
+    name, records = order(words, value)
+    return Request(
+        ways=[
+            [f"What is the status of order {name}?"],
+            [f"Where is order {name}?"],
+            ["Where is my order?", f"It is order {name}."],
+        ],
+        question="Which order?",
+        instruction=f"You want to know the status of order {name}.",
+        lookup=Action(name="get_order", arguments={"order": name}),
+        tell=value,
+        answer=f"It is {value}.",
+        records=records,
+    )
+
+
+def price(words: Words) -> Request:
+    name, value = words.word(), words.random.randint(11, 98)
+    return Request(
+        ways=[[f"What does {name} cost?"], [f"How much is {name}?"], ["How much is a product?", f"I mean {name}."]],
+        question="Which product?",
+        instruction=f"You want to know what {name} costs.",
+        lookup=Action(name="get_product", arguments={"product": name}),
+        tell=str(value),
+        answer=f"It costs {value}.",
+        records={"orders": {}, "products": {name: {"price": value}}, "customers": {}},
+    )
+
+
+def points(words: Words) -> Request:
+    name, value = words.word(), words.random.randint(11, 98)
+    return Request(
+        ways=[
+            [f"I am {name}. How many points do I have?"],
+            [f"How many points does {name} have?"],
+            ["How many points do I have?", f"I am {name}."],
+        ],
+        question="Who are you?",
+        instruction=f"You are {name} and want to know how many points you have.",
+        lookup=Action(name="get_customer", arguments={"customer": name}),
+        tell=str(value),
+        answer=f"You have {value} points.",
+        records={"orders": {}, "products": {}, "customers": {name: {"points": value}}},
+    )
+
+
+REQUESTS: Mapping[str, Callable[[Words], Request]] = {
+    "cancel": changing("cancel", "cancel_order", "pending"),
+    "return": changing("return", "return_order", "delivered"),
+    "readdress": changing("send", "change_address", "pending", wish=" to {}", argument="address"),
+    "exchange": changing("change", "change_product", "pending", wish=" to {}", argument="product"),
+    "cancel-refused": changing("cancel", "cancel_order", "pending", refused=True),
+    "return-refused": changing("return", "return_order", "delivered", refused=True),
+    "status": status,
+    "price": price,
+    "points": points,
+}
+PAIRS = {  # two requests, one after the other
+    "cancel-and-price": ("cancel", "price"),
+    "return-and-points": ("return", "points"),
+    "status-and-cancel": ("status", "cancel"),
+    "price-and-return": ("price", "return"),
+}
+FAMILIES = (*REQUESTS, *PAIRS)
+
+
+def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
+    """The same arguments, the same instance."""
+    rng = random.Random(f"toy_retail {family} {seed} {pool}")
+    words = Words(random=rng, pool=pool, used=set())
+    requests = [REQUESTS[name](words) for name in PAIRS.get(family, (family,))]
+    first = requests[0].ways if len(requests) == 1 else requests[0].ways[:2]  # two requests are said at once, each in a line
+    scripts = [[*way, *(line for request in requests[1:] for line in request.ways[number % 2])] for number, way in enumerate(first)]
+    return Instance(family=family, requests=requests, scripts=scripts)
+
+
+def database(instances: Sequence[Instance]) -> Database:
+    """The records of all of them. Their names must differ."""
+    merged: Database = {"orders": {}, "products": {}, "customers": {}}
+    for request in (request for instance in instances for request in instance.requests):
+        for table, records in request.records.items():
+            assert not merged[table].keys() & records.keys(), f"two records of {table} share a name"
+            merged[table] |= records
+    return merged

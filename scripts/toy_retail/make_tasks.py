@@ -1,0 +1,63 @@
+"""Write the toy_retail domain below datasets/toy_retail: python -m scripts.toy_retail.make_tasks [DIRECTORY]
+
+The same on every run. Test tasks use words that occur in no training task and no demonstration.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from scripts.quickstart.words import Pool
+from scripts.toy_retail.families import FAMILIES, Instance, database, make_instance
+
+ROOT = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail"
+TRAIN_COUNTS = dict.fromkeys(FAMILIES, 3) | {"cancel": 4}
+TEST_COUNTS = dict.fromkeys(FAMILIES, 1) | {"cancel": 2, "return": 2, "readdress": 2, "exchange": 2, "status": 2, "price": 2, "points": 2}
+
+POLICY = """You serve the customers of a small shop.
+Look an order up before you change it.
+Cancel an order only while it is pending.
+Take an order back only when it is delivered.
+Change the address or the product of an order only while it is pending.
+What these rules do not allow you decline, and you change nothing.
+Ask for what you need to know, and tell customers what they ask for.
+Say when it is done.
+"""
+
+
+def instances(split: str) -> dict[str, Instance]:
+    """Task id -> instance."""
+    counts, pool = (TRAIN_COUNTS, Pool.TRAIN) if split == "train" else (TEST_COUNTS, Pool.HELD_OUT)
+    return {
+        f"{family}-{split}-{number}": make_instance(family, seed=f"task-{number}", pool=pool)
+        for family, count in counts.items()
+        for number in range(1, count + 1)
+    }
+
+
+def row(task_id: str, instance: Instance, *, split: str) -> dict[str, object]:
+    return {
+        "id": task_id,
+        "split": split,
+        "instruction": " ".join(request.instruction for request in instance.requests),
+        "scripts": [list(script) for script in instance.scripts],
+        "actions": [{"name": action.name, "arguments": dict(action.arguments)} for action in instance.actions],
+        "communicate": instance.communicate,
+    }
+
+
+def main() -> None:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    root.mkdir(parents=True, exist_ok=True)
+    by_split = {split: instances(split) for split in ("train", "test")}
+    rows = [row(task_id, instance, split=split) for split, found in by_split.items() for task_id, instance in found.items()]
+    records = database([instance for found in by_split.values() for instance in found.values()])
+    (root / "policy.md").write_text(POLICY)
+    (root / "db.json").write_text(json.dumps(records, indent=1) + "\n")
+    (root / "tasks.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Environments by name: `env=harbor`, `env=tau_bench`, one that an installed package registers, or your own as `module:factory`.
+
+A factory takes the run's options and its chat format and returns a task source (docs/environments.md has a worked example). Packages
+register theirs as an entry point of the group `agent_trainer.environments`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from src.chat import Chat
+from src.config import TrainerConfig
+from src.envs.base import TaskSource
+from src.errors import ConfigError
+
+Factory = Callable[[TrainerConfig, Chat], TaskSource]
+
+ENTRY_POINTS = "agent_trainer.environments"
+BUILT_IN = {  # imported when asked for: Harbor takes seconds
+    "harbor": "src.envs.harbor:open_harbor",
+    "tau_bench": "src.envs.tau_bench:open_tau_bench",
+    "openenv": "src.envs.openenv_client:open_openenv",
+}
+
+
+def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
+    """The tasks of the run's environment. ConfigError for an unknown one, or for options it does not take."""
+    return find(config.env)(config, chat)
+
+
+def known() -> dict[str, str]:
+    """Name -> module:factory. No package can take the place of a built-in one."""
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)} | BUILT_IN
+
+
+def find(name: str) -> Factory:
+    """ConfigError that lists what there is."""
+    names = known()
+    place = names.get(name, name)
+    module_name, colon, factory_name = place.partition(":")
+    if not colon:
+        raise ConfigError(f"env={name} is none of {', '.join(sorted(names))}; choose one, or give your own as env=module:factory")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?") from error
+    factory: Factory | None = vars(module).get(factory_name)
+    if factory is None:
+        raise ConfigError(f"env={name}: {module_name} has no function {factory_name}")
+    return factory

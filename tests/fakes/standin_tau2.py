@@ -1,0 +1,101 @@
+"""Stands in for tau2's worker: one tiny domain in the same requests and replies, with the same ways of going wrong.
+
+An episode is worth 1 when the agent has saved something. `calculate` never ends; the task `judged` has to be judged and `broken` cannot be
+evaluated. A worker that is told to `die` does so.
+"""
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+GREETING = {"role": "assistant", "content": "Hi! How can I help you today?"}
+episodes: dict[str, dict[str, Any]] = {}
+
+
+def schema(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+
+def row(name: str, split: str) -> dict[str, Any]:
+    return {"id": f"{name}-{split}", "needs_judge": name == "judged", "gold_writes": name != "judged"}
+
+
+def tasks(*, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    if domain == "telecom":
+        return {"error": "FileNotFoundError: tasks.json"}
+    if definitions is not None:
+        return {"tasks": [{"id": one["id"], "needs_judge": False, "gold_writes": bool(one["actions"])} for one in definitions]}
+    splits = ("train", "test") if split is None else (split,)
+    return {"tasks": [row(name, split) for split in splits for name in ("save", "judged", "broken")]}
+
+
+def reset(*, episode: str, domain: str, task: str, max_steps: int, max_errors: int, definition: dict[str, Any] | None) -> dict[str, Any]:
+    episodes[episode] = {"task": task, "turn": "customer", "saved": 0, "errors": 0, "opening": [GREETING], "said": []}
+    prompt = {"agent_prompt": f"policy of {domain}", "agent_tools": [schema("save"), schema("calculate")]}
+    wish = "save it" if definition is None else definition["instruction"]
+    customer = {"customer_prompt": f"guidelines <scenario>\n{wish}\n</scenario>", "customer_tools": [schema("look")]}
+    return prompt | customer | state(episode, [GREETING])
+
+
+def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
+    playing = episodes[episode]
+    if playing["turn"] == "customer":
+        if tool_calls:
+            looked = {"role": "tool", "tool_call_id": "c1", "content": f"saw {tool_calls[0]['arguments']}"}
+            return state(episode, [{"role": "user", "content": "", "tool_calls": calls(tool_calls)}, looked])
+        playing["turn"] = "over" if "###" in str(content) else "agent"
+        playing["said"] = [{"role": "user", "content": content}]
+        opening, playing["opening"] = playing["opening"], []
+        return state(episode, [*opening, *playing["said"]] if playing["turn"] == "agent" else [])
+    if not tool_calls:
+        playing["turn"] = "customer"
+        return state(episode, [*playing["said"], {"role": "assistant", "content": content}])  # its own words too, as tau2's worker does
+    return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
+
+
+def called(playing: dict[str, Any], name: str) -> str:
+    if name == "calculate":
+        os.kill(os.getpid(), signal.SIGALRM)
+    if name == "die":
+        os._exit(3)
+    playing["saved"] += name == "save"
+    playing["errors"] += name != "save"
+    return "saved" if name == "save" else "Error: no such tool"
+
+
+def finish(*, episode: str, grading: str, judged: str | None) -> dict[str, Any]:
+    playing = episodes[episode]
+    if playing["task"].startswith("judged") and grading == "all":
+        if judged is None:
+            return {"ask": [{"role": "user", "content": "was it polite?"}]}
+        if judged != "yes":
+            return {"error": "Misjudged: the judge's answer cannot be read"}
+    reward = float(playing["saved"] > 0)
+    if playing["task"].startswith("broken"):
+        return {"reward": 0.0, "breakdown": {}, "termination": "user_stop", "eval_error": "Tool call returned something else"}
+    return {"reward": reward, "breakdown": {"DB": reward}, "termination": "user_stop", "eval_error": None}
+
+
+def drop(*, episode: str) -> dict[str, Any]:
+    episodes.pop(episode, None)
+    return {}
+
+
+def calls(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"id": f"c{number}", "type": "function", "function": call} for number, call in enumerate(tool_calls, 1)]
+
+
+def state(episode: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    playing = episodes[episode]
+    return {"turn": playing["turn"], "messages": messages, "tool_errors": playing["errors"], "writes": playing["saved"]}
+
+
+OPERATIONS = {"tasks": tasks, "reset": reset, "step": step, "finish": finish, "drop": drop}
+
+print(json.dumps({"id": 0}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    arguments = {name: value for name, value in request.items() if name not in ("id", "op", "timeout_s")}
+    print(json.dumps({"id": request["id"], **OPERATIONS[request["op"]](**arguments)}), flush=True)

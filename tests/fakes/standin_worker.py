@@ -1,0 +1,60 @@
+"""A worker that counts instead of playing tau2, and misbehaves when it is told to. It speaks the lines of `src/envs/workers.py`.
+
+add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
+hang {episode}           no answer, ever; an alarm would end it, were it not ignored
+alarm {episode}          computes until SIGALRM ends it, as tau2's worker would
+die {episode}            exits in the middle of a request, saying why on stderr
+nonsense {episode}       a line that is no reply
+once {episode, how, flag}  misbehaves as `how` says unless the file `flag` exists, which it makes
+forget {episode}
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+totals: dict[str, int] = {}
+
+
+def misbehave(how: str) -> None:
+    if how == "hang":
+        time.sleep(3600)
+    if how == "alarm":
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(3600)
+    if how == "die":
+        print("Traceback: ...\nMemoryError: out of it", file=sys.stderr, flush=True)
+        os._exit(3)
+    if how == "nonsense":
+        print("INFO: not a reply", flush=True)
+        time.sleep(3600)
+
+
+def handle(request: dict) -> dict:
+    op, episode = request["op"], request["episode"]
+    if op == "once":
+        if not os.path.exists(request["flag"]):
+            open(request["flag"], "w").close()
+            misbehave(request["how"])
+        op, request["n"] = "add", 0
+    if op == "add":
+        totals[episode] = totals.get(episode, 0) + request["n"]
+        return {"total": totals[episode], **({"pid": os.getpid()} if request.get("pid") else {})}
+    if op == "forget":
+        totals.pop(episode, None)
+        return {}
+    if op == "known":
+        return {"episodes": sorted(totals)}
+    misbehave(op)
+    return {"error": f"ValueError: no such thing as {op}"}
+
+
+if "refuse" in sys.argv:
+    print(json.dumps({"id": 0, "error": "wrong tau2; run scripts/setup_tau.sh"}), flush=True)
+    sys.exit()
+print(json.dumps({"id": 0}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps({"id": request["id"], **handle(request)}), flush=True)

@@ -1,0 +1,23 @@
+"""The quick start of service agents as its users start it, with its own model and server, cut down to a step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT = ["cancel-refused-test-1", "price-test-1", "return-test-1"]
+
+
+def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
+    small = ["max_steps=1", "batch_size=2", "group_size=4", "eval_group_size=2", f"eval_tasks={','.join(HELD_OUT)}"]
+    command = [sys.executable, "-m", "scripts.run_skyrl_tx", "env=tau_bench", f"log_path={tmp_path / 'run'}", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
+    assert "points); doing nothing: 33.3%" in done.stdout  # the one that is to be refused
+    _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
+    assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model

@@ -1,0 +1,99 @@
+"""Failed trials by kind, as seed 004 wants them told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from src.envs.customers import OUT_OF_SCOPE, STOP
+from src.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
+from src.trajectory import StopReason, Trajectory
+
+SYSTEM = {"role": "system", "content": "policy"}
+
+
+def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **metrics: Any) -> Trajectory:
+    said = [SYSTEM, *({"role": role, "content": content} for role, content in messages)]
+    return Trajectory(task_id="a", turns=[], reward=0.0, stop_reason=stop, conversation=said, metrics={"tool_calls": 1.0, **metrics})
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern"),
+    [
+        ("Error: RetailTools.get_order_details() got an unexpected keyword argument 'x'", Pattern.ARGUMENTS),
+        ("Error: get_order takes order, each a string", Pattern.ARGUMENTS),
+        ("Error: Invalid reason", Pattern.ARGUMENTS),
+        ("Error: The number of items to be exchanged should match.", Pattern.ARGUMENTS),
+        ("Error: Non-pending order cannot be cancelled", Pattern.AUTHORISATION),
+        ("Error: permission denied", Pattern.AUTHORISATION),
+        ("Error: Order not found", Pattern.NOT_FOUND),
+        ("Error: Tool 'fly' not found.", Pattern.NOT_FOUND),
+        ("Error: there is no order kala", Pattern.NOT_FOUND),
+        ("Error: the call could not be read: it is cut", Pattern.UNREADABLE),
+        ("Error: 7", Pattern.OTHER_ERROR),
+    ],
+)
+def test_what_a_tool_refused_is_told_from_its_words(error: str, pattern: Pattern):
+    assert pattern_of(error) is pattern
+    assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))
+
+
+def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
+    assert patterns(failed(("tool", '{"note": "Error: not found"}'))) == {Pattern.FALSE_COMPLETION}
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "pattern"),
+    [
+        (failed(), Pattern.FALSE_COMPLETION),
+        (failed(tool_calls=0.0), Pattern.NOTHING_DONE),
+        (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
+        (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
+        (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent's own act
+        (failed(too_many_errors=1.0), Pattern.LIMIT),
+    ],
+)
+def test_how_a_failed_trial_ended(trajectory: Trajectory, pattern: Pattern):
+    assert patterns(trajectory) == {pattern}
+
+
+def test_a_solved_trial_shows_nothing():
+    solved = replace(failed(("tool", "Error: Order not found")), reward=1.0)
+    assert patterns(solved) == frozenset() and sum(pattern_counts([solved]).values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "metrics", "fault"),
+    [
+        ([f"I do not know. {OUT_OF_SCOPE}"], {}, "left its scenario"),
+        (["<tool_call>{}</tool_call>"], {}, "left its role"),
+        (["Please."], {"customer_tool_errors": 1.0}, "could not use its own tools"),
+    ],
+)
+def test_what_the_customer_did_wrong_is_not_the_agents_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
+    trajectory = failed(*(("user", text) for text in said), **metrics)
+    assert customer_faults(trajectory) == [fault]
+    assert patterns(trajectory) == {Pattern.CUSTOMER}
+
+
+def conversation(questions: list[str], answers: list[str]) -> Trajectory:
+    return failed(*(one for pair in zip(questions, answers, strict=True) for one in (("assistant", pair[0]), ("user", pair[1]))))
+
+
+def test_a_customer_is_stuck_who_gives_one_long_answer_to_different_questions():
+    wish = "I would like to have my order number 17 sent to another address."
+    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
+    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
+    assert customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []  # it is the agent who is stuck
+    assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
+    assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
+
+
+def test_patterns_are_counted_once_per_trial_and_all_of_them_have_a_number():
+    twice = failed(("tool", "Error: Order not found"), ("tool", "Error: User not found"))
+    counts = pattern_counts([twice, twice, failed()])
+    assert counts["not_found"] == 2 and counts["false_completion"] == 3 and counts["customer_fault"] == 0
+    assert set(counts) == {str(pattern) for pattern in Pattern}

@@ -1,0 +1,157 @@
+"""env=openenv: a client's answers become messages, and a real server is played where the package is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from src.command_line import parse
+from src.envs.openenv_client import OpenEnv, field_of, open_openenv
+from src.errors import ConfigError
+from src.generator import EpisodeSettings, run_episode
+from src.limits import LengthLimits
+from src.trajectory import FailureKind, Trajectory, TrialFailure
+from tests.fakes.policy import FakePolicy
+from tests.fakes.tokenizer import byte_chat
+
+BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=openenv"]
+LIMITS = LengthLimits(max_input_length=500, max_generate_length=50, max_sequence_length=600, context_limit=600)
+
+
+@dataclass
+class Result:
+    observation: object
+    reward: float | None = None
+    done: bool = False
+
+
+class Client:
+    """Counts down from the seed it is reset with."""
+
+    def __init__(self) -> None:
+        self.actions: list[object] = []
+        self.num_closed = 0
+        self.left = 0
+
+    async def reset(self, **options: int) -> Result:
+        self.left = options["seed"]
+        return Result({"text": f"{self.left} left"})
+
+    async def step(self, action: object) -> Result:
+        self.actions.append(action)
+        self.left -= 1
+        return Result({"text": f"{self.left} left"}, reward=None if self.left else 1.0, done=self.left == 0)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+async def played(client: Client, *, field: str = "text"):
+    async def connect() -> Client:
+        return client
+
+    env = OpenEnv(
+        connect, to_action=lambda answer: {"said": answer}, to_text=lambda seen: field_of(seen, field=field), reset_options={"seed": 2}
+    )
+    settings = EpisodeSettings(temperature=1.0, seed=0)
+    return await run_episode(env, FakePolicy(byte_chat(), ["a", "b"]), byte_chat(), LIMITS, settings, task_id="t")
+
+
+async def test_an_episode_is_reset_stepped_and_closed_through_the_client():
+    client = Client()
+    trajectory = await played(client)
+    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and trajectory.turn_rewards == [0, 1]
+    assert client.actions == [{"said": "a"}, {"said": "b"}] and client.num_closed == 1
+    assert [message["content"] for message in trajectory.conversation] == ["2 left", "a", "1 left", "b", "0 left"]
+
+
+async def test_an_observation_without_the_field_is_a_failure_that_says_what_there_is():
+    client = Client()
+    failure = await played(client, field="speech")
+    assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_INIT_FAILED
+    assert "the observation has no field speech; it has text" in failure.message and client.num_closed == 1
+
+
+def test_an_observation_may_be_shown_whole():
+    assert field_of({"a": 1}, field="") == '{"a": 1}'
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openenv", None)
+    with pytest.raises(ConfigError, match=r"env=openenv needs the openenv package .*; pip install openenv"):
+        open_openenv(parse([*BASE, "environment_kwargs=url=http://h"]), byte_chat())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("environment_kwargs=tasks=3", "needs environment_kwargs=url="),
+        ("environment_kwargs=url=http://h,tasks=0", "tasks=0 is no number of tasks"),
+        ("environment_kwargs=url=http://h,speed=2", "no option speed"),
+    ],
+)
+def test_options_it_does_not_have_are_one_line(option, message):
+    with pytest.raises(ConfigError, match=message):
+        open_openenv(parse([*BASE, option]), byte_chat())
+
+
+def test_a_real_server_is_played(tmp_path):
+    pytest.importorskip("openenv")
+    import uvicorn
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Say(Action):
+        message: str
+
+    class Heard(Observation):
+        heard: str = ""
+
+    class Parrot(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self):
+            super().__init__()
+            self.wanted, self.steps = "", 0
+
+        def reset(self, seed=None, episode_id=None, **options):
+            self.wanted, self.steps = f"word {seed}", 0
+            return Heard(heard=f"say {self.wanted}", done=False)
+
+        def step(self, action, timeout_s=None, **options):
+            self.steps += 1
+            return Heard(heard=action.message, reward=float(action.message == self.wanted), done=self.steps == 2)
+
+        @property
+        def state(self):
+            return State(step_count=self.steps)
+
+    server = uvicorn.Server(
+        uvicorn.Config(create_fastapi_app(Parrot, Say, Heard, max_concurrent_envs=8), host="127.0.0.1", port=0, log_level="error")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        config = parse([*BASE, f"environment_kwargs=url=http://127.0.0.1:{port},tasks=10,observation=heard"])
+        source = open_openenv(config, byte_chat())
+        task = next(task for task in source.train if task.row["seed"] == 3)
+
+        async def play():
+            trials = [source.trial(task, directory=tmp_path, seed=seed, temperature=1.0) for seed in range(4)]
+            return await asyncio.gather(*(trial.run(FakePolicy(byte_chat(), ["no", "word 3"])) for trial in trials))
+
+        for result in asyncio.run(play()):
+            assert isinstance(result, Trajectory) and result.reward == 1 and result.turn_rewards == [0, 1]
+            assert result.conversation[0]["content"] == "say word 3"
+    finally:
+        server.should_exit = True
+        thread.join(10)

@@ -1,0 +1,348 @@
+"""tau2-bench as an environment: against a stand-in worker always, against the benchmark itself where TAU2_HOME names it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import stat
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from src.command_line import parse
+from src.config import TrainerConfig
+from src.endpoint import Reply
+from src.envs import tau2, tau2_worker, tau_bench, workers
+from src.envs.base import TaskSource
+from src.envs.customers import STOP, Customer, Tools
+from src.envs.registry import open_task_source
+from src.envs.service import DECLINES, ServiceEnv
+from src.envs.task_rows import Definition
+from src.envs.workers import WorkerPool
+from src.errors import ConfigError
+from src.failure_patterns import Pattern, patterns
+from src.generator import Observation
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from tests.fakes.policy import FakePolicy
+from tests.fakes.tokenizer import byte_chat
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDIN = ROOT / "tests" / "fakes" / "standin_tau2.py"
+SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
+
+
+def called(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder as scripts/setup_tau.sh makes it, whose Python runs the stand-in whatever it is told to."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {STANDIN}\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "source" / "data").mkdir(parents=True)
+    return tmp_path
+
+
+def config(home: Path, *options: str, kwargs: str = "domain=retail") -> TrainerConfig:
+    base = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench", f"tau2_home={home}", "context_limit=8000"]
+    return parse([*base, f"environment_kwargs={kwargs},workers=1", *options])
+
+
+async def result(source: TaskSource, replies: Sequence[str | Exception], task: Task | None = None) -> Trajectory | TrialFailure:
+    """One episode, after which the source is closed."""
+    trial = source.trial(task or source.train[0], directory=ROOT, seed=1, temperature=1.0)
+    try:
+        return await trial.run(FakePolicy(byte_chat(), replies))
+    finally:
+        await source.close()
+
+
+async def played(home: Path, replies: Sequence[str | Exception], *, kwargs: str = "domain=retail") -> Trajectory:
+    found = await result(open_task_source(config(home, kwargs=kwargs), byte_chat()), replies)
+    assert isinstance(found, Trajectory), found
+    return found
+
+
+async def test_an_episode_goes_from_the_policy_to_the_evaluator_and_back(home: Path):
+    trajectory = await played(home, [SAVE, "It is saved."])
+    assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (1.0, StopReason.STOP, 8)
+    roles = [message["role"] for message in trajectory.conversation]
+    assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
+    assert trajectory.conversation[2]["content"] == "save it"  # the scenario, all at once
+    assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
+    assert trajectory.metrics["no_write_action"] == trajectory.metrics["customer_tool_errors"] == 0.0
+    assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}  # what the customer left with
+
+
+async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
+    trajectory = await played(home, [DECLINES])
+    assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
+    assert patterns(trajectory) == {Pattern.NOTHING_DONE}
+    source = open_task_source(config(home), byte_chat())
+    assert await source.floor(source.train[0]) == 0.0
+    await source.close()
+
+
+async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Path):
+    trajectory = await played(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
+    assert trajectory.metrics["reward_env"] == 1.0 and "reward_all" not in trajectory.metrics
+    source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
+    assert [task.id for task in source.train] == ["retail/save-train", "retail/judged-train", "retail/broken-train"]
+    assert [task.id for task in source.eval] == ["retail/save-test", "retail/judged-test", "retail/broken-test"]
+    assert {(task.grading, task.gold_writes) for task in source.eval} == {("env", True), ("env", False)}
+    assert {task.grading for task in open_task_source(config(home), byte_chat()).train} == {""}
+
+
+def test_tasks_that_nobody_can_judge_are_left_out_and_counted(home: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        source = open_task_source(config(home), byte_chat())
+    assert [task.id for task in source.train] == ["retail/save-train", "retail/broken-train"]
+    assert "1 of 3 tasks need a judge (judge_model, judge_base_url) and are left out" in caplog.text
+
+
+class SaysVerdict:
+    """A judge that answers the same to everything."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+        self.asked: list[object] = []
+
+    async def reply(self, messages: object, *, temperature: float, seed: int | None) -> Reply:
+        self.asked.append(messages)
+        return Reply(text=self.answer)
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("yes", 1.0), ("garbage", None)])
+async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_reward(home: Path, answer: str, reward: float | None):
+    judge = SaysVerdict(answer)
+    settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
+    task = next(task for task in tau2.official_tasks(settings, "retail", "train") if task.row["needs_judge"])
+    pool = WorkerPool(settings)
+    parts = tau2.Tau2Parts(pool=pool, make_customer=tau2.scripted_customer, grading="all", judge=judge)
+    source = tau_bench.episodes(
+        config(home, "eval_split=0"),
+        byte_chat(),
+        tau_bench.Domain(tasks=[task], make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)), close=pool.close),
+    )
+    found = await result(source, [SAVE, "Saved."])
+    assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
+    if reward is None:
+        assert isinstance(found, TrialFailure) and "Misjudged" in found.message
+    else:
+        assert isinstance(found, Trajectory) and found.reward == reward
+
+
+async def test_a_call_that_never_ends_ends_the_episode_without_a_reward(home: Path):
+    trajectory = await played(home, [called("calculate", expression="9**9**9")])
+    assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.TIMEOUT)
+    assert trajectory.metrics["tool_timeouts"] == 1.0
+
+
+async def test_a_worker_that_dies_twice_over_an_episode_is_a_failure_and_no_reward(home: Path):
+    found = await result(open_task_source(config(home), byte_chat()), [called("die")])
+    assert isinstance(found, TrialFailure) and found.kind is FailureKind.ENV_ERROR and "ended with status 3" in found.message
+
+
+async def test_what_cannot_be_evaluated_is_a_reward_of_0_and_counted(home: Path):
+    source = open_task_source(config(home), byte_chat())
+    found = await result(source, [SAVE, "Saved."], next(task for task in source.train if "broken" in task.id))
+    assert isinstance(found, Trajectory) and (found.reward, found.metrics["eval_errors"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "count", "reward"),
+    [("", "unusable_answers", 0.0), ('{"name": "save", "arguments": {"a', "parse_failures", 0.0), (called("fly"), "tool_errors", 0.0)],
+)
+async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count: str, reward: float):
+    trajectory = await played(home, [answer])
+    assert (trajectory.reward, trajectory.metrics[count]) == (reward, 10.0)
+
+
+@pytest.mark.parametrize(("kwargs", "num_saved"), [("domain=retail", 1), ("domain=retail,parallel_tool_calls=true", 2)])
+async def test_of_two_calls_the_first_is_made_or_all(home: Path, kwargs: str, num_saved: int):
+    trajectory = await played(home, [SAVE + SAVE, "Saved."], kwargs=kwargs)
+    assert sum(message["role"] == "tool" for message in trajectory.conversation) == num_saved
+
+
+class Looks:
+    """A customer that uses a tool of its own before it speaks."""
+
+    def __init__(self) -> None:
+        self.conversations: list[list[object]] = []
+
+    async def reply(self, conversation: Sequence[object]) -> str:
+        self.conversations.append(list(conversation))
+        return [called("look", at="the phone"), "It says saved.", f"Bye {STOP}"][len(self.conversations) - 1]
+
+
+async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home: Path):
+    customer = Looks()
+    settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
+    pool = WorkerPool(settings)
+
+    def make_customer(instructions: str, tools: Tools, seed: int) -> Customer:
+        assert instructions.startswith("guidelines") and seed == 7
+        return customer
+
+    task = tau2.official_tasks(settings, "retail", "train")[0]
+    env = ServiceEnv(tau2.Tau2Episode(task, 7, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
+    opening = await env.start()
+    assert [message["content"] for message in opening.messages[1:]] == ["Hi! How can I help you today?", "It says saved."]
+    assert (await env.step("Bye")).is_done
+    await env.close()
+    await pool.close()
+    assert [message["role"] for message in customer.conversations[1]] == ["assistant", "user", "tool"]  # type: ignore[index]
+    assert customer.conversations[1][2]["content"] == "saw {'at': 'the phone'}"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "kwargs", "message"),
+    [
+        ([], "domain=retial", "domain=retial is none of toy_retail, retail, airline, telecom, mock"),
+        ([], "domain=retail+shoes", "environment_kwargs domain=shoes is none of toy_retail"),
+        ([], "domain=retail,grading=half", "grading=half is none of all, env"),
+        ([], "domain=retail,speed=3", "domain=retail has no option speed"),
+        ([], "domain=retail,step_timeout_s=soon", "step_timeout_s needs a number above 0, not 'soon'"),
+        ([], "domain=retail,customer=openai", "customer=openai needs customer_model=NAME and customer_base_url"),
+        ([], "domain=telecom", "tau2 cannot list the train tasks of telecom: FileNotFoundError"),
+        (["tasks_dir=x"], "domain=retail", "tasks_dir is not for domain=retail"),
+        (["tau2_home=/nowhere"], "domain=retail", "/nowhere holds no tau2-bench; run scripts/setup_tau.sh"),
+        (["tau2_home=None"], "domain=retail", "needs the benchmark itself: run scripts/setup_tau.sh"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_in_a_line(home: Path, options: list[str], kwargs: str, message: str):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        open_task_source(config(home, *options, kwargs=kwargs), byte_chat())
+
+
+def test_several_domains_are_trained_on_together(home: Path):
+    source = open_task_source(config(home, kwargs="domain=retail+airline+mock"), byte_chat())
+    assert [task.domain for task in source.train] == ["retail"] * 2 + ["airline"] * 2 + ["mock"] * 2
+    assert {task.domain for task in source.eval} == {"retail", "airline"}
+
+
+def test_the_unrelated_package_of_that_name_is_depended_on_nowhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    assert not [name for name in wanted if name.startswith(("tau2", "tau-bench"))]
+    assert "tau2" not in (ROOT / "requirements.txt").read_text()
+
+
+def test_the_worker_imports_nothing_but_the_standard_library_and_tau2():
+    tree = ast.parse(Path(tau2_worker.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"tau2", "loguru"}
+
+
+async def test_a_python_with_another_tau2_is_refused_by_the_worker_itself(tmp_path: Path):
+    """PyPI's package of that name has no registry."""
+    (tmp_path / "tau2").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("")
+    (tmp_path / "loguru.py").write_text("class logger:\n    remove = staticmethod(lambda: None)\n")
+    command = [sys.executable, str(tau2_worker.__file__), "4096"]
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = {command[1:]!r}; import runpy; "
+    settings = workers.WorkerSettings(
+        command=[sys.executable, "-I", "-c", program + f"runpy.run_path({command[1]!r}, run_name='__main__')"],
+        environment={},
+        num_workers=1,
+        step_timeout_s=5,
+    )
+    with pytest.raises(ConfigError, match=r"has no tau2 of sierra-research/tau2-bench \(PyPI's tau2 is an unrelated package\)"):
+        await workers.start_worker(settings)
+
+
+# The benchmark itself
+
+needs_tau2 = pytest.mark.skipif("TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh makes the folder it names")
+
+
+class Script:
+    """A customer that leaves after its lines."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+
+    async def reply(self, conversation: Sequence[object]) -> str:
+        return self.lines.pop(0) if self.lines else STOP
+
+
+async def episode(
+    domain: str, task: str, answers: Sequence[str], *, customer: Customer, step_timeout_s: float = 60.0, judge: SaysVerdict | None = None
+) -> list[Observation]:
+    """What the real benchmark makes of the answers; the last one is repeated."""
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s)
+    found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
+    async with workers.worker_pool(settings) as pool:
+        parts = tau2.Tau2Parts(pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge)
+        env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
+        await env.start()
+        observations: list[Observation] = []
+        while not observations or not observations[-1].is_done:
+            observations.append(await env.step(answers[min(len(observations), len(answers) - 1)]))
+        await env.close()
+        return observations
+
+
+@needs_tau2
+async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
+    gold = called("create_task", user_id="user_1", title="Important Meeting")
+    last = (await episode("mock", "create_task_1", [gold, "Done."], customer=Script("I need a task.")))[-1]
+    assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
+    last = (await episode("mock", "create_task_1", [DECLINES], customer=Script("I need a task.")))[-1]
+    assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
+
+
+@needs_tau2
+async def test_real_tasks_may_be_defined_by_rows():
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
+    gold = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
+    definition = Definition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
+    [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
+    assert (task.id, task.gold_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
+    instructions: list[str] = []
+
+    def make_customer(text: str, tools: Tools, seed: int) -> Customer:
+        instructions.append(text)
+        return Script("Hello.")
+
+    async with workers.worker_pool(settings) as pool:
+        for answers, reward in (([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0), ([DECLINES], 0.0)):
+            env = ServiceEnv(tau2.Tau2Episode(task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
+            await env.start()
+            observations = [await env.step(answer) for answer in answers]
+            assert observations[-1].is_done and observations[-1].reward == reward
+            await env.close()
+    assert "You want a task called Tea." in instructions[0]
+    with pytest.raises(ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"):
+        tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])})
+
+
+@needs_tau2
+async def test_real_retail_keeps_its_deadline():
+    endless = called("calculate", expression="9**9**9")
+    [last] = await episode("retail", "0", [endless], customer=Script("Hello."), step_timeout_s=2.0)
+    assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)
+
+
+@needs_tau2
+@pytest.mark.parametrize(("met", "reward"), [(True, 1.0), (False, 0.0)])
+async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: float):
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60)
+    task = next(one for one in tau2.official_tasks(settings, "retail", "test") if one.row["needs_judge"])
+    actions, num_assertions = task.row["gold_actions"], task.row["num_assertions"]
+    assert isinstance(actions, list) and isinstance(num_assertions, int)
+    verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
+    judge = SaysVerdict(json.dumps({"results": [verdict] * num_assertions}))
+    answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
+    last = (await episode("retail", str(task.row["task"]), answers, customer=Script("Hello."), judge=judge))[-1]
+    assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)

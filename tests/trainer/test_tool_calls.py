@@ -1,0 +1,159 @@
+"""The parser's table, row by row, its order, and what it never does."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from src.envs.tool_calls import Parsed, Strategy, ToolCall, parse
+from src.metrics import parse_metrics
+from src.train import quieten
+from src.trajectory import Trajectory
+from tests.fakes.trials import trajectory, turn
+
+TOOLS = {"get_order", "cancel", "list_orders"}
+ORDER = ToolCall(name="get_order", arguments={"id": "#1"})
+JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "strategy"),
+    [
+        (JSON, Strategy.WHOLE),
+        (f"[{JSON}]", Strategy.WHOLE),
+        (f"<tool_call>\n{JSON}\n</tool_call><|im_end|>", Strategy.TAGGED),
+        (f"<tool_call>{JSON}", Strategy.TAGGED),  # the closing tag was cut off
+        ('<tool_call>{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\"}"}</tool_call>', Strategy.TAGGED),  # arguments as a string
+        ('<tool_call>{"name": "get_order", "parameters": {"id": "#1"}}</tool_call>', Strategy.TAGGED),
+        (f"```json\n{JSON}\n```", Strategy.FENCED),
+        (f"Let me look: {JSON}", Strategy.EMBEDDED),
+        ('Thought: look it up\nAction: get_order\nAction Input: {"id": "#1"}', Strategy.REACT),
+        ('I look it up.\nget_order(id="#1")', Strategy.CODE),
+    ],
+)
+def test_every_form_of_a_call_is_read(answer, strategy):
+    parsed = parse(answer, TOOLS)
+    assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_mended) == ([ORDER], strategy, "", 0)
+    assert parsed.counts == {"parse_attempts": 1, "parse_failures": 0, "parse_recovered": 0}
+
+
+def test_a_bare_name_is_a_call_without_arguments():
+    assert parse("list_orders", TOOLS) == Parsed(calls=[ToolCall(name="list_orders", arguments={})], strategy=Strategy.BARE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("answer", "strategy"),
+    [
+        ('{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}', Strategy.WHOLE),  # before tagged
+        (f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```', Strategy.TAGGED),  # before fenced
+        (f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```', Strategy.FENCED),  # before embedded
+        ('Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}', Strategy.EMBEDDED),  # before ReAct
+        ('Action: cancel\nAction Input: {}\nget_order(id="#1")', Strategy.REACT),  # before code; its input is not JSON alone
+    ],
+)
+def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
+    parsed = parse(answer, TOOLS)
+    assert parsed.strategy == strategy
+    assert [call.name for call in parsed.calls] == ([] if strategy == Strategy.REACT else ["cancel"])
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "<tool_call>{}</tool_call>", "```json\n{}\n```", "Well: {}"])
+def test_missing_last_braces_are_mended_and_counted(form, missing):
+    parsed = parse(form.replace("{}", JSON[:-missing]), TOOLS)
+    assert list(parsed.calls) == [ORDER]
+    assert parsed.counts == {"parse_attempts": 1, "parse_failures": 0, "parse_recovered": 1}
+
+
+@pytest.mark.parametrize("cut", range(1, len(JSON) - 2))
+@pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "```json\n{}", "Well: {}"])
+def test_nothing_is_called_that_was_cut_anywhere_else(form, cut):
+    """Every prefix: inside a string, before a value, behind a comma. None is executed, and none raises."""
+    parsed = parse(form.replace("{}", JSON[:cut]), TOOLS)
+    complete = JSON[:cut].endswith('"') and JSON[:cut] + "}" * 2 == JSON
+    assert complete or not parsed.calls or parsed.calls == [ToolCall(name="get_order", arguments={})]
+
+
+@pytest.mark.parametrize("text", ['{"name": "cancel", "arguments": {"id": "#1', '{"name": "cancel", "arguments": {"id": 12'])
+def test_a_value_that_was_cut_is_a_failure(text):
+    parsed = parse(f"<tool_call>{text}", TOOLS)
+    assert not parsed.calls and "it ends inside a" in parsed.problem
+    assert parsed.counts == {"parse_attempts": 1, "parse_failures": 1, "parse_recovered": 0}
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "3", "null", '"[1]"'])
+def test_arguments_that_are_no_object_become_none_and_a_failure(arguments):
+    parsed = parse(f'<tool_call>{{"name": "cancel", "arguments": {arguments}}}</tool_call>', TOOLS)
+    assert list(parsed.calls) == [ToolCall(name="cancel", arguments={})]
+    assert parsed.counts["parse_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Your order is on its way.",
+        'The record says {"status": "pending"}.',
+        '{"name": "Bob", "city": "Rome"}',
+        "```python\nprint(1)\n```",
+        "cancel the order (id=1)?",
+        "unknown(id=1)",
+        "",
+        "  \n",
+    ],
+)
+def test_anything_else_is_said_to_the_user(text):
+    parsed = parse(text, TOOLS)
+    assert parsed == Parsed(content=text.strip())
+    assert parsed.counts["parse_attempts"] == 0
+
+
+def test_text_beside_a_call_is_kept():
+    assert parse(f"One moment.\n<tool_call>{JSON}</tool_call>", TOOLS).content == "One moment."
+
+
+def test_several_calls_come_in_order_and_one_bad_one_spoils_them():
+    both = f'<tool_call>{JSON}</tool_call><tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>'
+    assert [call.name for call in parse(both, TOOLS).calls] == ["get_order", "cancel"]
+    assert not parse(both.replace('"cancel", ', '"cancel" '), TOOLS).calls
+
+
+def test_an_unknown_tool_is_passed_on():
+    assert parse('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', TOOLS).calls == [ToolCall(name="fly", arguments={})]
+
+
+@pytest.mark.parametrize(
+    "answer", ["<think>who?</think>\n\nHello<|im_end|>", "<think>\n\n</think>\n\nHello", "who?</think>Hello", "Hello<think>and now"]
+)
+def test_special_tokens_and_thoughts_are_not_shown(answer):
+    assert parse(answer, TOOLS).content == "Hello"
+
+
+def test_a_thought_about_a_call_is_no_call():
+    assert not parse(f"<think><tool_call>{JSON}</tool_call>", TOOLS).calls
+
+
+@pytest.mark.parametrize("text", ["get_order('#1')", "get_order(id=)", "get_order(id=other())"])
+def test_code_is_read_and_never_run(text):
+    parsed = parse(text, TOOLS)
+    assert parsed.strategy == Strategy.CODE and not parsed.calls and parsed.problem
+
+
+def test_debug_parser_logs_every_parse(monkeypatch, caplog):
+    parsing = logging.getLogger("src.envs.tool_calls")
+    monkeypatch.setattr(parsing, "level", parsing.level)
+    monkeypatch.setenv("DEBUG_PARSER", "1")
+    quieten()
+    parse(JSON, TOOLS)
+    assert "strategy whole" in caplog.text and "get_order" in caplog.text
+
+
+def test_the_failure_rate_is_of_attempted_calls():
+    def played(attempts: float, failures: float) -> Trajectory:
+        metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}
+        return replace(trajectory(turns=[turn([1], [2])] * 5), metrics=metrics)
+
+    assert parse_metrics([played(2, 1), played(1, 0)]) == {"reward/parse_failure_rate": 1 / 3, "parse/recovered": 2}
+    assert parse_metrics([played(0, 0)])["reward/parse_failure_rate"] == 0
+    assert parse_metrics([trajectory()]) == {}

@@ -1,0 +1,293 @@
+"""toy_retail: solvable tasks, honest separation, grading as tau2 grades, and what a service episode makes of bad answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart.words import Pool, pool_of
+from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS, RECIPE_OF_KIND
+from scripts.toy_retail import make_tasks
+from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
+from src.chat import Chat, load_chat
+from src.command_line import parse
+from src.envs.customers import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedCustomer, ends
+from src.envs.registry import open_task_source
+from src.envs.service import MAX_ERRORS, ServiceEnv, do_nothing
+from src.envs.toy_retail import FOLDER, TOOLS, ToolError, ToyRetailEpisode, after_gold, call, content_hash, load_domain, scripted, tells
+from src.errors import ConfigError
+from src.generator import EpisodeSettings, MessageEnv, Observation, run_episode
+from src.limits import LengthLimits
+from src.trajectory import StopReason, Task, Trajectory
+from tests.fakes.policy import FakePolicy
+
+DOMAIN = load_domain(FOLDER)
+TASKS = [*DOMAIN.tasks, *DOMAIN.held_out]
+BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench"]
+LIMITS = LengthLimits(max_input_length=1900, max_generate_length=100, max_sequence_length=2000, context_limit=2000)
+
+DATABASE = {
+    "orders": {"kala": {"status": "pending", "product": "mive", "address": "3 dopa"}},
+    "products": {"mive": {"price": 1042}, "sadu": {"price": 12}},
+    "customers": {"rone": {"points": 17}},
+}
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return load_chat(str(FOLDER / "model"))
+
+
+def saying(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def gold(row) -> list[str]:
+    """Every gold action, then all facts until the customer leaves."""
+    return [*(saying(action["name"], **action["arguments"]) for action in row["actions"]), f"Done. {' '.join(row['communicate'])}"]
+
+
+async def play(env: MessageEnv, answers: Sequence[str]) -> list[Observation]:
+    """The last answer is repeated until the episode ends."""
+    await env.start()
+    observations = []
+    while not observations or not observations[-1].is_done:
+        observations.append(await env.step(answers[min(len(observations), len(answers) - 1)]))
+        assert len(observations) < 50
+    await env.close()
+    return observations
+
+
+def service(actions=(), communicate=(), lines=("Hello.",), **options) -> ServiceEnv:
+    row = {"actions": list(actions), "communicate": list(communicate)}
+    return ServiceEnv(ToyRetailEpisode(row, database=DATABASE, policy="p", customer=ScriptedCustomer(lines)), **options)
+
+
+CANCEL = {"name": "cancel_order", "arguments": {"order": "kala"}}
+
+
+# The data
+
+
+def test_the_committed_domain_is_what_the_generator_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
+    make_tasks.main()
+    for name in ("db.json", "policy.md", "tasks.json"):
+        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
+
+
+def test_sixty_tasks_of_which_twenty_are_held_out_and_share_no_name_with_the_others():
+    assert (len(DOMAIN.tasks), len(DOMAIN.held_out)) == (40, 20)
+
+    def names(tasks: Sequence[Task]) -> set[str]:
+        actions = [action for task in tasks for action in task.row["actions"]]  # type: ignore[attr-defined]
+        return {word for action in actions for value in action["arguments"].values() for word in value.split() if word.isalpha()}
+
+    assert all(pool_of(name) is Pool.TRAIN for name in names(DOMAIN.tasks))
+    assert all(pool_of(name) is Pool.HELD_OUT for name in names(DOMAIN.held_out))
+    assert len(TOOLS) == 8
+
+
+def test_gold_replay_earns_1_on_every_task_however_the_customer_puts_it():
+    for task in TASKS:
+        for seed in range(3):
+            last = asyncio.run(play(DOMAIN.make(task, seed), gold(task.row)))[-1]
+            assert last.reward == 1 and last.metrics["tool_errors"] == 0, task.id
+
+
+def test_the_do_nothing_floor():
+    solved = [[task.id for task in tasks if asyncio.run(do_nothing(DOMAIN.make(task, 0)))] for tasks in (DOMAIN.tasks, DOMAIN.held_out)]
+    print(f"do-nothing floor: train {len(solved[0])}/40, held out {len(solved[1])}/20")
+    assert [len(ids) for ids in solved] == [6, 2]
+    assert all("refused" in task_id for ids in solved for task_id in ids)
+
+
+def test_a_customer_is_the_same_for_a_seed_and_puts_it_differently_for_others():
+    async def opening(seed: int) -> str:
+        return await scripted(DOMAIN.tasks[0].row, seed).reply([])
+
+    first = [asyncio.run(opening(seed)) for seed in range(20)]
+    assert first == [asyncio.run(opening(seed)) for seed in range(20)] and len(set(first)) == 3
+
+
+def test_the_tokenizer_loses_nothing_and_is_what_the_generator_writes(chat: Chat):
+    assert build_tokenizer().to_str(pretty=True) == (FOLDER / "model" / "tokenizer.json").read_text()
+    for task in TASKS:
+        text = json.dumps(task.row)
+        ids = chat.tokenizer.encode(text, add_special_tokens=False)
+        assert chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+    for text in fixed_texts():
+        assert len(chat.tokenizer.encode(text, add_special_tokens=False)) == 1
+
+
+# The tools and the grade
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("fly", {}, "there is no tool fly"),
+        ("get_order", {}, "get_order takes order, each a string"),
+        ("get_order", {"order": "kala", "why": "x"}, "get_order takes order, each a string"),
+        ("get_order", {"order": 7}, "get_order takes order, each a string"),
+        ("get_order", {"order": "nobody"}, "there is no order nobody"),
+        ("change_product", {"order": "kala", "product": "gold"}, "there is no product gold"),
+    ],
+)
+def test_a_bad_call_is_an_error_that_changes_nothing(name, arguments, message):
+    before = content_hash(DATABASE)
+    with pytest.raises(ToolError, match=message):
+        call(DATABASE, name, arguments)
+    assert content_hash(DATABASE) == before
+
+
+def test_every_tool_has_a_schema_in_openais_form_and_the_writing_ones_write():
+    arguments = {"order": "kala", "product": "sadu", "customer": "rone", "address": "9 nimu", "summary": "s"}
+    for tool in TOOLS.values():
+        function = tool.schema["function"]
+        assert tool.schema["type"] == "function" and set(function) == {"name", "description", "parameters"}  # type: ignore[arg-type]
+        changed = after_gold(DATABASE, {"actions": [{"name": tool.name, "arguments": {k: arguments[k] for k in tool.parameters}}]})
+        assert (content_hash(changed) != content_hash(DATABASE)) == tool.writes
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "database", "communicate"),
+    [
+        ([saying("cancel_order", order="kala"), "It costs 1,042."], 1, 1, 1),
+        ([saying("cancel_order", order="kala"), "it COSTS 1042"], 1, 1, 1),
+        ([saying("cancel_order", order="kala"), "It costs 1043."], 0, 1, 0),
+        (["It costs 1042."], 0, 0, 1),
+        ([saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"], 0, 0, 1),  # more than was asked for
+        ([f"1042 {STOP}"], 0, 0, 1),  # the agent may end it too
+    ],
+)
+async def test_the_reward_is_the_product_of_database_and_facts(answers, reward, database, communicate):
+    last = (await play(service([CANCEL], ["1042"]), answers))[-1]
+    assert last.reward == reward
+    assert (last.metrics["reward_db"], last.metrics["reward_communicate"]) == (database, communicate)
+    assert last.metrics["no_write_action"] == (not answers[0].startswith("<"))
+
+
+async def test_what_is_said_beside_a_call_does_not_reach_the_customer():
+    last = (await play(service([], ["1042"]), [f"1042 {saying('get_product', product='mive')}", "Bye."]))[-1]
+    assert last.metrics["reward_communicate"] == 0
+
+
+def test_facts_are_compared_without_case_and_commas():
+    assert tells(["Pending!"], "pending") and tells(["1,042 euros"], "1042") and not tells(["104", "2"], "1042")
+
+
+# A service episode
+
+
+async def test_a_failed_call_is_told_and_counted():
+    first, *_ = await play(service(), [saying("get_order", order="x"), "Bye."])
+    assert first.messages == [{"role": "tool", "content": "Error: there is no order x"}]
+    assert (first.metrics["tool_calls"], first.metrics["tool_errors"], first.is_done) == (1, 1, False)
+
+
+@pytest.mark.parametrize(("is_parallel", "num_calls"), [(False, 1), (True, 2)])
+async def test_of_several_calls_the_first_is_made_or_all(is_parallel, num_calls):
+    both = saying("get_order", order="kala") + saying("get_product", product="mive")
+    first, *_ = await play(service(parallel_tool_calls=is_parallel), [both, "Bye."])
+    assert [message["role"] for message in first.messages] == ["tool"] * num_calls
+    assert first.metrics["tool_calls"] == num_calls
+
+
+async def test_a_call_cut_inside_a_string_calls_nothing():
+    first, last = await play(service([CANCEL]), [saying("cancel_order", order="kala")[:-20], "Done."])
+    assert first.messages[0]["content"] == "Error: the call could not be read: no JSON: it ends inside a string"
+    assert (last.reward, last.metrics["parse_failures"], last.metrics["parse_attempts"], last.metrics["tool_calls"]) == (0, 1, 1, 0)
+
+
+async def test_missing_braces_are_mended_and_counted():
+    *_, last = await play(service([CANCEL]), ['<tool_call>{"name": "cancel_order", "arguments": {"order": "kala"', "Done."])
+    assert (last.reward, last.metrics["parse_recovered"], last.metrics["parse_failures"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("answer", ["", "  ", "<think>hm", saying("fly"), '<tool_call>{"name": "get_order", "arguments": {"order": "ka'])
+async def test_an_agent_that_does_no_better_is_stopped_without_a_reward(answer):
+    observations = await play(service(), [answer])
+    assert len(observations) == MAX_ERRORS and observations[-1].reward == 0
+    assert all(observation.messages[0]["content"].startswith("Error: ") for observation in observations)  # type: ignore[union-attr]
+
+
+async def test_arguments_that_are_no_object_are_a_failure_and_the_call_fails():
+    first, *_ = await play(service(), ['<tool_call>{"name": "get_order", "arguments": 3}</tool_call>', "Bye."])
+    assert (first.metrics["parse_failures"], first.metrics["tool_errors"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("text", "is_end"), [(f"Thanks. {STOP}", True), (TRANSFER, True), (OUT_OF_SCOPE, True), ("Stop.", False)])
+def test_a_customer_ends_the_conversation_in_tau2s_words(text, is_end):
+    assert ends(text) == is_end
+
+
+# Through the registry, as a run plays it
+
+
+async def test_a_gold_episode_through_the_seam_shows_tools_natively_and_trains_what_was_said(chat):
+    config = parse([*BASE, "use_native_tool_calling=true", "context_limit=2000", "max_tokens=100"])
+    source = open_task_source(config, chat)
+    assert (len(source.train), len(source.eval)) == (40, 20)
+    task = next(task for task in source.train if task.id == "cancel-and-price-train-1")
+    policy = FakePolicy(chat, gold(task.row))
+    result = await source.trial(task, directory=FOLDER, seed=3, temperature=1.0).run(policy)
+    assert isinstance(result, Trajectory) and result.reward == 1 and result.stop_reason == StopReason.STOP
+    prompt = chat.tokenizer.decode(policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert "# Tools" in prompt and all(json.dumps(tool.schema) in prompt for tool in TOOLS.values())
+    roles = [message["role"] for message in result.conversation]
+    assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_the_quick_start_of_this_kind_asks_for_native_tools():
+    options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
+    assert parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]).use_native_tool_calling
+
+
+@pytest.mark.parametrize("kind", QUICKSTARTS)
+def test_every_quick_start_is_a_valid_run(kind):
+    options = QUICKSTART_OPTIONS | QUICKSTARTS[kind].options | {"env": kind}
+    parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())])
+
+
+async def test_in_text_mode_the_schemas_are_not_shown_and_the_task_is_solved_all_the_same(chat):
+    policy = FakePolicy(chat, gold(DOMAIN.tasks[0].row))
+    settings = EpisodeSettings(temperature=1.0, seed=0)
+    result = await run_episode(DOMAIN.make(DOMAIN.tasks[0], 0), policy, chat, LIMITS, settings, task_id="a")
+    assert isinstance(result, Trajectory) and result.reward == 1
+    prompt = chat.tokenizer.decode(policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert "# Tools" not in prompt and "- cancel_order(order: string): Cancel an order." in prompt
+
+
+async def test_an_episode_that_a_limit_ends_is_worth_nothing(chat):
+    settings = EpisodeSettings(temperature=1.0, seed=0, max_turns=1)
+    result = await run_episode(DOMAIN.make(TASKS[0], 0), FakePolicy(chat, gold(TASKS[0].row)), chat, LIMITS, settings, task_id="a")
+    assert isinstance(result, Trajectory) and (result.reward, result.stop_reason) == (0, StopReason.MAX_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("environment_kwargs=domain=shoes", "environment_kwargs domain=shoes is none of toy_retail"),
+        ("environment_kwargs=domain=toy_retail,speed=3", "domain=toy_retail has no option speed; drop it"),
+        ("environment_kwargs=customer=angry", "customer=angry is none of scripted, openai, tinker"),
+        ("tasks_dir=nowhere", "nowhere holds no toy_retail domain"),
+    ],
+)
+def test_what_the_environment_does_not_have_is_one_line(option, message, chat):
+    with pytest.raises(ConfigError, match=message):
+        open_task_source(parse([*BASE, option]), chat)
+
+
+def test_a_gold_action_that_cannot_be_made_is_found_at_once(tmp_path):
+    for name in ("db.json", "policy.md"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    rows = json.loads((FOLDER / "tasks.json").read_text())
+    rows[3]["actions"][0]["arguments"]["order"] = "nobody"
+    (tmp_path / "tasks.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match=f"{rows[3]['id']}: a gold action fails: there is no order nobody"):
+        load_domain(tmp_path)
