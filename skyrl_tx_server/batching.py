@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_PREFILL_LENGTH = 128
+PREFILL_PIECE = 512
+"""Tokens of a prompt computed in one turn; a longer one takes several, with others' turns in between."""
 MIN_SEGMENT = 256
 MIN_PREFIX = 2048
 
@@ -57,6 +59,16 @@ def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     padded = np.zeros(bucket(len(tokens), lengths), np.int32)
     padded[: len(tokens)] = tokens
     return padded
+
+
+def prefill_cost(length: int) -> int:
+    """How many tokens are computed for `length` of a prompt, piece by piece.
+
+    >>> prefill_cost(100), prefill_cost(512), prefill_cost(600)
+    (128, 512, 640)
+    """
+    pieces, rest = divmod(length, PREFILL_PIECE)
+    return pieces * PREFILL_PIECE + (bucket(rest, prefill_lengths(PREFILL_PIECE)) if rest else 0)
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:

@@ -110,8 +110,11 @@ class Executor(Protocol):
         """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
         ...
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
-        """Give samples first .. first + count - 1 a slot each. CapacityError: no room now. RowsLostError: see there."""
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
+        """Give samples first .. first + count - 1 a slot each. CapacityError: no room now. RowsLostError: see there.
+
+        None: a piece of a long prompt has been computed and there is more; ask again.
+        """
         ...
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:
@@ -277,6 +280,11 @@ class Engine:
         except Exception as error:
             self._fail_sample(admit.ticket, error)
         else:
+            if admission is None:
+                with self._work:
+                    self._scheduler.resume(admit)
+                self._report([admit.ticket])
+                return
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
             self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
             sampling.admission = sampling.admission or admission

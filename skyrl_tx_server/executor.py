@@ -135,7 +135,7 @@ class DeviceExecutor:
     def rows_decoding(self) -> int:
         return self._slots.rows_decoding
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
         return self._slots.admit(ticket, op, first=first, count=count)
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:

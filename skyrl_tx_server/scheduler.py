@@ -4,6 +4,7 @@ Rules, each with its test:
 - Operations of one model run in submission order, one at a time; models take turns, one step (one micro-batch) each.
 - When training and sampling both have work they alternate: a decode block between two training steps, a training step between two decode
   blocks. A forward pass beside a long generation therefore waits for one block (and at most PREFILLS_PER_TURN prefills).
+- A long prompt is prefilled in pieces, and running samples get a decode block between two of them.
 - Waiting samples get free slots in the order they came; a request for several samples may enter in parts.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that were asked for before it.
 """
@@ -61,6 +62,7 @@ class Scheduler:
         self._training_next = True
         self._prefills = 0  # since the last decode block
         self._samples_held = False
+        self._decode_next = False  # a piece of a prompt was the last turn
 
     def add(self, ticket: int, op: Op) -> None:
         """Queue `op`; tickets grow with every submission."""
@@ -72,7 +74,7 @@ class Scheduler:
     def next(self, *, free_slots: int, rows_decoding: int) -> Turn | None:
         """The next turn; None when there is nothing to do until something is added or a row finishes."""
         step = self._runnable_step()
-        admit = self._admission(free_slots)
+        admit = None if self._decode_next and rows_decoding else self._admission(free_slots)
         if step is not None and self._prefills >= PREFILLS_PER_TURN:
             admit = None
             if not rows_decoding:  # every prefilled request was already over: the prefills were sampling's turn
@@ -89,6 +91,7 @@ class Scheduler:
             return admit
         if rows_decoding:
             self._training_next = True
+            self._decode_next = False
             self._prefills = 0
             return Decode()
         return None
@@ -103,9 +106,13 @@ class Scheduler:
 
     def hold(self, admit: Admit) -> None:
         """The executor has no room for `admit` now: keep its place at the head of the queue until a row finishes."""
-        self._drop_waiting(admit.ticket)
-        self._samples.appendleft(_Waiting(ticket=admit.ticket, op=admit.op, first=admit.first))
+        self._put_back(admit)
         self._samples_held = True
+
+    def resume(self, admit: Admit) -> None:
+        """A piece of the prompt of `admit` is done: it stays at the head of the queue, but running samples come first."""
+        self._put_back(admit)
+        self._decode_next = True
 
     def row_finished(self) -> None:
         self._samples_held = False
@@ -156,6 +163,10 @@ class Scheduler:
             del self._samples[at]
         else:
             self._samples[at] = replace(self._samples[at], first=admit.first + admit.count)
+
+    def _put_back(self, admit: Admit) -> None:
+        self._drop_waiting(admit.ticket)
+        self._samples.appendleft(_Waiting(ticket=admit.ticket, op=admit.op, first=admit.first))
 
     def _drop_waiting(self, ticket: int) -> None:
         self._samples = deque(waiting for waiting in self._samples if waiting.ticket != ticket)

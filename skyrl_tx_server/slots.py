@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, prefix_ends, segment_ends
+from skyrl_tx_server.batching import PREFILL_PIECE, bucket, pad_tokens, prefill_cost, prefill_lengths, prefix_ends, segment_ends
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
@@ -26,7 +26,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
 from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, Rows, RowSettings, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, PromptOutputs, Rows, RowSettings, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import find_stop, load_tokenizer
 
@@ -96,6 +96,7 @@ class DecodeSlots:
         self._block = min(block, self._segment_ends[0])
         self._rows: list[_Row | None] = [None] * num_slots
         self._parked: dict[int, _Contents] = {}  # what rows that left have left in their slots, longest ago first
+        self._begun: dict[int, int] = {}  # ticket -> tokens of its prompt that lay in the cache when its prefill began
         self._tokenizer: Tokenizer | None = None
         self._scorer = Scorer(config=config, params=params, lengths=self._prefill_lengths)
         self._cache: KVCache = self._empty_cache()
@@ -108,16 +109,21 @@ class DecodeSlots:
     def rows_decoding(self) -> int:
         return sum(row is not None for row in self._rows)
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
-        """Prefill `op`'s prompt into `count` free slots and sample the first token of each."""
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
+        """Prefill `op`'s prompt into `count` free slots and sample the first token of each; None after a piece of a long prompt."""
         max_tokens = self._checked_max_tokens(op)
         stop_tokens = self._stop_tokens(op.settings)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
-        adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
         # prompt logprobs need every position's hidden state, so nothing can be taken from the cache
         prefix = None if op.prompt_logprobs else self._longest_prefix(self._bank.key(op.weights), op.prompt)
+        cached = prefix.length if prefix else 0
+        hit_tokens = self._begun.setdefault(ticket, cached)
+        if not op.prompt_logprobs and len(op.prompt) - cached > PREFILL_PIECE:
+            self._park(op, cached + PREFILL_PIECE, prefix)
+            return None
+        seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
+        adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
         rows = [
             _Row(
                 ticket=ticket,
@@ -139,19 +145,22 @@ class DecodeSlots:
             self._rows[slot] = row
         try:
             topk, targets = self._score_prompt(op, adapter_slots[0]) if first == 0 else (None, None)
-            logprobs, tokens, token_logprobs = self._prefill(op, slots, rows, prefix)
+            outputs = self._prefill(op, len(op.prompt), slots, prefix, rows=rows, adapter_slot=adapter_slots[0])
         except Exception as error:
             for slot in slots:
                 self._clear(slot)
             self._recover(error)
             raise
+        del self._begun[ticket]
         finished = [
             self._extend(slot, [int(token)], [float(logprob)])
-            for slot, token, logprob in zip(slots, tokens, token_logprobs, strict=False)  # the program returns one entry per slot there is
+            for slot, token, logprob in zip(
+                slots, outputs.first_tokens, outputs.first_logprobs, strict=False
+            )  # one entry per slot there is
         ]
         return Admission(
-            prompt_logprobs=logprobs if op.prompt_logprobs else None,
-            prompt_cache_hit_tokens=prefix.length if prefix else 0,
+            prompt_logprobs=_prompt_logprobs(op, np.asarray(outputs.logprobs)) if op.prompt_logprobs else None,
+            prompt_cache_hit_tokens=hit_tokens,
             finished=[row for row in finished if row is not None],
             topk_prompt_logprobs=topk,
             target_prompt_logprobs=targets,
@@ -176,6 +185,7 @@ class DecodeSlots:
 
     def release(self, ticket: int) -> None:
         """Free the slots of a request."""
+        self._begun.pop(ticket, None)
         for slot, row in enumerate(self._rows):
             if row is not None and row.ticket == ticket:
                 self._clear(slot)
@@ -192,7 +202,7 @@ class DecodeSlots:
             if content.snapshot == snapshot
         ]
         longest = max(found, key=lambda prefix: prefix.length, default=None)
-        if longest is None or self._padded(len(prompt) - longest.length) == self._padded(len(prompt)):
+        if longest is None or prefill_cost(len(prompt) - longest.length) == prefill_cost(len(prompt)):
             return None
         return longest
 
@@ -205,35 +215,41 @@ class DecodeSlots:
         empty = [slot for slot, row in enumerate(self._rows) if row is None and slot not in self._parked]
         return list(dict.fromkeys([*continued, *empty, *parked]))[:count]
 
-    def _padded(self, length: int) -> int:
-        return bucket(length, self._prefill_lengths)
+    def _park(self, op: Sample, length: int, prefix: _Prefix | None) -> None:
+        """Compute the first `length` tokens of a prompt and leave them in a free slot, where the next piece finds them."""
+        (slot,) = self._places(1, prefix)
+        self._parked.pop(slot, None)
+        adapter_slot = self._bank.pin(op.weights)
+        try:
+            self._prefill(op, length, [slot], prefix, rows=[], adapter_slot=adapter_slot)
+        except Exception as error:
+            self._recover(error)
+            raise
+        finally:
+            self._bank.unpin(op.weights)
+        self._parked[slot] = _Contents(snapshot=self._bank.key(op.weights), tokens=op.prompt[:length])
 
     def _prefill(
-        self, op: Sample, slots: Sequence[int], rows: Sequence[_Row], prefix: _Prefix | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        padding = self.num_slots - len(rows)
+        self, op: Sample, length: int, slots: Sequence[int], prefix: _Prefix | None, *, rows: Sequence[_Row], adapter_slot: int
+    ) -> PromptOutputs:
+        """The first `length` tokens of a prompt into `slots`."""
         cached = prefix.length if prefix else 0
         prompt = Prompt(
-            tokens=pad_tokens(op.prompt[cached:], self._prefill_lengths),
-            length=np.array(len(op.prompt) - cached, np.int32),
+            tokens=pad_tokens(op.prompt[cached:length], self._prefill_lengths),
+            length=np.array(length - cached, np.int32),
             cached=np.array(cached, np.int32),
             source=np.array(prefix.slot if prefix else 0, np.int32),
-            adapter_index=np.array(rows[0].adapter_slot, np.int32),
-            slots=np.array([*slots, *[0] * padding], np.int32),
-            num_slots=np.array(len(rows), np.int32),
+            adapter_index=np.array(adapter_slot, np.int32),
+            slots=np.array([*slots, *[0] * (self.num_slots - len(slots))], np.int32),
+            num_slots=np.array(len(slots), np.int32),
             want_logprobs=np.array(op.prompt_logprobs),
         )
-        settings = self._row_settings([*rows, *[None] * padding])
+        settings = self._row_settings([*rows, *[None] * (self.num_slots - len(rows))])
         segments = self._segments(bucket(cached, self._prefix_ends)) if cached else 0
         self._cache, outputs = prefill(
             self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments, tempered=self._tempered
         )
-        host = jax.device_get(outputs)
-        logprobs = np.full(len(op.prompt), np.nan, np.float32)
-        if not cached:
-            begin = max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))
-            logprobs[begin:] = host.logprobs[begin - 1 : len(op.prompt) - 1]
-        return logprobs, host.first_tokens, host.first_logprobs
+        return jax.device_get(outputs)
 
     def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
         """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
@@ -408,6 +424,14 @@ class DecodeSlots:
         if any(not stop for stop in settings.stop_strings):
             raise UserError("an empty stop string would stop everything; leave it out")
         return tuple(sorted(tokens))
+
+
+def _prompt_logprobs(op: Sample, computed: np.ndarray) -> np.ndarray:
+    """By position of the prompt, NaN where there is none or none is asked for; `computed` has them one position earlier."""
+    logprobs = np.full(len(op.prompt), np.nan, np.float32)
+    begin = max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))
+    logprobs[begin:] = computed[begin - 1 : len(op.prompt) - 1]
+    return logprobs
 
 
 def _common_length(left: np.ndarray, right: np.ndarray) -> int:

@@ -145,6 +145,20 @@ def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     assert scheduler.next(free_slots=2, rows_decoding=1) == admit
 
 
+def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block():
+    scheduler = queue(sample(), sample())
+    for _ in range(3):
+        admit = scheduler.next(free_slots=2, rows_decoding=1)
+        assert isinstance(admit, Admit) and admit.ticket == 1
+        scheduler.resume(admit)
+        assert isinstance(scheduler.next(free_slots=2, rows_decoding=1), Decode)
+    admit = scheduler.next(free_slots=2, rows_decoding=0)
+    assert isinstance(admit, Admit) and admit.ticket == 1
+    scheduler.resume(admit)
+    last = scheduler.next(free_slots=2, rows_decoding=0)  # nobody to wait for
+    assert isinstance(last, Admit) and last.ticket == 1
+
+
 def test_a_dropped_request_does_not_enter():
     scheduler = queue(sample(num_samples=3), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
     scheduler.drop_sample(1)
