@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 from skyrl_tx_server.batching import bucket, pad_tokens, prefill_lengths, prefix_ends, segment_ends
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
 from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
@@ -81,6 +83,7 @@ class DecodeSlots:
         model_dir: Path,
         tempered_logprobs: bool,
         exact_batches: bool,
+        hosts: Hosts = ALONE,
     ) -> None:
         self._config = config
         self._params = params
@@ -90,6 +93,7 @@ class DecodeSlots:
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
         self._exact_batches = exact_batches
+        self._hosts = hosts
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
         self._prefix_ends = prefix_ends(max_context_length)
@@ -114,7 +118,7 @@ class DecodeSlots:
         stop_tokens = self._stop_tokens(op.settings)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
+        seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
         adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
         # prompt logprobs need every position's hidden state, so nothing can be taken from the cache
         prefix = None if op.prompt_logprobs else self._longest_prefix(self._bank.key(op.weights), op.prompt)
@@ -228,7 +232,7 @@ class DecodeSlots:
         self._cache, outputs = prefill(
             self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments, tempered=self._tempered
         )
-        host = jax.device_get(outputs)
+        host = to_host(outputs)
         logprobs = np.full(len(op.prompt), np.nan, np.float32)
         if not cached:
             begin = max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))
@@ -275,7 +279,7 @@ class DecodeSlots:
             one_adapter=not self._exact_batches and bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
             tempered=self._tempered,
         )
-        host = jax.device_get(outputs)
+        host = to_host(outputs)
         return host.tokens, host.logprobs
 
     def _segments(self, length: int) -> int:
