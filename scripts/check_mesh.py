@@ -96,6 +96,7 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path) -> dict
         decode_slots=8,
         decode_block=8,
         train_tokens_per_batch=512,
+        max_models=2,
         max_snapshots=2,
         mesh=shape,
     )

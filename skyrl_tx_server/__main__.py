@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -49,10 +50,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         config = parse(argv)
-        _set_up_logging(config)
-        status = _run(config)
     except ConfigError as error:
         return _fail(error, status=2)
+    _set_up_logging(config)
+    try:
+        status = _run(config)
+    except ConfigError as error:
+        status = _fail(error, status=2)
     if config.num_processes > 1:
         _exit_now(status)  # jax would wait for the other processes first
     return status
@@ -76,6 +80,7 @@ def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
     from skyrl_tx_server.executor import DeviceExecutor
     from skyrl_tx_server.rendezvous import join
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # to go at once, as with SIGTERM, is what process 0 understands
     settings = _engine_settings(config)
     follower = join(hosts, settings)
     logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address)

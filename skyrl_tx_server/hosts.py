@@ -20,6 +20,7 @@ import itertools
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ class Leader:
         self._on_lost = on_lost
         self._lost: Future[str] = Future()
         self._closing = False
-        self._lock = threading.Lock()
+        self._losing, self._sending = threading.Lock(), threading.Lock()
         self._answers: dict[int, SimpleQueue[str]] = {process: SimpleQueue() for process in self._followers}
         self._listeners = [threading.Thread(target=self._listen, args=(process,), daemon=True) for process in self._followers]
         for listener in self._listeners:
@@ -199,17 +200,21 @@ class Leader:
         self._see_off(GOODBYE_S)
 
     def _see_off(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for listener in self._listeners:
             if listener is not threading.current_thread():
-                listener.join(timeout_s)
+                listener.join(max(0.0, deadline - time.monotonic()))
 
     def _send(self, message: _Call | _Outcome | HostLostError | None) -> None:
-        data = pickle.dumps(message)
-        for process, connection in self._followers.items():
-            try:
-                connection.send_bytes(data)
-            except OSError:
-                self._lose(f"process {process} has gone: {GO_ON}")
+        data, gone = pickle.dumps(message), []
+        with self._sending:
+            for process, connection in self._followers.items():
+                try:
+                    connection.send_bytes(data)
+                except OSError:
+                    gone.append(process)
+        for process in gone:
+            self._lose(f"process {process} has gone: {GO_ON}")
 
     def _listen(self, process: int) -> None:
         """One thread per process, so that its end is known at once, whatever our own devices wait for."""
@@ -223,13 +228,15 @@ class Leader:
             self._lose(f"process {process} has gone: {GO_ON}")
 
     def _lose(self, reason: str) -> None:
-        with self._lock:
+        with self._losing:
             if self._lost.done() or self._closing:
                 return
             self._lost.set_result(reason)
         for answers in self._answers.values():
             answers.put("")  # whoever waits for an answer finds that all is lost
-        self._send(HostLostError(reason))
+        farewell = threading.Thread(target=self._send, args=(HostLostError(reason),), daemon=True)
+        farewell.start()
+        farewell.join(LAST_WORDS_S)  # somebody may not be listening
         self._see_off(LAST_WORDS_S)
         self._on_lost(reason)
 

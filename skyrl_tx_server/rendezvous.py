@@ -169,6 +169,7 @@ def _start_jax(hosts: HostsSettings, address: str) -> None:
         process_id=hosts.process_id,
         coordinator_bind_address=address,
         cluster_detection_method="deactivate",
+        shutdown_timeout_seconds=5,
     )
 
 

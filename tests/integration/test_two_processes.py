@@ -132,13 +132,14 @@ def driven(url: str) -> dict[str, np.ndarray]:
             sampler = service.create_sampling_client(model_path=path).result(TIMEOUT_S)
             for temperature in (0.0, 1.0):
                 settings = types.SamplingParams(max_tokens=12, temperature=temperature, seed=seed, stop=[])
-                (sequence,) = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, settings).result(TIMEOUT_S).sequences
-                whole = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
-                scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
-                np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
-                if seed is not None or temperature == 0:
-                    found[f"tokens {number} {temperature}"] = np.array(sequence.tokens)
-                    found[f"sampled logprobs {number} {temperature}"] = np.array(sequence.logprobs)
+                sampled = sampler.sample(types.ModelInput.from_ints(PROMPT), 2, settings).result(TIMEOUT_S).sequences
+                for index, sequence in enumerate(sampled):  # one in a slot of each process
+                    whole = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
+                    scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
+                    np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
+                    if seed is not None or temperature == 0:
+                        found[f"tokens {number} {temperature} {index}"] = np.array(sequence.tokens)
+                        found[f"sampled logprobs {number} {temperature} {index}"] = np.array(sequence.logprobs)
         again = service.create_training_client_from_state_with_optimizer(state).result(TIMEOUT_S)
         for name, client in (("loaded", again), ("kept", training)):
             found[f"logprobs {name}"] = logprobs_of(client.forward_backward([datum(20, 1)], "cross_entropy").result(TIMEOUT_S))
@@ -162,7 +163,7 @@ def test_two_processes_train_sample_save_and_load_as_one(pair: list[Process], co
             assert shared[name].tolist() == value.tolist(), name
         else:
             np.testing.assert_allclose(shared[name], value, atol=1e-4, rtol=1e-4 if what in ("loss", "gradient") else 0, err_msg=name)
-    assert {"loss 1", "gradient norm kept", "tokens 1 1.0", "logprobs loaded"} <= set(shared)
+    assert {"loss 1", "gradient norm kept", "tokens 1 1.0 1", "logprobs loaded"} <= set(shared)
     assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only process 0 writes
 
 
