@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,10 +24,11 @@ import uvicorn
 from skyrl_tx_server.app import build_app
 from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.command_line import help_text, parse
-from skyrl_tx_server.config import ServerConfig
+from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
 from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.errors import ConfigError, ServerError
 from skyrl_tx_server.futures import FutureStore, Retention
+from skyrl_tx_server.hosts import ALONE, HostLostError, Leader, LedExecutor
 from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.registry import Registry
 from skyrl_tx_server.routes.border import Lobby
@@ -48,29 +50,73 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         config = parse(argv)
-        _set_up_logging(config)
-        if config.dry_run:
-            print(_dry_run(config))
-            return 0
-        _tls_files(config)
-        ledger = _open_ledger(config)
-        with _open_port(config) as listener:
-            return asyncio.run(_serve(config, ledger, listener))
     except ConfigError as error:
-        print(f"skyrl-tx server: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _fail(error, status=2)
+    _set_up_logging(config)
+    try:
+        status = _run(config)
+    except ConfigError as error:
+        status = _fail(error, status=2)
+    if config.num_processes > 1:
+        _exit_now(status)  # jax would wait for the other processes first
+    return status
+
+
+def _run(config: ServerConfig) -> int:
+    """What the options ask for: a plan, a server, or to follow the process that serves."""
+    if config.dry_run:
+        print(_dry_run(config))
+        return 0
+    hosts = config.hosts_settings()
+    if hosts is not None and hosts.process_id > 0:
+        return _follow(config, hosts)
+    _tls_files(config)
+    ledger = _open_ledger(config)
+    with _open_port(config) as listener:
+        return asyncio.run(_serve(config, ledger, listener))
+
+
+def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
+    from skyrl_tx_server.executor import DeviceExecutor
+    from skyrl_tx_server.rendezvous import join
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # to go at once, as with SIGTERM, is what process 0 understands
+    settings = _engine_settings(config)
+    follower = join(hosts, settings)
+    logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address)
+    try:
+        follower.follow(lambda: DeviceExecutor(settings, follower))
+    except HostLostError as error:
+        return _fail(error, status=1)
+    logger.info("stopped")
+    return 0
+
+
+def _fail(error: ServerError, *, status: int) -> int:
+    print(f"skyrl-tx server: {error}", file=sys.stderr, flush=True)
+    return status
 
 
 def _dry_run(config: ServerConfig) -> str:
     """The memory plan. ConfigError when it does not fit."""
     from skyrl_tx_server.executor import plan_memory
-    from skyrl_tx_server.model.weights import resolve_model
+    from skyrl_tx_server.rendezvous import join, lead
 
-    plan = plan_memory(config.engine_settings(resolve_model(config.base_model).resolve()))
+    settings, hosts = _engine_settings(config), config.hosts_settings()
+    if hosts is not None:  # the devices are known only where all processes are there
+        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(hosts, settings)
+    plan = plan_memory(settings)
     if not plan.fits:
         print(plan)
         raise ConfigError(f"this does not fit; lower {plan.advice()}")
     return f"{plan}\nit fits"
+
+
+def _engine_settings(config: ServerConfig) -> EngineSettings:
+    """With the model's directory, downloaded where need be."""
+    from skyrl_tx_server.model.weights import resolve_model
+
+    return config.engine_settings(resolve_model(config.base_model).resolve())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,8 +124,14 @@ class _Loaded:
     """What loading brought: an engine, or why there is none."""
 
     engine: Engine | None = None
+    leader: Leader = ALONE
     model_dir: Path | None = None
     error: Exception | None = None
+
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.stop()
+        self.leader.stop()
 
 
 class _StoppableServer(uvicorn.Server):
@@ -99,7 +151,7 @@ class _StoppableServer(uvicorn.Server):
 
 async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) -> int:
     tls = _tls_files(config)
-    lobby, stop, loaded = Lobby(), asyncio.Event(), asyncio.Future[_Loaded]()
+    lobby, stop, loaded, lost = Lobby(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
     server = _StoppableServer(
         uvicorn.Config(
             build_app(lobby),
@@ -116,24 +168,38 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loop = asyncio.get_running_loop()
     # A daemon thread: nothing can interrupt a model being loaded, and a stop must not wait for it.
-    threading.Thread(target=lambda: loop.call_soon_threadsafe(loaded.set_result, _load(config)), name="load", daemon=True).start()
+
+    def on_lost(reason: str) -> None:
+        loop.call_soon_threadsafe(lost.set_result, reason)
+
+    def load() -> None:
+        loop.call_soon_threadsafe(loaded.set_result, _load(config, on_lost))
+
+    threading.Thread(target=load, name="load", daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({loaded, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({loaded, lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
+        server.should_exit = True
         await serving
-        _exit_now(0)
+        _exit_now(_fail(HostLostError(lost.result()), status=1) if lost.done() else 0)
     result = loaded.result()
     if result.engine is None:
         server.should_exit = True
         await serving
         assert result.error is not None
+        result.stop()
         raise result.error
     context = _context(config, ledger, result.engine, result.model_dir)
     lobby.context = context
     print(_ready_line(config, result.engine, listener), flush=True)
-    await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        result.engine.abandon(lost.result())
+        server.should_exit = True
+        await serving
+        _exit_now(_fail(HostLostError(lost.result()), status=1))
     logger.info("stopping")
-    stopper = threading.Thread(target=result.engine.stop, daemon=True)
+    stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
     # Every poll that waits is answered: with its result if the turn under way brings it, with an error otherwise.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
@@ -146,18 +212,22 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
     return 0
 
 
-def _load(config: ServerConfig) -> _Loaded:
+def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     """Everything that needs jax, which takes seconds to import. Runs in its own thread."""
+    leader = ALONE
     try:
         from skyrl_tx_server.executor import DeviceExecutor
-        from skyrl_tx_server.model.weights import resolve_model
+        from skyrl_tx_server.rendezvous import lead
 
-        model_dir = resolve_model(config.base_model).resolve()
-        engine = Engine(DeviceExecutor(config.engine_settings(model_dir)))
+        settings, hosts = _engine_settings(config), config.hosts_settings()
+        if hosts is not None:
+            leader = lead(hosts, settings, on_lost)
+        executor = DeviceExecutor(settings, leader)
+        engine = Engine(executor if hosts is None else LedExecutor(executor, leader))
         engine.start()
-        return _Loaded(engine=engine, model_dir=model_dir)
+        return _Loaded(engine=engine, leader=leader, model_dir=settings.model_dir)
     except Exception as error:
-        return _Loaded(error=error)
+        return _Loaded(error=error, leader=leader)
 
 
 def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Path | None) -> Context:

@@ -57,6 +57,21 @@ class EngineSettings:
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsSettings:
+    """Which of the server's processes this is, and where they meet."""
+
+    coordinator_address: str  # host:port
+    num_processes: int
+    process_id: int
+    timeout_s: float
+    key: bytes  # what processes of one server know
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return _host_and_port(self.coordinator_address)
+
+
 def model_alias(base_model: str, alias: str | None) -> str:
     """The org/name of a model: the one it was given, its hub id, or local/<directory name>."""
     if alias is not None:
@@ -116,6 +131,12 @@ class ServerConfig:
     expert_parallel: int = chz.field(
         default=1, doc="Devices that share a mixture's experts; as many devices are used as all four multiply to"
     )
+    coordinator_address: str | None = chz.field(
+        default=None, doc="host:port of process 0 at which the processes of a server on several hosts meet; the same in all of them"
+    )
+    num_processes: int = chz.field(default=1, doc="Processes that run the model together, usually one per host; the devices are theirs")
+    process_id: int = chz.field(default=0, doc="Which of them this is; 0 serves HTTP, writes checkpoints and tells the others what to do")
+    initialization_timeout_s: float = chz.field(default=300.0, doc="How long the processes wait for each other at the start")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
     max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
     dry_run: bool = chz.field(default=False, doc="Print what this would hold in memory, refuse what does not fit, and stop there")
@@ -135,6 +156,7 @@ class ServerConfig:
             raise ConfigError(
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
             )
+        self._check_processes()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
@@ -151,6 +173,8 @@ class ServerConfig:
             ("fsdp_parallel", self.fsdp_parallel),
             ("data_parallel", self.data_parallel),
             ("expert_parallel", self.expert_parallel),
+            ("num_processes", self.num_processes),
+            ("initialization_timeout_s", self.initialization_timeout_s),
             ("session_timeout_s", self.session_timeout_s),
             ("max_request_mb", self.max_request_mb),
             ("checkpoint_quota_gb", 1 if self.checkpoint_quota_gb is None else self.checkpoint_quota_gb),
@@ -158,6 +182,43 @@ class ServerConfig:
         ):
             if value <= 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
+
+    def _check_processes(self) -> None:
+        if (self.coordinator_address is None) != (self.num_processes == 1):
+            raise ConfigError("coordinator_address and num_processes: a server of several processes needs both")
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is {self.num_processes - 1}")
+        if self._mesh().devices % self.num_processes:
+            raise ConfigError(
+                f"num_processes={self.num_processes}: tensor_parallel, fsdp_parallel, data_parallel and expert_parallel multiply to "
+                f"{self._mesh().devices} devices, which must be a multiple of it: each process has as many of them"
+            )
+        if self.coordinator_address is None:
+            return
+        try:
+            host, _ = _host_and_port(self.coordinator_address)
+        except ValueError:
+            raise ConfigError(f"coordinator_address={self.coordinator_address}: must be host:port, as in 10.0.0.1:7000") from None
+        if self.api_key is None and not self.allow_anyone and not _is_loopback(host):
+            raise ConfigError(
+                f"coordinator_address={self.coordinator_address}: whoever reaches it could take part; pass api_key=tml-... "
+                "or allow_anyone=true"
+            )
+
+    def hosts_settings(self) -> HostsSettings | None:
+        """None: one process."""
+        if self.coordinator_address is None:
+            return None
+        return HostsSettings(
+            coordinator_address=self.coordinator_address,
+            num_processes=self.num_processes,
+            process_id=self.process_id,
+            timeout_s=self.initialization_timeout_s,
+            key=(self.api_key or "").encode(),
+        )
+
+    def _mesh(self) -> MeshShape:
+        return MeshShape(data=self.data_parallel, fsdp=self.fsdp_parallel, tensor=self.tensor_parallel, expert=self.expert_parallel)
 
     def alias(self) -> str:
         """The org/name by which clients ask for the model."""
@@ -180,9 +241,17 @@ class ServerConfig:
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
-            mesh=MeshShape(data=self.data_parallel, fsdp=self.fsdp_parallel, tensor=self.tensor_parallel, expert=self.expert_parallel),
+            mesh=self._mesh(),
             tempered_logprobs=self.sampled_logprobs == "tempered",
         )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """ValueError when it is not host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not 0 < int(port) <= 65535:
+        raise ValueError(address)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _is_loopback(host: str) -> bool:

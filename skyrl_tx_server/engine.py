@@ -23,6 +23,7 @@ from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the server is stopping; this request was not finished"
 OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
 
 
@@ -175,7 +176,17 @@ class Engine:
             self._work.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        self._close()
+        self.abandon(STOPPING)
+
+    def abandon(self, reason: str) -> None:
+        """Stop without waiting for the turn under way, which may never end; what is pending fails with `reason`."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+            pending, self._futures = self._futures, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(ServerError(reason))
 
     def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
         """Queue `op`. Cancelling the future before its first turn withdraws it; a `Sample` may also be watched."""
@@ -214,16 +225,8 @@ class Engine:
                         self._decode()
         except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
             logger.exception("the engine thread died")
-            self._close()
+            self.abandon(STOPPING)
             raise
-
-    def _close(self) -> None:
-        with self._work:
-            self._stopping = True
-            pending, self._futures = self._futures, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(ServerError("the server is stopping; this request was not finished"))
 
     def _next_turn(self) -> Turn | None:
         """Wait for work; None when stopping."""
@@ -356,12 +359,12 @@ class Engine:
             self._fail_sample(ticket, error)
 
     def _begin(self, ticket: int) -> bool:
-        """False when the caller has withdrawn the operation."""
+        """False when the caller has withdrawn the operation, or all are abandoned."""
         with self._work:
-            future = self._futures[ticket]
-            if future.set_running_or_notify_cancel():
+            future = self._futures.get(ticket)
+            if future is not None and future.set_running_or_notify_cancel():
                 return True
-            del self._futures[ticket]
+            self._futures.pop(ticket, None)
             self._watchers.pop(ticket, None)
             return False
 

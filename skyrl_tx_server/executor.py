@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -19,17 +19,18 @@ import numpy as np
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path, parse_path
+from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
+from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.live_models import LiveModel, LiveModels
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask
-from skyrl_tx_server.model.mesh import check_divisible, make_mesh
+from skyrl_tx_server.model.mesh import check_divisible, make_mesh, to_host
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
@@ -84,9 +85,10 @@ _add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
 
 
 class DeviceExecutor:
-    """Implements `engine.Executor` on jax's default device."""
+    """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
+        self._hosts = hosts
         _use_compilation_cache(settings)
         compilations.watch()
         dtype = _dtype(settings)
@@ -100,22 +102,23 @@ class DeviceExecutor:
         self._train_shapes = train_shapes(
             max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch
         )
-        self._remat = _remat(settings, self._config, dtype)
-        self._models = LiveModels(on_device=settings.max_models)
+        self._remat = _remat(settings, self._config, dtype, hosts.agreed(lambda: _memory_bytes(settings)))
+        self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
         self._snapshots = SnapshotBank(
-            self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, store=self._store
+            self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, read=self._read
         )
         self._slots = DecodeSlots(
             self._config,
             self._params,
             self._snapshots,
-            num_slots=_fitting_slots(settings, self._config, context, dtype),
+            num_slots=_fitting_slots(settings, self._config, context, dtype, hosts.agreed(lambda: _cache_budget_bytes(settings))),
             max_context_length=context,
             block=settings.decode_block,
             dtype=dtype,
             model_dir=settings.model_dir,
             tempered_logprobs=settings.tempered_logprobs,
             exact_batches=settings.exact_batches,
+            hosts=hosts,
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
@@ -208,7 +211,7 @@ class DeviceExecutor:
             gradient, output = forward_backward(
                 model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
             )
-            outputs.append(jax.device_get(output))
+            outputs.append(to_host(output))
         summed = gradient if model.gradient is None else _add(model.gradient, gradient)
         self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(summed)))
         return ForwardBackwardResult(logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)})
@@ -222,14 +225,14 @@ class DeviceExecutor:
             if outputs:
                 yield
             adapter = self._models.get(model_id).adapter
-            outputs.append(jax.device_get(forward(adapter, self._params, train_batch(packed), loss, config=self._config)))
+            outputs.append(to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config)))
         return _logprobs(batches, outputs), _loss(outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
         gradient = model.gradient if model.gradient is not None else no_gradient(model.adapter, config=self._config)
         adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
-        report = jax.device_get(report)
+        report = to_host(report)
         grad_norm = float(report.grad_norm)
         if not math.isfinite(grad_norm) or not report.finite:
             self._models.put(op.model_id, replace(model, gradient=None))
@@ -255,7 +258,7 @@ class DeviceExecutor:
             model = self._models.get(op.model_id)
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
             raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
-        info, arrays = self._store.read(op.path)
+        info, arrays = self._read(op.path)
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:  # SDKs up to 0.36 make the model without a seed
             raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
         loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
@@ -267,16 +270,7 @@ class DeviceExecutor:
     def _save(self, op: SaveWeights) -> WeightsSaved:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
-        info = self._store.write(
-            CheckpointKind.TRAINING,
-            op.model_id,
-            op.name,
-            arrays,
-            model.lora,
-            int(model.adam.step),
-            op.user_metadata,
-            op.overwrite,
-        )
+        info = self._write(CheckpointKind.TRAINING, op.model_id, op.name, model, arrays, op.user_metadata, overwrite=op.overwrite)
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
     def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
@@ -287,17 +281,32 @@ class DeviceExecutor:
         path = checkpoint_path(op.model_id, CheckpointKind.SAMPLER, op.name)
         assert op.weights == path
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
-        info = self._store.write(
-            CheckpointKind.SAMPLER, op.model_id, op.name, arrays, model.lora, int(model.adam.step), op.user_metadata, overwrite=False
-        )
+        info = self._write(CheckpointKind.SAMPLER, op.model_id, op.name, model, arrays, op.user_metadata)
         self._snapshots.put(path, model.adapter, on_disk=True)
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
 
     def _save_external(self, op: SaveExternal) -> WeightsSaved:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
-        info = self._store.write(CheckpointKind.EXTERNAL, op.model_id, op.name, arrays, model.lora, int(model.adam.step), {})
+        info = self._write(CheckpointKind.EXTERNAL, op.model_id, op.name, model, arrays, {})
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+
+    def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
+        return self._hosts.agreed(lambda: self._store.read(path))
+
+    def _write(
+        self,
+        kind: CheckpointKind,
+        run_id: str,
+        name: str,
+        model: LiveModel,
+        arrays: Mapping[str, np.ndarray],
+        user_metadata: Mapping[str, str],
+        *,
+        overwrite: bool = False,
+    ) -> CheckpointInfo:
+        step = int(model.adam.step)
+        return self._hosts.agreed(lambda: self._store.write(kind, run_id, name, arrays, model.lora, step, user_metadata, overwrite))
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
         """A model on the device, with an optimizer that has taken no step."""
@@ -368,28 +377,28 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
     """What an executor with these settings would hold, with every option as asked for. Loads nothing."""
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
-    device = jax.local_devices()[0]
+    device, available = jax.local_devices()[0], _memory_bytes(settings)
     each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
     return memory_plan(
         config,
         dtype,
         device=f"{jax.default_backend()} ({device.device_kind}){each}",
-        available_bytes=int(_memory_bytes(settings)),
+        available_bytes=int(available),
         context=context,
         decode_slots=settings.decode_slots,
         max_lora_rank=settings.max_lora_rank,
         max_models=settings.max_models,
         max_snapshots=settings.max_snapshots,
         train_tokens_per_batch=settings.train_tokens_per_batch,
-        activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype)),
+        activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype, available)),
         row_groups=settings.mesh.batch,
     )
 
 
-def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> Remat:
+def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, available_bytes: float) -> Remat:
     """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
     products = _activation_bytes(settings, config, dtype, Remat.ACTIVATIONS)
-    return Remat.ACTIVATIONS if products <= _memory_bytes(settings) * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+    return Remat.ACTIVATIONS if products <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
 
 
 def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
@@ -406,10 +415,9 @@ def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.d
     return tokens * (config.num_layers * kept + one_layer) * dtype.itemsize
 
 
-def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> int:
+def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget: float) -> int:
     """As many of the `decode_slots` asked for as have room for a whole context each, as many on each of the batch's devices."""
     each = cache_bytes_per_slot(config, context, dtype) // config.tensor_shards
-    budget = _cache_budget_bytes(settings)
     fitting = min(settings.decode_slots, int(budget // each) * settings.mesh.batch)
     if fitting < 1:
         raise ConfigError(
@@ -444,4 +452,4 @@ def _memory_bytes(settings: EngineSettings) -> float:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / settings.mesh.devices
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (settings.mesh.devices // jax.process_count())

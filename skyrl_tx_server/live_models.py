@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import jax
 
 from skyrl_tx_server.errors import CapacityError, NotFoundError
+from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.lora import Adapter
+from skyrl_tx_server.model.mesh import put, to_host
 from skyrl_tx_server.ops import LoraSpec
 from skyrl_tx_server.steps.train import AdamState
 
@@ -38,8 +40,9 @@ class LiveModel:
 class LiveModels:
     """Models by id, at most `on_device` of them on the device."""
 
-    def __init__(self, *, on_device: int) -> None:
+    def __init__(self, *, on_device: int, hosts: Hosts = ALONE) -> None:
         self._limit = on_device
+        self._hosts = hosts
         self._device: dict[str, LiveModel] = {}  # least recently used first
         self._parked: dict[str, tuple[LiveModel, object]] = {}  # numpy arrays, and how they lay on the devices
 
@@ -51,7 +54,7 @@ class LiveModels:
         if model_id in self._parked:
             self._make_room()
             model, places = self._parked.pop(model_id)
-            self._device[model_id] = model.moved(lambda arrays: jax.device_put(arrays, places))
+            self._device[model_id] = model.moved(lambda arrays: put(arrays, places))
         elif model_id in self._device:
             self._device[model_id] = self._device.pop(model_id)
         else:
@@ -80,13 +83,13 @@ class LiveModels:
         while len(self._device) >= self._limit:
             longest_unused = next(iter(self._device))
             model = self._device[longest_unused]
-            if model.num_bytes > (free := available_host_bytes()):
+            if model.num_bytes > (free := self._hosts.agreed(available_host_bytes)):
                 raise CapacityError(
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
                     f"not the {model.num_bytes >> 20} MiB that moving {longest_unused} there takes; unload a model"
                 )
             places = jax.tree.map(lambda leaf: leaf.sharding, model.arrays())
-            self._parked[longest_unused] = model.moved(jax.device_get), places
+            self._parked[longest_unused] = model.moved(to_host), places
             del self._device[longest_unused]
 
 

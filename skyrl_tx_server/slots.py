@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 from skyrl_tx_server.batching import PREFILL_PIECE, bucket, pad_tokens, prefill_cost, prefill_lengths, prefix_ends, segment_ends
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
 from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
@@ -81,6 +83,7 @@ class DecodeSlots:
         model_dir: Path,
         tempered_logprobs: bool,
         exact_batches: bool,
+        hosts: Hosts = ALONE,
     ) -> None:
         self._config = config
         self._params = params
@@ -90,6 +93,7 @@ class DecodeSlots:
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
         self._exact_batches = exact_batches
+        self._hosts = hosts
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
         self._prefix_ends = prefix_ends(max_context_length)
@@ -122,7 +126,7 @@ class DecodeSlots:
         if not op.prompt_logprobs and len(op.prompt) - cached > PREFILL_PIECE:
             self._park(op, cached + PREFILL_PIECE, prefix)
             return None
-        seed = secrets.randbits(64) if op.settings.seed is None else op.settings.seed
+        seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
         adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
         rows = [
             _Row(
@@ -249,7 +253,7 @@ class DecodeSlots:
         self._cache, outputs = prefill(
             self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments, tempered=self._tempered
         )
-        return jax.device_get(outputs)
+        return to_host(outputs)
 
     def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
         """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
@@ -291,7 +295,7 @@ class DecodeSlots:
             one_adapter=not self._exact_batches and bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
             tempered=self._tempered,
         )
-        host = jax.device_get(outputs)
+        host = to_host(outputs)
         return host.tokens, host.logprobs
 
     def _segments(self, length: int) -> int:

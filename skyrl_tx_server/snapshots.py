@@ -8,31 +8,34 @@ pinned; otherwise the least recently used one makes room, and its snapshot comes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, parse_path
+from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, parse_path
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, keep_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays
 
 BASE_SLOT = 0
 
 type SnapshotKey = tuple[str | None, int]
 """A name and how often it has been saved: equal keys mean equal weights."""
+type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray]]]
 
 
 class SnapshotBank:
     """Which snapshot lies in which slot, and the arrays themselves (`arrays`: every leaf [slots + 1, ...])."""
 
-    def __init__(self, config: ModelConfig, *, max_lora_rank: int, slots: int, dtype: np.dtype, store: CheckpointStore) -> None:
+    def __init__(self, config: ModelConfig, *, max_lora_rank: int, slots: int, dtype: np.dtype, read: ReadCheckpoint) -> None:
         self._config = config
         self._max_lora_rank = max_lora_rank
-        self._store = store
+        self._read = read
         self._in_memory: dict[str, Adapter] = {}  # host copies of ephemeral snapshots
         self._slots: dict[str, int] = {}  # least recently used first
         self._free = list(range(slots, BASE_SLOT, -1))
@@ -51,7 +54,7 @@ class SnapshotBank:
         if weights in self._slots:
             self._evict(weights)
         if not on_disk:
-            self._in_memory[weights] = jax.device_get(adapter)
+            self._in_memory[weights] = to_host(adapter)
         self._dropped.discard(weights)
         self._saves[weights] += 1
         slot = self._make_room()
@@ -108,7 +111,7 @@ class SnapshotBank:
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
             raise UserError(f"{weights} is a training checkpoint; sample from one made by save_weights_for_sampler")
-        info, arrays = self._store.read(weights)
+        info, arrays = self._read(weights)
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
     def _make_room(self) -> int | None:

@@ -66,10 +66,10 @@ SERVER_HTTP = [
 ]
 SERVER_JAX = [
     {"model"},
-    {"steps", "batching", "packing", "compilations"},
+    {"steps", "batching", "packing", "compilations", "hosts"},
     {"snapshots", "live_models", "stop_strings", "memory_plan"},
     {"slots"},
-    {"executor"},
+    {"executor", "rendezvous"},
 ]
 THIRD_PARTY = {  # package -> the only modules of src/ that may import it
     "harbor": {"envs", "tinker_llm"},

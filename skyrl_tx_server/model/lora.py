@@ -22,6 +22,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.family import Switch, Weight
 from skyrl_tx_server.model.low_rank import Leaf, LowRank, rows_of
+from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 type LayerAdapter = dict[str, LowRank]
@@ -119,7 +120,7 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """An adapter from host memory to every device, experts' factors beside their experts; also a gradient, moment, mask or bank."""
-    return jax.device_put(adapter, _shardings(config, adapter))
+    return put(adapter, _shardings(config, adapter))
 
 
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:

@@ -7,6 +7,8 @@
     expert   a mixture's experts                                         some experts, and their adapters
 
 An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
+
+The devices may be those of several processes, as many of each: the first axes divide the processes, the last ones each one's devices.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skyrl_tx_server.config import MeshShape
@@ -32,14 +35,17 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 
 
 def make_mesh(shape: MeshShape) -> Mesh | None:
-    """The first devices of this process in that shape; None for one. ConfigError when there are too few."""
+    """The first devices of every process in that shape; None for one. ConfigError when there are too few."""
     if shape.devices == 1:
         return None
-    devices = jax.local_devices()
-    if len(devices) < shape.devices:
-        raise ConfigError(f"{shape} needs {shape.devices} devices; this machine has {len(devices)} ({devices[0].platform})")
+    each = shape.devices // jax.process_count()
+    devices = [jax.local_devices(process)[:each] for process in range(jax.process_count())]
+    if any(len(own) < each for own in devices):
+        found = " and ".join(str(len(own)) for own in devices)
+        where = "; this machine has" if len(devices) == 1 else f", {each} of each process; they have"
+        raise ConfigError(f"{shape} needs {shape.devices} devices{where} {found} ({devices[0][0].platform})")
     sizes = asdict(shape)
-    return Mesh(np.array(devices[: shape.devices]).reshape(*sizes.values()), tuple(sizes))
+    return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
 
 def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int) -> None:
@@ -85,7 +91,30 @@ def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read
 
 def place_whole(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
     """The whole array on every device."""
-    return jax.device_put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
+    return put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for all, or None) say."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def put_own_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, sharding)
+        # device_put would send it round first, to see whether it is the same in every process
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(put_own_parts, tree, shardings)
+
+
+def to_host[Tree](tree: Tree) -> Tree:
+    """The whole of a tree of arrays in host memory, in every process, all of which must ask for it."""
+
+    def near(leaf: jax.Array) -> jax.Array | np.ndarray:
+        return leaf if leaf.is_fully_addressable or leaf.is_fully_replicated else process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(near, tree))
 
 
 def part_size(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec) -> int:

@@ -23,7 +23,7 @@ from skyrl_tx_server.model.families import family_of
 from skyrl_tx_server.model.family import Split, Weight
 from skyrl_tx_server.model.lora import Adapter, adapted_weights, head_weight, is_trained, rank_of, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
-from skyrl_tx_server.model.mesh import VOCABULARY, place, weight_spec
+from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host, weight_spec
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import LoraSpec
 
@@ -100,7 +100,7 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """PEFT's tensors of an adapter: only trained parts, without the rank padding. `adapter` may also be a gradient or a moment."""
-    host = jax.device_get(adapter)
+    host = to_host(adapter)
     arrays: dict[str, np.ndarray] = {}
     for piece in _pieces(host, config, spec):
         padded = piece.b.shape[-2]

@@ -18,6 +18,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import Leaf
+from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, TopkLogprobs
 
@@ -102,7 +103,7 @@ class Scorer:
             targets=matrix,
         )
         rounded = min(_power_of_two(top), self.config.vocab_size) if top else 0
-        host = jax.device_get(score(self.params, bank, text, config=self.config, top=rounded))
+        host = to_host(score(self.params, bank, text, config=self.config, top=rounded))
         topk = TopkLogprobs(token_ids=host.top_tokens[: len(tokens), :top], logprobs=host.top_logprobs[: len(tokens), :top])
         if targets is None:
             return topk, None

@@ -17,7 +17,7 @@ import numpy as np
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
-from skyrl_tx_server.model.mesh import by_rows, place_whole
+from skyrl_tx_server.model.mesh import by_rows, place_whole, to_host
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.model.tree_attention import TreeLayout, tree_attention
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
@@ -183,7 +183,7 @@ def adam_step(
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """Optimizer state under names that sit beside an adapter's in one checkpoint."""
-    arrays = {"optimizer.step": np.asarray(jax.device_get(state.step), np.int32)}
+    arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
     for moment, adapter in (("first", state.first), ("second", state.second)):
         arrays |= {f"optimizer.{moment}.{name}": array for name, array in adapter_to_arrays(adapter, config, spec).items()}
     return arrays

@@ -18,6 +18,8 @@ from skyrl_tx_server.model.weights import load_params
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
+TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
+
 
 @pytest.mark.parametrize(
     ("argv", "message"),
@@ -38,6 +40,12 @@ from tests.server.tiny_qwen3 import FIXTURES
         (["base_model=x", "host=0.0.0.0"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "host=my-machine"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "api_key=secret"], "must begin with tml-"),
+        (["base_model=x", "num_processes=2"], "coordinator_address and num_processes: a server of several processes needs both"),
+        (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
+        (["base_model=x", *TWO, "process_id=2"], "process_id=2: must lie between 0 and num_processes - 1, which is 1"),
+        (["base_model=x", *TWO, "tensor_parallel=1"], "multiply to 1 devices, which must be a multiple of it"),
+        (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
+        (["base_model=x", *TWO, "coordinator_address=10.0.0.1:7000"], "whoever reaches it could take part; pass api_key=tml-..."),
         (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
         (["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"], "ssl_certfile=no-such.pem: no such file"),
         (["base_model=x", f"ssl_certfile={__file__}", f"ssl_keyfile={__file__}"], "not a certificate and its key"),

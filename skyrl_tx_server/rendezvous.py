@@ -1,0 +1,186 @@
+"""How the processes of one server find each other: process 0 listens at `coordinator_address`, the others come to it.
+
+Everything that can be wrong is found here, in one line and before jax is started: jax itself ends a process with a stack trace when
+another does not come. Who comes must know the api_key, if there is one (`multiprocessing.connection`'s challenge, both ways), and must
+have been started alike. Then process 0 names a free port for `jax.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import jax
+
+from skyrl_tx_server.base_model import fingerprint
+from skyrl_tx_server.config import EngineSettings, HostsSettings
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.hosts import Follower, Leader
+
+logger = logging.getLogger(__name__)
+
+INTRODUCTION_S = 10
+"""How long process 0 listens to somebody who says nothing."""
+RETRY_S = 0.2
+OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir")
+"""What may differ between hosts: where things lie."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Introduction:
+    """What a process says of itself, as JSON."""
+
+    process_id: int
+    num_processes: int
+    settings: dict[str, str]  # everything that must be the same
+
+
+def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Leader:
+    """Wait for the other processes, start jax with them. ConfigError when they do not come in time."""
+    host, port = hosts.address
+    mine, joined = _introduction(hosts, settings), dict[int, Connection]()
+    deadline = time.monotonic() + hosts.timeout_s
+    try:
+        server = socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        raise ConfigError(
+            f"coordinator_address={host}:{port}: {os.strerror(error.errno or 0)}; it must be an address of process 0's host"
+        ) from None
+    with server:
+        while len(joined) < hosts.num_processes - 1:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                candidate, _ = server.accept()
+            except TimeoutError:
+                missing = ", ".join(str(process) for process in range(1, hosts.num_processes) if process not in joined)
+                raise ConfigError(
+                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.timeout_s:.0f} s; "
+                    "start every process with the same options and its own process_id"
+                ) from None
+            _admit(candidate, hosts, mine, joined)
+        jax_address = f"{_bracketed(host)}:{_free_port(host)}"
+    for connection in joined.values():
+        connection.send_bytes(json.dumps({"jax": jax_address}).encode())
+    _start_jax(hosts, jax_address)
+    return Leader(joined, on_lost)
+
+
+def join(hosts: HostsSettings, settings: EngineSettings) -> Follower:
+    """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
+    where = f"coordinator_address={hosts.coordinator_address}"
+    connection = Connection(_reach(hosts).detach())
+    try:
+        answer_challenge(connection, hosts.key)
+        deliver_challenge(connection, hosts.key)
+        connection.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
+        answer = json.loads(connection.recv_bytes())
+    except AuthenticationError:
+        raise ConfigError(f"{where}: process 0 has another api_key") from None
+    except (EOFError, OSError):
+        raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    _start_jax(hosts, answer["jax"])
+    return Follower(connection)
+
+
+def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Connection]) -> None:
+    """Add the candidate to `joined`, or tell it why not."""
+    _notice_silence(candidate)
+    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", INTRODUCTION_S, 0))
+    connection = Connection(candidate.detach())
+    try:
+        deliver_challenge(connection, hosts.key)
+        answer_challenge(connection, hosts.key)
+        theirs = _Introduction(**json.loads(connection.recv_bytes()))
+        refusal = _mistake(mine, theirs, joined)
+        if refusal is not None:
+            logger.warning("%s", refusal)
+            connection.send_bytes(json.dumps({"refused": refusal}).encode())
+            return
+    except (AuthenticationError, EOFError, OSError, ValueError, TypeError) as error:
+        logger.warning("somebody else, or a process with another api_key, came to %s: %s", hosts.coordinator_address, error)
+        return
+    with socket.socket(fileno=connection.fileno()) as admitted:
+        admitted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        admitted.detach()
+    joined[theirs.process_id] = connection
+    logger.info("process %d has come", theirs.process_id)
+
+
+def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Connection]) -> str | None:
+    """Why a process cannot take part; None when it can."""
+    who = f"process {theirs.process_id}"
+    if theirs.num_processes != mine.num_processes:
+        return f"{who} was started with num_processes={theirs.num_processes}, process 0 with num_processes={mine.num_processes}"
+    if theirs.process_id in joined:
+        return f"process_id={theirs.process_id} is taken: each process needs its own"
+    for name, value in mine.settings.items():
+        if theirs.settings.get(name) != value:
+            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: start them alike"
+    return None
+
+
+def _introduction(hosts: HostsSettings, settings: EngineSettings) -> _Introduction:
+    alike = {name: str(value) for name, value in asdict(settings).items() if name not in OWN_FIELDS}
+    alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
+    return _Introduction(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
+
+
+def _reach(hosts: HostsSettings) -> socket.socket:
+    """A connection to process 0, which may not be there yet."""
+    deadline = time.monotonic() + hosts.timeout_s
+    while True:
+        try:
+            reached = socket.create_connection(hosts.address, timeout=max(RETRY_S, deadline - time.monotonic()))
+            reached.settimeout(None)
+            _notice_silence(reached)
+            return reached
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within {hosts.timeout_s:.0f} s: {error}"
+                ) from None
+        time.sleep(RETRY_S)  # another machine: there is no event to wait for
+
+
+def _notice_silence(peer: socket.socket) -> None:
+    """A host that vanishes says nothing: ask it every few seconds, and give it up after half a minute."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        peer.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _start_jax(hosts: HostsSettings, address: str) -> None:
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
+    jax.distributed.initialize(
+        address,
+        num_processes=hosts.num_processes,
+        process_id=hosts.process_id,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",
+        shutdown_timeout_seconds=5,
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        return probe.getsockname()[1]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,181 @@
+"""Process 0 and another, as two threads of this one with executors that have no devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import Engine, RowsLostError
+from skyrl_tx_server.errors import ServerError, UserError
+from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor
+from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Op, Sample, SamplingSettings, TrainDatum
+from tests.fakes.executor import FakeExecutor
+
+CREATE = CreateModel(model_id="m", lora=LoraSpec(rank=4))
+SAMPLE = Sample(weights=None, prompt=np.array([5, 6], np.int32), settings=SamplingSettings(max_tokens=4), num_samples=2)
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """Process 0's view of a pair, and what became of the other."""
+
+    leader: Leader
+    executor: LedExecutor
+    own: FakeExecutor
+    other: FakeExecutor
+    lost: SimpleQueue[str]
+    end: SimpleQueue[Exception | None]  # how the other ended
+
+    def run(self, op: Op) -> object:
+        job = self.executor.run(op)
+        while True:
+            try:
+                next(job)
+            except StopIteration as finished:
+                return finished.value
+
+
+@dataclass(kw_only=True)
+class _Started:
+    pairs: list[Pair] = field(default_factory=list)
+
+    def __call__(self, find_out: Callable[[Follower], object] | None = None) -> Pair:
+        ours, theirs = Pipe()
+        lost, end = SimpleQueue[str](), SimpleQueue[Exception | None]()
+        own, other, follower = FakeExecutor(), FakeExecutor(), Follower(theirs)
+
+        def start() -> FakeExecutor:
+            if find_out is not None:
+                find_out(follower)
+            return other
+
+        def follow() -> None:
+            try:
+                follower.follow(start)
+                end.put(None)
+            except Exception as error:
+                end.put(error)
+            theirs.close()
+
+        threading.Thread(target=follow, daemon=True).start()
+        leader = Leader({1: ours}, lost.put)
+        pair = Pair(leader=leader, executor=LedExecutor(own, leader), own=own, other=other, lost=lost, end=end)
+        self.pairs.append(pair)
+        return pair
+
+
+@pytest.fixture
+def started() -> Iterator[_Started]:
+    made = _Started()
+    yield made
+    for pair in made.pairs:
+        pair.leader.stop()
+
+
+def forward_backward(*lengths: int) -> ForwardBackward:
+    data = tuple(TrainDatum(tokens=np.zeros(length, np.int32), target_tokens=np.zeros(length, np.int32)) for length in lengths)
+    return ForwardBackward(model_id="m", data=data, loss_fn=LossFn.CROSS_ENTROPY)
+
+
+def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started) -> None:
+    pair = started()
+    engine = Engine(pair.executor)
+    engine.start()
+    waiting = [engine.submit(op) for op in (CREATE, SAMPLE, forward_backward(3, 4, 5), SAMPLE)]
+    results = [future.result(10) for future in waiting]
+    engine.stop()
+    pair.leader.stop()
+    assert pair.end.get(timeout=5) is None
+    assert len(pair.own.log) >= 8 and pair.other.log == pair.own.log
+    assert len(results[2].logprobs) == 3 and len(results[3].sequences) == 2  # type: ignore[union-attr]
+
+
+def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Started) -> None:
+    pair = started()
+    pair.run(CREATE)
+    for executor in (pair.own, pair.other):
+        executor.errors["create n"] = UserError("not this one")
+    with pytest.raises(UserError, match="not this one"):
+        pair.run(CreateModel(model_id="n", lora=LoraSpec(rank=4)))
+    assert len(pair.run(forward_backward(3)).logprobs) == 1  # type: ignore[attr-defined]
+    assert pair.lost.empty()
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "reason"),
+    [
+        (None, RuntimeError("out of memory\nand so on"), "process 1 failed: RuntimeError: out of memory"),
+        (RuntimeError("out of memory"), None, "process 0: RuntimeError: out of memory"),
+        (None, UserError("no"), "process 1 answered _Begin with UserError, process 0 with a result"),
+        (UserError("no"), None, "process 1 answered _Begin with a result, process 0 with UserError"),
+        (RowsLostError("gone"), RowsLostError("gone"), "process 1 failed: RowsLostError: gone"),
+    ],
+)
+def test_what_only_one_process_meets_is_the_end_of_all(
+    started: _Started, own: Exception | None, other: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_tx_server.hosts.LAST_WORDS_S", 0.2)
+    pair = started()
+    for executor, error in ((pair.own, own), (pair.other, other)):
+        if error is not None:
+            executor.errors["create m"] = error
+    with pytest.raises(HostLostError, match=reason):
+        pair.run(CREATE)
+    assert pair.lost.get(timeout=5) == reason
+    assert isinstance(pair.end.get(timeout=5), type(other) if reason.startswith("process 1 failed") else HostLostError)
+
+
+def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reason() -> None:
+    ours, theirs = Pipe()
+    lost, own = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # our devices wait for the other's for ever
+    leader = Leader({1: ours}, lost.put)
+    executor = LedExecutor(own, leader)
+    engine = Engine(executor)
+    engine.start()
+    stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)
+    theirs.recv_bytes()  # the turn is under way
+    theirs.close()
+    reason = lost.get(timeout=5)
+    assert reason == "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
+    engine.abandon(reason)
+    for future in (stuck, queued):
+        with pytest.raises(ServerError, match=reason):
+            future.result(5)
+    with pytest.raises(HostLostError, match=reason):
+        executor.decode()
+    executor.release(1)  # nothing is held any more, which is no error
+    assert own.gate is not None
+    own.gate.set()
+    engine.stop()
+    leader.stop()
+
+
+def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
+    found = []
+
+    def refused() -> int:
+        raise UserError("no such checkpoint")
+
+    def ask(follower: Follower) -> None:
+        found.append(follower.agreed(lambda: 1))
+        with pytest.raises(UserError, match="no such checkpoint"):
+            follower.agreed(lambda: 2)
+
+    pair = started(ask)
+    assert pair.leader.agreed(lambda: 7) == 7
+    with pytest.raises(UserError, match="no such checkpoint"):
+        pair.leader.agreed(refused)
+    pair.run(CREATE)
+    assert found == [7] and pair.other.log == pair.own.log
+
+
+def test_process_0_that_stops_before_all_has_begun_ends_the_others(started: _Started) -> None:
+    pair = started(lambda follower: follower.agreed(lambda: 1))
+    pair.leader.stop()
+    assert isinstance(pair.end.get(timeout=5), HostLostError)

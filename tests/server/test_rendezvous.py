@@ -1,0 +1,80 @@
+"""Processes that may not go on together learn it before jax is started; what comes of those that may is in test_two_processes.py."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from skyrl_tx_server.config import HostsSettings
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.rendezvous import _Introduction, _mistake, join, lead
+from tests.fakes.tiny_model import make_settings
+from tests.server.tiny_qwen3 import FIXTURES
+
+SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
+
+
+@pytest.fixture
+def hosts() -> HostsSettings:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=1, key=b"tml-ours")
+
+
+@pytest.fixture
+def leading(hosts: HostsSettings) -> Iterator[SimpleQueue[str]]:
+    """Process 0 waits; what it ends with."""
+    end = SimpleQueue[str]()
+
+    def wait() -> None:
+        try:
+            lead(hosts, SETTINGS, end.put)
+        except ConfigError as error:
+            end.put(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield end
+    thread.join()
+
+
+def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettings, leading: SimpleQueue[str]) -> None:
+    assert leading.get(timeout=5).startswith(f"num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start")
+
+
+def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
+    with pytest.raises(ConfigError, match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused"):
+        join(replace(hosts, process_id=1), SETTINGS)
+
+
+def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
+    with pytest.raises(ConfigError, match=r"coordinator_address=192.0.2.1:7000: .*; it must be an address of process 0's host"):
+        lead(replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
+
+
+@pytest.mark.usefixtures("leading")
+@pytest.mark.parametrize(
+    ("others", "settings", "message"),
+    [
+        ({"key": b""}, {}, "process 0 has another api_key"),
+        ({"num_processes": 3}, {}, "process 1 was started with num_processes=3, process 0 with num_processes=2"),
+        ({}, {"decode_slots": 4}, "process 1 has decode_slots=4, process 0 decode_slots=6: start them alike"),
+        ({}, {"model_dir": FIXTURES / "untied"}, "process 1 has model files=.*: start them alike"),
+    ],
+)
+def test_who_is_not_alike_is_turned_away(hosts: HostsSettings, others: dict, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        join(replace(hosts, **{"process_id": 1, **others}), replace(SETTINGS, **settings))
+
+
+def test_where_things_lie_may_differ_and_a_process_id_may_not_be_taken_twice() -> None:
+    mine = _Introduction(process_id=0, num_processes=2, settings={"dtype": "float32"})
+    theirs = replace(mine, process_id=1, settings={"dtype": "float32", "model_dir": "/elsewhere"})
+    assert _mistake(mine, theirs, {}) is None
+    assert _mistake(mine, theirs, {1: None}) == "process_id=1 is taken: each process needs its own"  # type: ignore[dict-item]
