@@ -93,7 +93,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
     adam = adam_from_arrays(imported, load_model_config(FIXTURES / "tied"), spec, MAX_RANK)
-    assert int(adam.step) == 0 and not np.any(adam.second.layers["qkv"].a)
+    assert int(adam.step) == 0 and not np.any(adam.second.layers[0]["qkv"].a)
 
 
 def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 
 FAMILIES = QWEN3.parent / "families"
-NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized"]
+NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized", "deepseek_v3", "deepseek_v3_plain"]
 
 
 def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
