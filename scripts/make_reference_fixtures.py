@@ -71,7 +71,6 @@ LATENT: dict[str, Any] = dict(
     num_mtp_layers=0,
 )
 SHARPER: dict[str, Any] = dict(mscale=1.0, mscale_all_dim=0.7)
-DEEPER: dict[str, Any] = COMMON | {"num_hidden_layers": 3}
 
 QWEN3: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e6), **COMMON),
@@ -94,7 +93,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
         rope_parameters=_rope(1e4, **YARN, **SHARPER),
         **LATENT,
-        **DEEPER,
+        **COMMON,
     ),
     "deepseek_v3_plain": DeepseekV3Config(
         q_lora_rank=None,

@@ -124,7 +124,7 @@ def stretch_context(config: ModelConfig, length: int) -> ModelConfig:
         return config
     if config.rope_scaling is not None:
         raise ConfigError(f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach")
-    if config.latent is not None:
+    if config.latent is not None:  # its scores would have to be sharpened too, by what only `mscale_all_dim` says
         raise ConfigError(f"a {config.model_type} model is stretched by its own config.json alone: set rope_scaling there")
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))
