@@ -102,6 +102,14 @@ class ModelConfig:
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
+    def projected_width(self) -> int:
+        """How many numbers of a token the projections before attention make."""
+        latent = self.latent
+        if latent is None:
+            return sum(self.qkv_widths)
+        return (latent.query_rank or 0) + self.num_heads * (latent.plain_dim + latent.rope_dim) + self.head_dim
+
+    @property
     def rope_dim(self) -> int:
         """How much of a head is rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
