@@ -1,8 +1,9 @@
 """Holds an exported adapter and a merged model against `peft`, in two steps, because torch is not in our environment.
 
-    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR    # our side: adapter, merged model, our logits
+    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR [train_mlp=false]    # our side: adapter, merged model, our logits
     PEFT_PYTHON scripts/check_export.py read DIR                         # torch's side: prints the differences, exit status 1 over 1e-4
 
+train_mlp=false is for DeepSeek-V3, of whose perceptrons peft 0.21 under transformers 5 loads the routed experts' factors alone.
 PEFT_PYTHON is a Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
 """
 
@@ -17,7 +18,7 @@ TOLERANCE = 1e-4
 RANK = 4
 
 
-def write(base: Path, directory: Path) -> int:
+def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     """A random adapter of `base` exported and merged by our commands, and the logits of our own forward pass."""
     from skyrl_tx_server.base_model import fingerprint
     from skyrl_tx_server.checkpoints import CheckpointStore
@@ -29,7 +30,7 @@ def write(base: Path, directory: Path) -> int:
     from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
     from skyrl_tx_server.ops import LoraSpec
 
-    config, spec, random = load_model_config(base), LoraSpec(rank=RANK), np.random.default_rng(1)
+    config, spec, random = load_model_config(base), LoraSpec(rank=RANK, train_mlp=train_mlp), np.random.default_rng(1)
     arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
     arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
     CheckpointStore(directory, "check/base", fingerprint(base)).write("sampler_weights", "check", "one", arrays, spec, 0, {})
@@ -69,9 +70,9 @@ def read(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["write"] and len(sys.argv) == 4:
+    if sys.argv[1:2] == ["write"] and (len(sys.argv) == 4 or sys.argv[4:] == ["train_mlp=false"]):
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        sys.exit(write(Path(sys.argv[2]), Path(sys.argv[3])))
+        sys.exit(write(Path(sys.argv[2]), Path(sys.argv[3]), train_mlp=len(sys.argv) == 4))
     if sys.argv[1:2] == ["read"] and len(sys.argv) == 3:
         sys.exit(read(Path(sys.argv[2])))
     sys.exit(__doc__)

@@ -1,6 +1,6 @@
 """Holds servers on 2 and 8 virtual CPU devices against the one-device server: losses, gradients, sampled tokens, log-probabilities.
 
-    .venv/bin/python -m scripts.check_mesh [FAMILY ...]     # of llama, qwen2, qwen3, qwen3_moe; default: llama qwen3_moe
+    .venv/bin/python -m scripts.check_mesh [FAMILY ...]     # default: llama qwen3_moe deepseek_v3; also qwen2, qwen3
 
 Prints the largest differences of each mesh from one device and how many programs each compiled; exit status 1 over the bars. Takes
 minutes: every mesh compiles its own programs. Needs about 2 GiB.
@@ -46,15 +46,18 @@ from skyrl_tx_server.ops import (
 BARS = {"logprobs": 1e-4, "loss": 1e-5, "gradient norm": 1e-4, "tokens": 0.0, "sampled logprobs": 1e-4}
 DENSE = [MeshShape(tensor=2), MeshShape(data=2), MeshShape(fsdp=2), MeshShape(data=2, fsdp=2, tensor=2)]
 SPARSE = [MeshShape(expert=2), MeshShape(data=2, tensor=2, expert=2), MeshShape(fsdp=2, expert=4)]
+LATENT = [MeshShape(expert=2), MeshShape(data=2, fsdp=2, expert=2)]
+SHAPES = {"qwen3_moe": SPARSE, "deepseek_v3": LATENT}
+FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "families"
 
 
 def main(families: list[str]) -> int:
     ok = True
-    for family in families or ["llama", "qwen3_moe"]:
+    for family in families or ["llama", "qwen3_moe", "deepseek_v3"]:
         with tempfile.TemporaryDirectory() as directory:
-            model_dir = make_model(family, Path(directory) / "model")
+            model_dir = FIXTURES / family if family == "deepseek_v3" else make_model(family, Path(directory) / "model")
             alone = outputs_of(model_dir, MeshShape(), Path(directory) / "alone")
-            for number, shape in enumerate(SPARSE if family == "qwen3_moe" else DENSE):
+            for number, shape in enumerate(SHAPES.get(family, DENSE)):
                 shared = outputs_of(model_dir, shape, Path(directory) / str(number))
                 worst = differences(alone, shared)
                 ok &= all(worst[kind] <= bar for kind, bar in BARS.items())

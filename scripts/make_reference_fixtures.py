@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch  # pyright: ignore[reportMissingImports]  (not in our environment, 
 from safetensors.numpy import save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,7 +29,8 @@ from transformers import (
 )
 
 RANK, ALPHA = 3, 32.0
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+LATENT_ADAPTED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", *LATENT_ADAPTED)
 
 
 def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
@@ -54,6 +57,20 @@ LLAMA3: dict[str, Any] = {
 }
 HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
 SPARSE: dict[str, Any] = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, **HEADS, head_dim=16)
+LATENT: dict[str, Any] = dict(
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=20,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    routed_scaling_factor=2.5,
+    num_mtp_layers=0,
+)
+SHARPER: dict[str, Any] = dict(mscale=1.0, mscale_all_dim=0.7)
 
 QWEN3: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e6), **COMMON),
@@ -69,6 +86,28 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama3": LlamaConfig(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e4, **LLAMA3), **COMMON),
     "qwen3_moe": Qwen3MoeConfig(norm_topk_prob=True, rope_parameters=_rope(1e6), **SPARSE, **COMMON),
     "qwen3_moe_unnormalized": Qwen3MoeConfig(tie_word_embeddings=True, rope_parameters=_rope(1e4), **SPARSE, **COMMON),
+    "deepseek_v3": DeepseekV3Config(
+        q_lora_rank=24,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters=_rope(1e4, **YARN, **SHARPER),
+        **LATENT,
+        **COMMON,
+    ),
+    "deepseek_v3_plain": DeepseekV3Config(
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        first_k_dense_replace=0,
+        rope_interleave=False,
+        rope_parameters=_rope(5e4),
+        tie_word_embeddings=True,
+        **LATENT,
+        **COMMON,
+    ),
 }
 
 
@@ -82,15 +121,20 @@ def main(output: Path) -> None:
                 use_old_rope_keys(directory / "config.json")
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
             save_logits(model, directory)
-            if name == "tied":
+            if name in ("tied", "deepseek_v3"):
                 save_lora_gradients(model, directory)
 
 
 def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> None:
     """A model whose norms are not all one and whose biases are not zero, so that a forgotten one would show."""
+
+    def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.named_parameters()
+        yield from ((key, buffer) for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias"))
+
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for key, parameter in weights(model):
             if "norm" in key:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif parameter.dim() == 1:
@@ -130,6 +174,9 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
         b.requires_grad_()
         adapter[f"base_model.model.{name}.lora_A.weight"], adapter[f"base_model.model.{name}.lora_B.weight"] = a, b
         module.register_forward_hook(lambda _, args, out, a=a, b=b: out + ALPHA / RANK * (args[0] @ a.T @ b.T))
+    for name, module in list(model.named_modules()):
+        if name.endswith(".experts"):
+            adapter |= adapt_experts(name, module, RANK // model.config.num_experts_per_tok)
 
     tokens = torch.randint(0, model.config.vocab_size, (2, 41))
     weights = torch.randn(2, 40) * (torch.rand(2, 40) > 0.3)
@@ -141,6 +188,36 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
     arrays |= {"tokens": tokens.int().numpy(), "weights": weights.numpy(), "logprobs": logprobs.detach().numpy()}
     arrays |= {"loss": loss.detach().numpy().reshape(1), "rank": np.array([RANK], np.int32), "alpha": np.array([ALPHA], np.float32)}
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, directory / "lora_gradients.safetensors")
+
+
+class Adapted(torch.nn.Module):
+    """All experts' matrices [E, out, in] plus their factors' products; `factors` are of the parts of `out`, (A, B) of each expert."""
+
+    def __init__(self, factors: list[list[tuple[torch.Tensor, torch.Tensor]]], rank: int) -> None:
+        super().__init__()
+        self.factors, self.scale = factors, ALPHA / rank
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        parts = [torch.stack([b @ a for a, b in experts]) for experts in self.factors]
+        return weight + self.scale * torch.cat(parts, dim=1)
+
+
+def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Random factors of every expert under PEFT's names, added to the stacked matrices that transformers 5 keeps them in."""
+    found: dict[str, torch.Tensor] = {}
+    for field, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        count, outputs, inputs = getattr(module, field).shape
+        factors: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        for part in parts:
+            factors.append([])
+            for expert in range(count):
+                a = (torch.randn(rank, inputs) * inputs**-0.5).requires_grad_()
+                b = (torch.randn(outputs // len(parts), rank) * 0.02).requires_grad_()
+                factors[-1].append((a, b))
+                prefix = f"base_model.model.{name}.{expert}.{part}"
+                found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = a, b
+        torch.nn.utils.parametrize.register_parametrization(module, field, Adapted(factors, rank), unsafe=True)
+    return found
 
 
 if __name__ == "__main__":

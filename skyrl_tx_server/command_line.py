@@ -12,7 +12,7 @@ from chz.tiepin import type_repr
 from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
-_PURPOSE = ["Serves one Llama, Qwen2.5, Qwen3 or Qwen3-MoE model over the Tinker API, for training and sampling."]
+_PURPOSE = ["Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."]
 
 
 def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:

@@ -403,16 +403,20 @@ def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, avail
 
 def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
     """On one device, of what the layers of a training batch keep, and of one layer that is computed again."""
-    copies = 1 if config.experts is None else config.experts.per_token
-    of_experts = 0 if config.experts is None else 2 * copies * config.hidden_size
+    experts = config.experts
+    copies = 1 if experts is None else experts.per_token + experts.shared
+    of_experts = 0 if experts is None else 2 * copies * config.hidden_size
     divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
     one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
-    kept = config.hidden_size
+    kept = config.num_layers * config.hidden_size
     if remat is Remat.ACTIVATIONS:
-        gate_up = 2 * config.intermediate_size if config.experts is None else 0
-        kept += (sum(config.qkv_widths) + config.qkv_widths[0] + gate_up) // config.tensor_shards
+        gate_up = 2 * config.num_layers * config.intermediate_size
+        if experts is not None:
+            alike = config.num_layers - experts.dense_layers
+            gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
+        kept += (config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up) // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
-    return tokens * (config.num_layers * kept + one_layer) * dtype.itemsize
+    return tokens * (kept + one_layer) * dtype.itemsize
 
 
 def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget: float) -> int:

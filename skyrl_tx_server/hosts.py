@@ -271,7 +271,7 @@ class LedExecutor:
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
         return self._leader.together(_Admit(ticket=ticket, op=op, first=first, count=count), self._worker)  # type: ignore[return-value]
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import family_of
+from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import adapter_size
 from skyrl_tx_server.model.mesh import VOCABULARY, part_size, weight_spec
@@ -70,8 +70,9 @@ def memory_plan(
     """The shares of one server with as many models in training as it keeps on the device."""
     weights = part_size(config, (config.vocab_size, config.hidden_size), VOCABULARY) * (1 if config.tie_word_embeddings else 2)
     weights += config.hidden_size
-    for weight in family_of(config).weights(config).values():
-        weights += part_size(config, (config.num_layers, *weight.shape), weight_spec(weight))
+    for stack in stacks_of(config):
+        for weight in stack.weights.values():
+            weights += part_size(config, (len(stack.layers), *weight.shape), weight_spec(weight))
     adapter = adapter_size(config, max_lora_rank)
     own_slots = -(-decode_slots // row_groups)
     smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""

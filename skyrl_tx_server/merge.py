@@ -14,6 +14,8 @@ from skyrl_tx_server.base_model import BaseTensors
 from skyrl_tx_server.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROUTER_BIAS = ".e_score_correction_bias"
+"""It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its dtype."""
 
 
 def write_merged(base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None) -> None:
@@ -50,7 +52,7 @@ def merged_bytes(base: BaseTensors) -> int:
 
 
 def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | None) -> np.ndarray:
-    target = tensor.dtype if dtype is None else np.dtype(dtype)
+    target = tensor.dtype if dtype is None or name.endswith(ROUTER_BIAS) else np.dtype(dtype)
     if delta is None:
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:

@@ -23,8 +23,8 @@ from skyrl_tx_server.ops import LoraSpec, expert_rank
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_ATTENTION = re.compile(r"(?P<module>model\.layers\.\d+\.self_attn\.[qkvo]_proj)\.weight")
-_MLP = re.compile(r"(?P<module>model\.layers\.\d+\.mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
+_ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
+_MLP = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight")
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
@@ -99,7 +99,8 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         if _EXPERT.fullmatch(name):
             array = _narrowed(directory, name, array, rank, of_expert)
         arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
-    spec = _spec(directory, {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}, base, rank, alpha)
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
+    spec = _spec(directory, modules, base, int(base_config["num_hidden_layers"]), rank, alpha)
     _check_shapes(directory, arrays, base, rank, of_expert)
     return spec, arrays
 
@@ -131,19 +132,24 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int
     return kept if side == 0 else kept / np.float32(rank / own)
 
 
-def _spec(directory: Path, modules: set[str], base: BaseTensors, rank: int, alpha: float) -> LoraSpec:
+def _spec(directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float) -> LoraSpec:
     """Which whole parts are trained; a part trained here and there has no counterpart."""
-    num_layers = sum(name.endswith(".input_layernorm.weight") for name in base.files)
+
+    def modules_like(pattern: re.Pattern[str]) -> set[str]:
+        """Not those of layers beyond the last, which DeepSeek's checkpoints have for predicting more tokens ahead."""
+        matches = (pattern.fullmatch(name) for name in base.files)
+        return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
+
     parts = {
-        "train_attn": {found["module"] for name in base.files if (found := _ATTENTION.fullmatch(name))},
-        "train_mlp": {found["module"] for name in base.files if (found := _MLP.fullmatch(name))},
+        "train_attn": modules_like(_ATTENTION),
+        "train_mlp": modules_like(_MLP),
         "train_unembed": {"lm_head"},
     }
     trained = {name: part <= modules for name, part in parts.items()}
     rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
     if rest or not modules:
         raise UserError(
-            f"{directory}: this server trains attention (q, k, v, o), MLP (gate, up, down) and head each as a whole and in all "
+            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head each as a whole and in all "
             f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
         )
     return LoraSpec(

@@ -124,7 +124,7 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}
-    layers = {field: factors.get(field, 1) * leaf for field, leaf in params.layers.items()}
+    layers = tuple({field: factors.get(field, 1) * leaf for field, leaf in stack.items()} for stack in params.layers)
     return replace(params, embed=5 * params.embed, layers=layers)
 
 

@@ -22,6 +22,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0  # DeepSeek's: latent attention multiplies its scores by the square of what it makes of `factor`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,31 @@ class Experts:
     count: int
     per_token: int
     normalized: bool  # the chosen experts' weights sum to one
+    groups: ExpertGroups | None = None  # None: the likeliest of a softmax
+    shared: int = 0  # experts that see every token, side by side in one perceptron
+    dense_layers: int = 0  # the first layers, which have a perceptron of `dense_width` instead
+    dense_width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroups:
+    """DeepSeek-V3's choice (arXiv:2412.19437, 2.1.2): scores are sigmoids; a bias that balances the load counts in the choice alone."""
+
+    count: int
+    per_token: int  # the experts chosen lie in so many groups, those whose two best sum highest
+    scale: float  # of the chosen experts' weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values of all heads."""
+
+    query_rank: int | None  # None: queries are projected at once
+    width: int  # of the latent vector
+    plain_dim: int  # of each head's query and key, not rotated
+    rope_dim: int  # rotated; the key's is the same for all heads
+    value_dim: int
+    interleaved: bool  # neighbours are rotated together instead of halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +88,7 @@ class ModelConfig:
     rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: plain rotary embedding
     eos_token_ids: tuple[int, ...] = ()
     experts: Experts | None = None  # None: dense
+    latent: LatentAttention | None = None  # then the one key-value head is the latent vector beside the rotated key
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
 
     @property
@@ -73,6 +100,19 @@ class ModelConfig:
     def qkv_widths(self) -> tuple[int, int, int]:
         """Output widths of the fused query, key and value projection."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    @property
+    def projected_width(self) -> int:
+        """How many numbers of a token the projections before attention make."""
+        latent = self.latent
+        if latent is None:
+            return sum(self.qkv_widths)
+        return (latent.query_rank or 0) + self.num_heads * (latent.plain_dim + latent.rope_dim) + self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def context_length(self) -> int:
@@ -92,6 +132,8 @@ def stretch_context(config: ModelConfig, length: int) -> ModelConfig:
         return config
     if config.rope_scaling is not None:
         raise ConfigError(f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach")
+    if config.latent is not None:  # its scores would have to be sharpened too, by what only `mscale_all_dim` says
+        raise ConfigError(f"a {config.model_type} model is stretched by its own config.json alone: set rope_scaling there")
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))
     scaling = YarnScaling(factor=factor, original_max_position_embeddings=original, attention_factor=attention_factor({}, factor))
@@ -99,11 +141,13 @@ def stretch_context(config: ModelConfig, length: int) -> ModelConfig:
 
 
 def attention_factor(rope: dict, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(float(rope["mscale"])) / mscale(float(rope["mscale_all_dim"]))
-    return mscale(1.0)
+        return yarn_mscale(factor, float(rope["mscale"])) / yarn_mscale(factor, float(rope["mscale_all_dim"]))
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much attention is sharpened where positions are stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.model.config import Experts, Llama3Scaling, ModelConfig, YarnScaling, attention_factor
+from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
 from skyrl_tx_server.model.families import FAMILIES, family_of
 from skyrl_tx_server.model.family import Family
 
@@ -26,8 +26,11 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     for name, expected in family.expected.items():
         if raw.get(name, expected) not in (expected, None):
             raise ConfigError(f"{path}: {name}={raw[name]!r} is not supported, only {expected!r}")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method")
+        raise ConfigError(f"{path}: its weights are quantised (quantization_config, {method}); convert them to bfloat16 first")
     try:
-        config = _model_config(raw, model_type, family, model_dir)
+        config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None
     if config.num_heads % config.num_kv_heads:
@@ -40,23 +43,12 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """What `load_model_config` and Hugging Face read back as `config`."""
     family = family_of(config)
-    experts = config.experts
-    if experts is None:
-        widths: dict[str, Any] = {"intermediate_size": config.intermediate_size}
-    else:
-        widths = {
-            "intermediate_size": config.intermediate_size,  # Hugging Face's is of a dense layer, of which there is none
-            "moe_intermediate_size": config.intermediate_size,
-            "num_experts": experts.count,
-            "num_experts_per_tok": experts.per_token,
-            "norm_topk_prob": experts.normalized,
-        }
     return {
         "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        **widths,
+        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -69,6 +61,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rope_parameters": _rope_json(config),
         "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
         "dtype": dtype,
+        **family.write(config),
     }
 
 
@@ -76,15 +69,11 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
     num_heads, hidden_size = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     max_position_embeddings = int(raw.get("max_position_embeddings", 32768))
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    experts = None
-    if family.has_experts:
-        count = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])  # transformers 5 and before
-        experts = Experts(count=count, per_token=int(raw["num_experts_per_tok"]), normalized=bool(raw.get("norm_topk_prob", False)))
     return ModelConfig(
         model_type=model_type,
         vocab_size=int(raw["vocab_size"]),
         hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size" if experts is None else "moe_intermediate_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
         num_heads=num_heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
@@ -95,7 +84,6 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
         max_position_embeddings=max_position_embeddings,
         rope_scaling=_rope_scaling(rope, max_position_embeddings, model_dir / "config.json"),
         eos_token_ids=_eos_token_ids(model_dir, raw),
-        experts=experts,
     )
 
 
@@ -120,6 +108,7 @@ def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int, path: Path
                 beta_fast=float(rope.get("beta_fast") or 32.0),
                 beta_slow=float(rope.get("beta_slow") or 1.0),
                 truncate=bool(rope.get("truncate", True)),
+                mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
             )
         case kind:
             raise ConfigError(f"{path}: rope_type {kind!r} is not supported; use 'default', 'yarn' or 'llama3'")

@@ -13,29 +13,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.config import Experts, ModelConfig
-from skyrl_tx_server.model.family import LayerParams, Split, Switch, Weight
+from skyrl_tx_server.model.config import ExpertGroups, Experts, ModelConfig
+from skyrl_tx_server.model.family import LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
 from skyrl_tx_server.model.mesh import on_each, rows_spec
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
+TINY = 1e-20
+"""Kept from a division by zero where every chosen score is zero."""
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
-    assert config.experts is not None
-    hidden, width, count = config.hidden_size, config.intermediate_size, config.experts.count
+    experts = config.experts
+    assert experts is not None
+    hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
+    bias = Weight(names=("mlp.gate.e_score_correction_bias",), widths=(count,), exact=True)
+    shared = perceptron_weights(hidden, experts.shared * width, module="mlp.shared_experts", prefix="shared_")
     names = {name: f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
     return {
         "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
         "router": Weight(names=("mlp.gate.weight",), inputs=hidden, widths=(count,)),
+        **({} if experts.groups is None else {"router_bias": bias}),
+        **(shared if experts.shared else {}),
         "gate_up": Weight(
             names=(names["gate"], names["up"]),
             inputs=hidden,
@@ -52,9 +59,11 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     """x [B, T, D] plus its experts' outputs."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    weights = (params["router"], params["gate_up"], params["down"])
+    weights = (Router(params["router"], params.get("router_bias")), params["gate_up"], params["down"])
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
     mix = partial(_mix, config.experts)
+    if config.experts.shared:
+        x = x + perceptron(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
         return x + mix(normed, *weights, modules)
     rows = rows_spec(config.mesh, x.shape[0])
@@ -68,18 +77,41 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     return x + shared(normed, *weights, modules)
 
 
-def route(experts: Experts, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights in the logits' dtype, experts) of each token, both [N, per_token], from router logits [N, count]; softmax in float32."""
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), experts.per_token)
+class Router(NamedTuple):
+    weight: jax.Array  # [D, count]
+    bias: jax.Array | None = None  # [count] float32, where experts are chosen by groups
+
+
+def route(experts: Experts, router: Router, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(weights in the tokens' dtype, experts) of tokens [N, D], both [N, per_token]; softmax and sigmoid in float32."""
+    if experts.groups is None:
+        scores = jax.nn.softmax((tokens @ router.weight).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, experts.per_token)
+    else:
+        assert router.bias is not None
+        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ router.weight.astype(jnp.float32))
+        _, chosen = jax.lax.top_k(_within_groups(experts.groups, scores + router.bias), experts.per_token)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalized:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights.astype(logits.dtype), chosen
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
+    if experts.groups is not None:
+        weights = weights * experts.groups.scale
+    return weights.astype(tokens.dtype), chosen
+
+
+def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
+    """`scores` [N, count], minus infinity outside each token's best groups."""
+    grouped = scores.reshape(len(scores), groups.count, -1)
+    best_two, _ = jax.lax.top_k(grouped, 2)
+    _, chosen = jax.lax.top_k(best_two.sum(axis=-1), groups.per_token)
+    inside = (chosen[..., None] == jnp.arange(groups.count)).any(axis=1)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _mix(
     experts: Experts,
     x: jax.Array,
-    router: jax.Array,
+    router: Router,
     gate_up: jax.Array,
     down: jax.Array,
     modules: tuple[LowRank, LowRank] | None,
@@ -91,7 +123,7 @@ def _mix(
     """
     batch, length, hidden = x.shape
     tokens = x.reshape(-1, hidden)
-    weights, chosen = route(experts, tokens @ router)
+    weights, chosen = route(experts, router, tokens)
     local = chosen.reshape(-1) - first
     entries = None if modules is None else modules[0].rows  # of the bank, by row
     layout = _lay_out(local, gate_up.shape[0], block=_block_size(local.size, experts.count) if entries is None else 1)
@@ -117,7 +149,7 @@ def _mix(
 def _shared_mix(
     mix: Callable[..., jax.Array],
     x: jax.Array,
-    router: jax.Array,
+    router: Router,
     gate_up: jax.Array,
     down: jax.Array,
     modules: tuple[LowRank, LowRank] | None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from skyrl_tx_server.model import llama, qwen2, qwen3, qwen3_moe
+from skyrl_tx_server.model import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.family import Family
+from skyrl_tx_server.model.family import Family, Stack
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
     "llama": llama.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
@@ -16,3 +17,14 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
+
+
+def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
+    """All layers of a model from the first to the last."""
+    family = family_of(config)
+    dense = 0 if config.experts is None else config.experts.dense_layers
+    rest = Stack(layers=range(dense, config.num_layers), weights=family.weights(config))
+    if not dense:
+        return (rest,)
+    assert family.first_weights is not None, f"{config.model_type} has no dense layers before its mixtures"
+    return Stack(layers=range(dense), weights=family.first_weights(config)), rest

@@ -51,6 +51,7 @@ class Weight:
     widths: tuple[int, ...]  # of the last axis, one per name
     inputs: int = 0  # 0: a vector
     experts: int = 0  # 0: no expert axis, which else leads
+    exact: bool = False  # float32, whatever the model's dtype
     switch: Switch | None = None  # None: it has no adapter
     split: Split = Split.NEITHER
 
@@ -58,6 +59,14 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         lead = (self.experts,) if self.experts else ()
         return (*lead, *((self.inputs,) if self.inputs else ()), sum(self.widths))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """Layers in a row that are made of the same weights. Each field lies stacked over them, and one scan runs them."""
+
+    layers: range
+    weights: dict[str, Weight]
 
 
 class Layer(Protocol):
@@ -83,7 +92,9 @@ class Family:
     layer: Layer
     expected: Mapping[str, Any]
     default_head_dim: int | None = None  # None: hidden size / heads
-    has_experts: bool = False
+    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None  # of the first layers, where `Experts.dense_layers` differ
+    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, usual: usual  # what config.json says beyond the usual
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
@@ -108,14 +119,18 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
     }
 
 
-def mlp_weights(config: ModelConfig) -> dict[str, Weight]:
-    hidden, ffn = config.hidden_size, config.intermediate_size
+def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, Weight]:
+    """`width` is the perceptron's where it is not `intermediate_size`."""
+    norm = Weight(names=("post_attention_layernorm.weight",), widths=(config.hidden_size,))
+    return {"mlp_norm": norm, **perceptron_weights(config.hidden_size, width or config.intermediate_size, module="mlp")}
+
+
+def perceptron_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
+    """Of Hugging Face's `module`; its fields begin with `prefix`."""
+    gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
-        "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
-        "gate_up": Weight(
-            names=("mlp.gate_proj.weight", "mlp.up_proj.weight"), inputs=hidden, widths=(ffn, ffn), switch=Switch.MLP, split=Split.OUTPUTS
-        ),
-        "down": Weight(names=("mlp.down_proj.weight",), inputs=ffn, widths=(hidden,), switch=Switch.MLP, split=Split.INPUTS),
+        f"{prefix}gate_up": Weight(names=(gate, up), inputs=hidden, widths=(width, width), switch=Switch.MLP, split=Split.OUTPUTS),
+        f"{prefix}down": Weight(names=(down,), inputs=width, widths=(hidden,), switch=Switch.MLP, split=Split.INPUTS),
     }
 
 
@@ -148,8 +163,15 @@ def add_attention[Aux](
 
 def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
     """x [B, T, D] plus its gated perceptron."""
-    ffn = config.intermediate_size
-    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    parts = project(normed, params["gate_up"], (ffn, ffn), module_of(adapter, "gate_up"), shards=config.tensor_shards)
+    return x + perceptron(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter)
+
+
+def perceptron(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, *, prefix: str = ""
+) -> jax.Array:
+    """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
+    gate_up, down = f"{prefix}gate_up", f"{prefix}down"
+    widths = (params[down].shape[0],) * 2
+    parts = project(x, params[gate_up], widths, module_of(adapter, gate_up), shards=config.tensor_shards)
     gate, up = (checkpoint_name(part, "gate_up") for part in parts)
-    return x + project(jax.nn.silu(gate) * up, params["down"], (config.hidden_size,), module_of(adapter, "down"))[0]
+    return project(jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down))[0]

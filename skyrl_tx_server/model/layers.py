@@ -17,7 +17,7 @@ MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 
 class Rope(NamedTuple):
-    """Rotary tables for given positions, each [B, T, head_dim / 2]."""
+    """Rotary tables for given positions, each [B, T, rope_dim / 2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -75,8 +75,8 @@ def _attend_block(
 
 
 def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """[head_dim / 2] float32, known when the program is traced."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    """[rope_dim / 2] float32, known when the program is traced."""
+    exponents = np.arange(0, config.rope_dim, 2, dtype=np.float32) / config.rope_dim
     plain = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
     match config.rope_scaling:
         case YarnScaling() as yarn:
@@ -98,7 +98,7 @@ def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, config: ModelConfig)
 
     def dimension(rotations: float) -> float:
         return (
-            config.head_dim
+            config.rope_dim
             * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))
             / (2 * math.log(config.rope_theta))
         )
@@ -106,8 +106,8 @@ def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, config: ModelConfig)
     low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.rope_dim - 1)
     if low == high:
         high += 0.001  # Hugging Face's guard against a division by zero
-    interpolated = np.clip((np.arange(config.head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    interpolated = np.clip((np.arange(config.rope_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     return (plain / yarn.factor * interpolated + plain * (1 - interpolated)).astype(np.float32)

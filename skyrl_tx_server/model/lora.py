@@ -8,6 +8,7 @@ An expert's factors share the rank among the experts that see a token (`ops.expe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -19,28 +20,39 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import family_of
-from skyrl_tx_server.model.family import Switch, Weight
+from skyrl_tx_server.model.families import stacks_of
+from skyrl_tx_server.model.family import Stack, Switch, Weight
 from skyrl_tx_server.model.low_rank import Leaf, LowRank, rows_of
 from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 type LayerAdapter = dict[str, LowRank]
-"""A layer's adapted projections by field. Stacked over layers every leaf has a leading L axis, `scale` included."""
+"""A layer's adapted projections by field. Stacked over layers every leaf has a leading axis of them, `scale` included."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A whole model's adapter: stacked layers and the output head."""
+    """A whole model's adapter: the layers of each of the family's stacks, and the output head."""
 
-    layers: LayerAdapter
+    layers: tuple[LayerAdapter, ...]
     head: LowRank
 
 
-def adapted_weights(config: ModelConfig) -> dict[str, Weight]:
-    """The adapted projections of one layer by field of `LayerAdapter`."""
-    return {field: weight for field, weight in family_of(config).weights(config).items() if weight.switch is not None}
+def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
+    """The family's stacks with their adapted projections alone, by field of `LayerAdapter`."""
+    return tuple(
+        replace(stack, weights={field: weight for field, weight in stack.weights.items() if weight.switch is not None})
+        for stack in stacks_of(config)
+    )
+
+
+def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Weight, LowRank]]:
+    """Every module of an adapter with what it adapts, stacked, the head last."""
+    for stack, layers in zip(adapted_stacks(config), adapter.layers, strict=True):
+        for field, weight in stack.weights.items():
+            yield weight, layers[field]
+    yield head_weight(config), adapter.head
 
 
 def head_weight(config: ModelConfig) -> Weight:
@@ -79,26 +91,24 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     Each projection draws from its own stream, so switching a part off leaves the others' values as they were.
     """
     check_spec(spec, max_rank=max_rank)
-    weights = adapted_weights(config)
-    streams = dict(zip((*weights, "head"), np.random.SeedSequence(spec.seed).spawn(len(weights) + 1), strict=True))
+    seeds = np.random.SeedSequence(spec.seed)
 
-    def draw(field: str, weight: Weight, stack: tuple[int, ...]) -> LowRank:
+    def draw(weight: Weight, stack: tuple[int, ...]) -> LowRank:
+        (stream,) = seeds.spawn(1)
         nothing = _zeros(weight, config, stack, max_rank)
         rank = rank_of(weight, config, spec.rank)
         a = nothing.a.reshape(*nothing.a.shape[:-1], len(weight.names), -1)
         if is_trained(spec, weight):
             bound = weight.inputs**-0.5
-            a[..., :rank] = np.random.default_rng(streams[field]).uniform(-bound, bound, (*a.shape[:-1], rank))
+            a[..., :rank] = np.random.default_rng(stream).uniform(-bound, bound, (*a.shape[:-1], rank))
         return replace(nothing, a=a.reshape(nothing.a.shape), scale=np.full(stack, spec.alpha / rank, np.float32))
 
-    layers = {field: draw(field, weight, (config.num_layers,)) for field, weight in weights.items()}
-    return Adapter(layers=layers, head=draw("head", head_weight(config), ()))
+    return _made(config, draw)
 
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
     """All zeros in host memory: the base model, an empty gradient, fresh moments."""
-    layers = {field: _zeros(weight, config, (config.num_layers,), max_rank) for field, weight in adapted_weights(config).items()}
-    return Adapter(layers=layers, head=_zeros(head_weight(config), config, (), max_rank))
+    return _made(config, lambda weight, stack: _zeros(weight, config, stack, max_rank))
 
 
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
@@ -107,6 +117,7 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
     def mask(weight: Weight, stack: tuple[int, ...]) -> LowRank:
         trained = rank_of(weight, config, spec.rank) if is_trained(spec, weight) else 0
         rank = (np.arange(rank_of(weight, config, max_rank)) < trained).astype(np.float32)
+        stack = (1,) * len(stack)
         lead = (*stack, 1) if weight.experts else stack
         return LowRank(
             a=np.tile(rank, len(weight.names)).reshape(*lead, 1, -1),
@@ -114,8 +125,7 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
             scale=np.zeros(stack, np.float32),
         )
 
-    layers = {field: mask(weight, (1,)) for field, weight in adapted_weights(config).items()}
-    return Adapter(layers=layers, head=mask(head_weight(config), ()))
+    return _made(config, mask)
 
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
@@ -144,10 +154,9 @@ def adapters_of_rows(config: ModelConfig, bank: Adapter, index_B: jax.Array) -> 
     def of(weight: Weight, module: LowRank) -> LowRank:
         if not weight.experts:
             return rows_of(module, index_B)
-        return replace(module, rows=jnp.broadcast_to(index_B[:, None], (*index_B.shape, config.num_layers)))
+        return replace(module, rows=jnp.broadcast_to(index_B[:, None], (*index_B.shape, module.scale.shape[1])))
 
-    layers = {field: of(weight, bank.layers[field]) for field, weight in adapted_weights(config).items()}
-    return Adapter(layers=layers, head=rows_of(bank.head, index_B))
+    return _mapped(config, of, bank)
 
 
 def _shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
@@ -161,10 +170,23 @@ def _shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
         divided = experts and leaf.ndim > 3 and leaf.shape[-3] == experts
         return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None)) if divided else everywhere
 
-    layers = {
-        field: jax.tree.map(partial(of, experts=weight.experts), adapter.layers[field]) for field, weight in adapted_weights(config).items()
-    }
-    return Adapter(layers=layers, head=jax.tree.map(lambda leaf: everywhere, adapter.head))
+    return _mapped(config, lambda weight, module: jax.tree.map(partial(of, experts=weight.experts), module), adapter)
+
+
+def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LowRank]) -> Adapter:
+    """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has none, comes last."""
+    layers = tuple(
+        {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()} for stack in adapted_stacks(config)
+    )
+    return Adapter(layers=layers, head=make(head_weight(config), ()))
+
+
+def _mapped(config: ModelConfig, change: Callable[[Weight, LowRank], LowRank], adapter: Adapter) -> Adapter:
+    layers = tuple(
+        {field: change(weight, modules[field]) for field, weight in stack.weights.items()}
+        for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True)
+    )
+    return Adapter(layers=layers, head=change(head_weight(config), adapter.head))
 
 
 def _zeros(weight: Weight, config: ModelConfig, stack: tuple[int, ...], max_rank: int) -> LowRank:

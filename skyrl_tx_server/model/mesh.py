@@ -55,6 +55,7 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
         ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
         ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
         ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
+        ("fsdp", shape.fsdp, config.hidden_size if config.latent is None else config.num_heads, "heads of a latent attention"),
         ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
         ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
     ]

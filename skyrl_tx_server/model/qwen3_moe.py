@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.family import Attend, Family, LayerParams, Weight
 from skyrl_tx_server.model.layers import Rope
@@ -25,11 +27,28 @@ def layer[Aux](
     return add_experts(config, x, params, adapter), aux
 
 
+def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
+    count = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])  # transformers 5 and before
+    experts = Experts(count=count, per_token=int(raw["num_experts_per_tok"]), normalized=bool(raw.get("norm_topk_prob", False)))
+    return replace(usual, intermediate_size=int(raw["moe_intermediate_size"]), experts=experts)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return {
+        "moe_intermediate_size": config.intermediate_size,  # `intermediate_size` is of a dense layer, of which there is none
+        "num_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
+        "norm_topk_prob": config.experts.normalized,
+    }
+
+
 FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     weights=weights,
     layer=layer,
     expected={**EXPECTED, "decoder_sparse_step": 1, "mlp_only_layers": []},
     default_head_dim=HEAD_DIM,
-    has_experts=True,
+    read=read,
+    write=write,
 )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import family_of
-from skyrl_tx_server.model.family import Attend, LayerParams
+from skyrl_tx_server.model.families import family_of, stacks_of
+from skyrl_tx_server.model.family import Attend, LayerParams, Stack
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
@@ -28,7 +29,7 @@ class Params:
     """A whole model's weights."""
 
     embed: jax.Array  # [V, D]
-    layers: LayerParams  # stacked
+    layers: tuple[LayerParams, ...]  # one for each of the family's stacks
     final_norm: jax.Array  # [D]
     head: jax.Array | None  # [V, D]; None when the embedding is the head
 
@@ -43,36 +44,47 @@ class Remat(StrEnum):
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
     """Random weights: norms one, matrices normal with standard deviation 0.02. Call it jitted, it is many small operations otherwise."""
-    shapes = {field: weight.shape for field, weight in family_of(config).weights(config).items()}
-    keys = dict(zip((*shapes, "embed", "head"), jax.random.split(key, len(shapes) + 2), strict=True))
+    stacks = stacks_of(config)
+    *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
+    remaining = iter(keys)
 
-    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
-        return (0.02 * jax.random.normal(keys[name], shape, jnp.float32)).astype(dtype)
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
-    def stacked(name: str) -> jax.Array:
-        shape = (config.num_layers, *shapes[name])
-        return jnp.ones(shape, dtype) if name.endswith("norm") else draw(name, shape)
+    def stacked(stack: Stack, field: str) -> jax.Array:
+        key, weight = next(remaining), stack.weights[field]
+        shape, kept = (len(stack.layers), *weight.shape), jnp.float32 if weight.exact else dtype
+        return jnp.ones(shape, kept) if field.endswith("norm") else draw(key, shape, kept)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
-        embed=draw("embed", vocabulary),
-        layers={name: stacked(name) for name in shapes},
+        embed=draw(embed_key, vocabulary, dtype),
+        layers=tuple({field: stacked(stack, field) for field in stack.weights} for stack in stacks),
         final_norm=jnp.ones(config.hidden_size, dtype),
-        head=None if config.tie_word_embeddings else draw("head", vocabulary),
+        head=None if config.tie_word_embeddings else draw(head_key, vocabulary, dtype),
     )
 
 
 def layer[Aux](
     config: ModelConfig,
+    stack: Stack,
     x: jax.Array,
     params: LayerParams,
     adapter: LayerAdapter | None,
     rope: Rope,
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves with a leading B axis)."""
-    family = family_of(config)
-    return family.layer(config, by_rows(config, x), gathered(config, family.weights(config), params), adapter, rope, attend)
+    """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves with a leading B axis)."""
+    return family_of(config).layer(config, by_rows(config, x), gathered(config, stack.weights, params), adapter, rope, attend)
+
+
+def by_layer[Tree](config: ModelConfig, stacked: tuple[Tree, ...], *, axis: int = 0) -> list[Tree]:
+    """Each layer's own part of what lies stacked along `axis` of every leaf."""
+    return [
+        jax.tree.map(partial(jax.lax.index_in_dim, index=index, axis=axis, keepdims=False), tree)
+        for stack, tree in zip(stacks_of(config), stacked, strict=True)
+        for index in range(len(stack.layers))
+    ]
 
 
 def hidden_states(
@@ -89,10 +101,11 @@ def hidden_states(
     x = params.embed[tokens_BT]
     rope = rope_tables(config, positions_BT, x.dtype)
 
-    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
-        return layer(config, x, *weights, rope, lambda q, k, v: (attend(q, k, v), None))
+    def body(stack: Stack, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
+        return layer(config, stack, x, *weights, rope, lambda q, k, v: (attend(q, k, v), None))
 
-    x, _ = jax.lax.scan(_remat(body, remat), x, (params.layers, adapter and adapter.layers))
+    for index, stack in enumerate(stacks_of(config)):
+        x, _ = jax.lax.scan(_remat(partial(body, stack), remat), x, (params.layers[index], adapter and adapter.layers[index]))
     return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.config_json import config_json
-from skyrl_tx_server.model.families import family_of
-from skyrl_tx_server.model.family import Split, Weight
-from skyrl_tx_server.model.lora import Adapter, adapted_weights, head_weight, is_trained, rank_of, zero_adapter
+from skyrl_tx_server.model.families import stacks_of
+from skyrl_tx_server.model.family import Split, Stack, Weight
+from skyrl_tx_server.model.lora import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
 from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host, weight_spec
 from skyrl_tx_server.model.transformer import Params
@@ -55,12 +55,12 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
         def whole(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
             return place(config, shape, spec, lambda index: part_of(name, shape, index).astype(target))
 
-        def stacked(weight: Weight) -> jax.Array:
+        def stacked(stack: Stack, weight: Weight) -> jax.Array:
             shards = config.tensor_shards if weight.split is Split.OUTPUTS else 1
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
-                out = np.empty([part.stop - part.start for part in index], target)
-                for at, number in enumerate(range(config.num_layers)[index[0]]):
+                out = np.empty([part.stop - part.start for part in index], np.float32 if weight.exact else target)
+                for at, number in enumerate(stack.layers[index[0]]):
                     if not weight.experts:
                         out[at] = _read_field(part_of, f"model.layers.{number}.", weight, index[1:], shards)
                     else:
@@ -68,12 +68,12 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
                             out[at, inner] = _read_field(part_of, f"model.layers.{number}.", weight, index[2:], shards, expert)
                 return out
 
-            return place(config, (config.num_layers, *weight.shape), weight_spec(weight), read)
+            return place(config, (len(stack.layers), *weight.shape), weight_spec(weight), read)
 
         vocabulary = (config.vocab_size, config.hidden_size)
         return Params(
             embed=whole("model.embed_tokens.weight", vocabulary, VOCABULARY),
-            layers={field: stacked(weight) for field, weight in family_of(config).weights(config).items()},
+            layers=tuple({field: stacked(stack, weight) for field, weight in stack.weights.items()} for stack in stacks_of(config)),
             final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
             head=None if config.tie_word_embeddings else whole("lm_head.weight", vocabulary, VOCABULARY),
         )
@@ -87,15 +87,21 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
     tensors = {"model.embed_tokens.weight": host.embed, "model.norm.weight": host.final_norm}
     if host.head is not None:
         tensors["lm_head.weight"] = host.head
-    for field, weight in family_of(config).weights(config).items():
-        parts = np.split(host.layers[field], np.cumsum(weight.widths)[:-1], axis=-1)
-        for name, part in zip(weight.names, parts, strict=True):
-            for number in range(config.num_layers):
-                of_experts = part[number] if weight.experts else part[number][None]
-                for expert, tensor in enumerate(of_experts):
-                    tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor.T)
+    for stack, layers in zip(stacks_of(config), host.layers, strict=True):
+        for field, weight in stack.weights.items():
+            tensors |= _tensors_of(stack, weight, layers[field])
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
     (model_dir / "config.json").write_text(json.dumps(config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8")
+
+
+def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, np.ndarray]:
+    """One field's tensors under Hugging Face's names."""
+    tensors = {}
+    for name, part in zip(weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=-1), strict=True):
+        for number, of_layer in zip(stack.layers, part, strict=True):
+            for expert, tensor in enumerate(of_layer if weight.experts else of_layer[None]):
+                tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor.T)
+    return tensors
 
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
@@ -122,9 +128,8 @@ def adapter_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, s
         columns = slice(piece.part * padded, piece.part * padded + piece.rank)
         piece.a[:, columns] = _tensor(arrays, f"{piece.name}.lora_A.weight", (piece.rank, inputs)).T
         piece.b[: piece.rank] = _tensor(arrays, f"{piece.name}.lora_B.weight", (outputs, piece.rank)).T
-    weights = adapted_weights(config) | {"head": head_weight(config)}
-    for field, module in (adapter.layers | {"head": adapter.head}).items():
-        _in_host_memory(module.scale)[...] = np.float32(spec.alpha / rank_of(weights[field], config, spec.rank))
+    for weight, module in adapted_modules(config, adapter):
+        _in_host_memory(module.scale)[...] = np.float32(spec.alpha / rank_of(weight, config, spec.rank))
     return adapter
 
 
@@ -141,10 +146,11 @@ class _Piece:
 
 def _pieces(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_Piece]:
     """Every trained module."""
-    for field, weight in adapted_weights(config).items():
-        if is_trained(spec, weight):
-            for number in range(config.num_layers):
-                yield from _module_pieces(f"model.layers.{number}.", weight, adapter.layers[field], (number,), config, spec)
+    for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True):
+        for field, weight in stack.weights.items():
+            if is_trained(spec, weight):
+                for at, number in enumerate(stack.layers):
+                    yield from _module_pieces(f"model.layers.{number}.", weight, modules[field], (at,), config, spec)
     if is_trained(spec, head_weight(config)):
         yield from _module_pieces("", head_weight(config), adapter.head, (), config, spec)
 

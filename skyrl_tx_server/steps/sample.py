@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.family import LayerParams
+from skyrl_tx_server.model.families import stacks_of
+from skyrl_tx_server.model.family import LayerParams, Stack
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
     Segment,
@@ -33,7 +34,7 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, adapters_of_rows
 from skyrl_tx_server.model.low_rank import Leaf, rows_of
-from skyrl_tx_server.model.transformer import Params, head_logits, layer
+from skyrl_tx_server.model.transformer import Params, by_layer, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -133,19 +134,22 @@ def prefill(
     length = tokens.shape[1]
     x = params.embed[tokens]
     rope = rope_tables(config, prompt.cached + jnp.arange(length)[None], x.dtype)
-    past = read_slot(config, cache, prompt.source, segments) if segments else None
 
     def attend(past: Segment | None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
         if past is None:  # padding comes last, where causality hides it
             return packed_attention(q, k, v, jnp.ones_like(tokens)), segment_of(k, v)
         return _attend_to_past(q, k, v, past, prompt.cached), join(past, segment_of(k, v), prompt.cached)
 
-    def body(x: jax.Array, weights: tuple[LayerParams, LayerAdapter, Segment | None]) -> tuple[jax.Array, Segment]:
-        return layer(config, x, *weights[:2], rope, partial(attend, weights[2]))
+    def body(stack: Stack, x: jax.Array, weights: tuple[LayerParams, LayerAdapter, Segment | None]) -> tuple[jax.Array, Segment]:
+        return layer(config, stack, x, *weights[:2], rope, partial(attend, weights[2]))
 
-    x, stacked = jax.lax.scan(body, x, (params.layers, adapter.layers, past))
-    written = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(config.num_layers)]
-    cache = keep_cache(config, write_prompt(config, cache, written, prompt.slots, prompt.num_slots))
+    written: tuple[Segment, ...] = ()  # by stack
+    for stack, weights, modules in zip(stacks_of(config), params.layers, adapter.layers, strict=True):
+        layers = cache[stack.layers.start : stack.layers.stop]
+        past = read_slot(config, layers, prompt.source, segments) if segments else None
+        x, segment = jax.lax.scan(partial(body, stack), x, (weights, modules, past))
+        written = (*written, segment)
+    cache = keep_cache(config, write_prompt(config, cache, by_layer(config, written), prompt.slots, prompt.num_slots))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(
@@ -190,9 +194,9 @@ def decode_block(
     batch = rows.tokens.shape[0]
     indices = jnp.asarray(rows.adapter_indices)
     adapter = rows_of(bank, indices[0]) if one_adapter else adapters_of_rows(config, bank, indices)
-    layer_axis = 0 if one_adapter else 1
-    adapters = [jax.tree.map(lambda leaf, i=i: jnp.take(leaf, i, axis=layer_axis), adapter.layers) for i in range(config.num_layers)]
-    weights = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers)]
+    adapters = by_layer(config, adapter.layers, axis=0 if one_adapter else 1)
+    stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
+    layers = list(zip(stacks, by_layer(config, params.layers), adapters, strict=True))
     past = [layer_segments[:segments] for layer_segments in cache]
     past_masks = [
         (first + jnp.arange(segment.keys.shape[-1])[None] < rows.positions[:, None])[:, None, None]
@@ -208,9 +212,9 @@ def decode_block(
         rope = rope_tables(config, positions[:, None], x.dtype)
         masks = [*past_masks, (jnp.arange(steps) <= index)[None, None, None]]
         written = []
-        for layer_past, layer_recent, layer_weights, layer_adapter in zip(past, state.recent, weights, adapters, strict=True):
+        for layer_past, layer_recent, (stack, layer_weights, layer_adapter) in zip(past, state.recent, layers, strict=True):
             attend = partial(_attend_and_append, layer_past, layer_recent, masks, index)
-            x, layer_recent = layer(config, x, layer_weights, layer_adapter, rope, attend)
+            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = head_logits(config, params, adapter, hidden)[:, 0]

@@ -125,7 +125,7 @@ def forward_backward(
 ) -> tuple[Adapter, TokenOutputs]:
     """Add this batch's gradient to `grad_sum`; losses are summed over tokens, as Tinker defines them."""
 
-    def run_layers(layers: LayerAdapter) -> jax.Array:
+    def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
         return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
 
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)

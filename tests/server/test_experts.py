@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.model.config import Experts
-from skyrl_tx_server.model.experts import _block_size, _lay_out, _mix, route
+from skyrl_tx_server.model.experts import Router, _block_size, _lay_out, _mix, route
 from skyrl_tx_server.model.low_rank import LowRank
 
 HIDDEN, WIDTH, COUNT, RANK = 8, 6, 5, 2
@@ -17,7 +17,7 @@ def weights(seed: int = 0):
     random = np.random.default_rng(seed)
     shapes = (HIDDEN, COUNT), (COUNT, HIDDEN, 2 * WIDTH), (COUNT, WIDTH, HIDDEN)
     router, gate_up, down = ((0.5 * random.normal(size=shape)).astype(np.float32) for shape in shapes)
-    return router, gate_up, down
+    return Router(router), gate_up, down
 
 
 def factors(seed: int = 1) -> tuple[LowRank, LowRank]:
@@ -33,7 +33,7 @@ def factors(seed: int = 1) -> tuple[LowRank, LowRank]:
     return module(HIDDEN, (WIDTH, WIDTH)), module(WIDTH, (HIDDEN,))
 
 
-def dense(x: jax.Array, router, gate_up, down, modules: tuple[LowRank, LowRank]) -> jax.Array:
+def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LowRank, LowRank]) -> jax.Array:
     """Every expert over every token, the chosen ones added up."""
 
     def low_rank(x: jax.Array, module: LowRank) -> jax.Array:
@@ -44,7 +44,7 @@ def dense(x: jax.Array, router, gate_up, down, modules: tuple[LowRank, LowRank])
     gate, up = jnp.split(jnp.einsum("...i,eio->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
     inner = jax.nn.silu(gate) * up
     outputs = jnp.einsum("...ef,efo->...eo", inner, down) + low_rank(inner, modules[1])
-    scores, chosen = route(EXPERTS, x.reshape(-1, HIDDEN) @ router)
+    scores, chosen = route(EXPERTS, router, x.reshape(-1, HIDDEN))
     picked = jnp.take_along_axis(outputs.reshape(-1, COUNT, HIDDEN), chosen[..., None], axis=1)
     return (picked * scores[..., None]).sum(1).reshape(x.shape)
 
@@ -100,7 +100,7 @@ def test_blocks_grow_with_what_an_expert_gets() -> None:
 def test_the_program_does_not_grow_with_the_experts() -> None:
     def operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
-        shapes = jnp.zeros((HIDDEN, count)), jnp.zeros((count, HIDDEN, 2 * WIDTH)), jnp.zeros((count, WIDTH, HIDDEN))
+        shapes = Router(jnp.zeros((HIDDEN, count))), jnp.zeros((count, HIDDEN, 2 * WIDTH)), jnp.zeros((count, WIDTH, HIDDEN))
         return str(jax.make_jaxpr(lambda x, *shapes: _mix(experts, x, *shapes, None))(x, *shapes)).count(" = ")
 
     assert operations(4) == operations(64)

@@ -63,6 +63,7 @@ def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec
         ("../families/qwen2", LoraSpec(rank=3)),
         ("../families/llama3", LoraSpec(rank=3)),
         ("../families/qwen3_moe", LoraSpec(rank=4)),
+        ("../families/deepseek_v3", LoraSpec(rank=3)),
     ],
 )
 def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, model: str, spec: LoraSpec) -> None:
@@ -93,7 +94,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
     adam = adam_from_arrays(imported, load_model_config(FIXTURES / "tied"), spec, MAX_RANK)
-    assert int(adam.step) == 0 and not np.any(adam.second.layers["qkv"].a)
+    assert int(adam.step) == 0 and not np.any(adam.second.layers[0]["qkv"].a)
 
 
 def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path: Path) -> None:
@@ -117,6 +118,30 @@ def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path
     save_file(written, tmp_path / "peft" / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, this server's experts 2"):
         read_adapter(tmp_path / "peft", open_base_model(base))
+
+
+def test_deepseeks_adapter_is_named_as_peft_names_it_and_comes_back_the_same(tmp_path: Path) -> None:
+    spec, base = LoraSpec(rank=3), shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3")
+    ahead = {"model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)}  # of a layer that predicts more tokens ahead
+    save_file(load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"})
+    arrays = save(tmp_path, base, spec)
+    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"]) == 0
+    modules = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["target_modules"]
+    attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    assert modules == sorted(["down_proj", "gate_proj", "lm_head", "up_proj", *attention])
+    written = load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
+    for module in ("0.mlp.up_proj", "1.mlp.experts.7.down_proj", "1.mlp.shared_experts.gate_proj"):
+        assert f"base_model.model.model.layers.{module}.lora_A.weight" in written
+    into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
+    assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
+    info, imported = CheckpointStore(tmp_path, "local/deepseek_v3", fingerprint(base)).read("tinker://imported/weights/one")
+    assert info.lora == spec and imported.keys() >= arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_allclose(imported[name], array, rtol=1e-6)
+    merged = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={base}", f"output={tmp_path / 'merged'}", "dtype=bfloat16"]
+    assert main(["merge", *merged]) == 0
+    exact = {name for name, array in load_file(tmp_path / "merged" / "model.safetensors").items() if array.dtype == np.float32}
+    assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:

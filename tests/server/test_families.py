@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig
+from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, stretch_context
 from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families import FAMILIES as TABLE
 from skyrl_tx_server.model.layers import within_segments
@@ -26,6 +27,8 @@ from skyrl_tx_server.ops import (
     LossFn,
     OptimStep,
     Sample,
+    SampledSequence,
+    SampleResult,
     SamplingSettings,
     SaveSampler,
     SaveWeights,
@@ -35,7 +38,7 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 
 FAMILIES = QWEN3.parent / "families"
-NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized"]
+NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized", "deepseek_v3", "deepseek_v3_plain"]
 
 
 def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
@@ -48,9 +51,10 @@ def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.nda
     return np.asarray(run(params, tokens))
 
 
-def difference(config: ModelConfig, name: str) -> float:
+def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
+    """How far the logits of a fixture, or of it with other `params`, are from Hugging Face's."""
     expected = np.load(FAMILIES / name / "expected.npz")
-    logits = logits_of(config, load_params(FAMILIES / name, config, "float32"), expected["tokens"])
+    logits = logits_of(config, params or load_params(FAMILIES / name, config, "float32"), expected["tokens"])
     return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
 
 
@@ -64,6 +68,26 @@ def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
     assert isinstance(config.rope_scaling, Llama3Scaling)
     plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
     assert difference(plain, "llama3") > 0.1
+
+
+@pytest.mark.parametrize("part", ["score scale", "groups", "bias", "weights' scale", "pairs"])
+def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None:
+    config = load_model_config(FAMILIES / "deepseek_v3")
+    params = load_params(FAMILIES / "deepseek_v3", config, "float32")
+    assert config.experts is not None and config.experts.groups is not None and config.latent is not None
+    assert isinstance(config.rope_scaling, YarnScaling)
+    groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(part, {})
+    config = replace(config, experts=replace(config.experts, groups=replace(config.experts.groups, **groups)))
+    if part == "score scale":
+        config = replace(config, rope_scaling=replace(config.rope_scaling, mscale_all_dim=0.0))  # type: ignore[type-var]
+    if part == "pairs":
+        config = replace(config, latent=replace(config.latent, interleaved=False))
+    if part == "bias":
+        params = replace(
+            params,
+            layers=tuple(stack | {"router_bias": 0 * stack["router_bias"]} if "router" in stack else stack for stack in params.layers),
+        )
+    assert difference(config, "deepseek_v3", params) > 0.01
 
 
 def test_every_family_in_the_table_has_a_fixture() -> None:
@@ -81,9 +105,9 @@ def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.fixture
-def mixture(tmp_path: Path) -> Iterator[Engine]:
-    settings = make_settings(FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4)
+@pytest.fixture(params=["qwen3_moe", "deepseek_v3"])
+def mixture(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    settings = make_settings(FAMILIES / request.param, tmp_path, max_context_length=256, train_tokens_per_batch=256, decode_slots=4)
     engine = Engine(DeviceExecutor(settings))
     engine.start()
     yield engine
@@ -105,20 +129,28 @@ def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_train
             run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY))
             assert run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"] > 0
             run(SaveSampler(model_id=model_id, name=None, weights=snapshot))
-    prompt = random.integers(0, 101, 50).astype(np.int32)
+    prompt = random.integers(0, 101, 130).astype(np.int32)
     settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
+
+    def agreeing(model_id: str, prompt: np.ndarray, result: SampleResult) -> SampledSequence:
+        """The sampled sequence, held against the trainer's log-probabilities."""
+        (sequence,) = result.sequences
+        text = np.concatenate([prompt, sequence.tokens])
+        datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
+        trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+        assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
+        return sequence
+
     samples = {
         model_id: mixture.submit(Sample(prompt=prompt, weights=snapshot, num_samples=1, settings=settings))
         for model_id, snapshot in weights.items()
     }
-    logprobs = {}
-    for model_id, future in samples.items():
-        for sequence in future.result(120).sequences:
-            text = np.concatenate([prompt, sequence.tokens])
-            datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
-            trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
-            assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
-            logprobs[model_id] = sequence.logprobs
+    sampled = {model_id: agreeing(model_id, prompt, future.result(120)) for model_id, future in samples.items()}
+    logprobs = {model_id: sequence.logprobs for model_id, sequence in sampled.items()}
+    turn = np.concatenate([prompt, sampled["one"].tokens])
+    again = run(Sample(prompt=turn, weights="memory://one", num_samples=1, settings=replace(settings, max_tokens=2)))
+    agreeing("one", turn, again)
+    assert again.prompt_cache_hit_tokens >= len(prompt)
     assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
     path = run(SaveWeights(model_id="one", name="state")).path
     run(LoadWeights(model_id="copy", path=path, create=True, optimizer=True))
@@ -144,12 +176,40 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 6 experts"),
         ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised .*fp8.*convert them to bfloat16"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "latent attention has as many as num_attention_heads=4"),
+        ("deepseek_v3", {"n_group": 3}, "3 of 8 experts in topk_group=2 of n_group=3"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "5 of 8 experts in topk_group=2 of n_group=4"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 of 2 layers leaves no mixture"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
 def test_a_config_we_cannot_run_is_one_clear_line(tmp_path: Path, name: str, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, name, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_deepseek_is_read_as_its_own_checkpoints_write_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left out."""
+    config = load_model_config(FAMILIES / "deepseek_v3")
+    scaling = {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64}
+    changes = {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": scaling, "rope_interleave": None, "head_dim": None}
+    with caplog.at_level("INFO"):
+        assert load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1)) == config
+    assert "num_nextn_predict_layers=1: the layers that predict more tokens ahead are left out" in caplog.text
+    with pytest.raises(ConfigError, match="deepseek_v3 model is stretched by its own config"):
+        stretch_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
+
+
+def test_a_routers_bias_stays_in_float32() -> None:
+    config = load_model_config(FAMILIES / "deepseek_v3")
+    _, mixtures = load_params(FAMILIES / "deepseek_v3", config, "bfloat16").layers
+    assert {field for field, leaf in mixtures.items() if leaf.dtype == np.float32} == {"router_bias"}
 
 
 def test_a_mixture_is_read_as_transformers_4_and_5_write_it(tmp_path: Path) -> None:

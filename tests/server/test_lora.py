@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.model.lora import adapted_weights, check_spec, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora import adapted_stacks, check_spec, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
 from skyrl_tx_server.model.low_rank import low_rank_deltas, project, rows_of
 from skyrl_tx_server.ops import LoraSpec
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
 
-WEIGHTS = {**adapted_weights(CONFIG), "head": head_weight(CONFIG)}
+WEIGHTS = {**adapted_stacks(CONFIG)[0].weights, "head": head_weight(CONFIG)}
 
 
 def modules(adapter):
-    return {**adapter.layers, "head": adapter.head}
+    return {**adapter.layers[0], "head": adapter.head}
 
 
 def test_a_new_adapter_has_random_a_zero_b_and_scale_alpha_over_rank() -> None:
@@ -71,7 +71,7 @@ def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(CONFIG.hidden_size, sum(CONFIG.qkv_widths))).astype(np.float32)
-    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
+    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     index = np.array([2, 0, 1], np.int32)
     mixed = project(x, weight, CONFIG.qkv_widths, rows_of(bank, index))
@@ -82,7 +82,7 @@ def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
 
 
 def test_the_delta_is_scale_times_x_a_b() -> None:
-    module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers["gate_up"])
+    module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers[0]["gate_up"])
     x = np.random.default_rng(0).normal(size=(2, 5, CONFIG.hidden_size)).astype(np.float32)
     for part, delta in enumerate(low_rank_deltas(x, module)):
         expected = 32 / 3 * x @ module.a[:, part * MAX_RANK : (part + 1) * MAX_RANK] @ module.b[part]

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.family import Split, Weight
 from skyrl_tx_server.model.low_rank import split_parts
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh, place, weight_spec
@@ -23,6 +24,7 @@ from skyrl_tx_server.model.weights import _columns
 from tests.server.on_eight_devices import DENSE, SPARSE
 
 ROOT = Path(__file__).resolve().parents[2]
+LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,8 @@ def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) ->
         (DENSE, MeshShape(data=4, fsdp=2), "12 decode_slots do not divide over 8 devices"),
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
         (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
+        (LATENT, MeshShape(tensor=2), "tensor_parallel=2: 1 key-value heads do not divide over 2 devices"),
+        (LATENT, MeshShape(fsdp=8), "4 heads of a latent attention do not divide over 8 devices"),
     ],
 )
 def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, message: str | None) -> None:

@@ -67,8 +67,9 @@ def assert_close(one: Adapter, other: Adapter, *, relative: float) -> None:
         assert np.linalg.norm(left - right) <= relative * max(np.linalg.norm(right), 1e-12)
 
 
-def test_lora_gradients_equal_torch_autograds() -> None:
-    directory = FIXTURES / "tied"
+@pytest.mark.parametrize("model", ["tied", "../families/deepseek_v3"])
+def test_lora_gradients_equal_torch_autograds(model: str) -> None:
+    directory = FIXTURES / model
     arrays = load_file(directory / "lora_gradients.safetensors")
     config = load_model_config(directory)
     spec = LoraSpec(rank=int(arrays["rank"][0]), alpha=float(arrays["alpha"][0]))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, adapted_weights, init_adapter
+from skyrl_tx_server.model.lora import Adapter, adapted_modules, init_adapter
 from skyrl_tx_server.model.transformer import Params, init_params
 from skyrl_tx_server.ops import LoraSpec, TrainDatum
 
@@ -44,15 +44,10 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
     random = np.random.default_rng(3)
     fresh = init_adapter(CONFIG, spec, MAX_RANK)
 
-    def with_b(module):
+    for _, module in adapted_modules(CONFIG, fresh):
         trained = np.any(module.a)
         for b in module.b:
             b[..., : spec.rank, :] = random.normal(0, b_scale, b[..., : spec.rank, :].shape) * trained
-        return module
-
-    for module in (fresh.layers[field] for field in adapted_weights(CONFIG)):  # in the weights' order, which jax does not keep
-        with_b(module)
-    with_b(fresh.head)
     return jax.device_put(fresh)
 
 
