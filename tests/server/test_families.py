@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from skyrl_tx_server.base_model import fingerprint
+from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import DeviceExecutor
@@ -16,8 +20,9 @@ from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling
 from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families import FAMILIES as TABLE
 from skyrl_tx_server.model.layers import within_segments
+from skyrl_tx_server.model.lora import Adapter, init_adapter, zero_adapter
 from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
-from skyrl_tx_server.model.weights import load_params, save_model
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
 from skyrl_tx_server.ops import (
     AdamSettings,
     CreateModel,
@@ -27,7 +32,6 @@ from skyrl_tx_server.ops import (
     LossFn,
     OptimStep,
     Sample,
-    SampledSequence,
     SampleResult,
     SamplingSettings,
     SaveSampler,
@@ -41,14 +45,15 @@ FAMILIES = QWEN3.parent / "families"
 NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized", "deepseek_v3", "deepseek_v3_plain"]
 
 
-def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
-    positions, segments = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape), np.ones_like(tokens)
+def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray, adapter: Adapter | None = None) -> np.ndarray:
+    return np.asarray(_logits_of(config, params, tokens, adapter))
 
-    @jax.jit
-    def run(params: Params, tokens: np.ndarray) -> jax.Array:
-        return head_logits(config, params, None, hidden_states(config, params, None, tokens, positions, within_segments(segments)))
 
-    return np.asarray(run(params, tokens))
+@partial(jax.jit, static_argnums=0)
+def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: Adapter | None) -> jax.Array:
+    positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
+    attend = within_segments(jax.numpy.ones_like(tokens))
+    return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, attend))
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
@@ -105,9 +110,9 @@ def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3"])
-def mixture(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    settings = make_settings(FAMILIES / request.param, tmp_path, max_context_length=256, train_tokens_per_batch=256, decode_slots=4)
+@pytest.fixture
+def mixture(tmp_path: Path) -> Iterator[Engine]:
+    settings = make_settings(FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4)
     engine = Engine(DeviceExecutor(settings))
     engine.start()
     yield engine
@@ -129,32 +134,69 @@ def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_train
             run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY))
             assert run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"] > 0
             run(SaveSampler(model_id=model_id, name=None, weights=snapshot))
-    prompt = random.integers(0, 101, 130).astype(np.int32)
+    prompt = random.integers(0, 101, 50).astype(np.int32)
     settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
-
-    def agreeing(model_id: str, prompt: np.ndarray, result: SampleResult) -> SampledSequence:
-        """The sampled sequence, held against the trainer's log-probabilities."""
-        (sequence,) = result.sequences
-        text = np.concatenate([prompt, sequence.tokens])
-        datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
-        trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
-        assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
-        return sequence
-
     samples = {
         model_id: mixture.submit(Sample(prompt=prompt, weights=snapshot, num_samples=1, settings=settings))
         for model_id, snapshot in weights.items()
     }
-    sampled = {model_id: agreeing(model_id, prompt, future.result(120)) for model_id, future in samples.items()}
-    logprobs = {model_id: sequence.logprobs for model_id, sequence in sampled.items()}
-    turn = np.concatenate([prompt, sampled["one"].tokens])
-    again = run(Sample(prompt=turn, weights="memory://one", num_samples=1, settings=replace(settings, max_tokens=2)))
-    agreeing("one", turn, again)
-    assert again.prompt_cache_hit_tokens >= len(prompt)
+    logprobs = {}
+    for model_id, future in samples.items():
+        for sequence in future.result(120).sequences:
+            text = np.concatenate([prompt, sequence.tokens])
+            datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
+            trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+            assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
+            logprobs[model_id] = sequence.logprobs
     assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
     path = run(SaveWeights(model_id="one", name="state")).path
     run(LoadWeights(model_id="copy", path=path, create=True, optimizer=True))
     assert run(SaveWeights(model_id="copy", name="state")).size_bytes > 0
+
+
+def random_adapter(config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
+    """A checkpoint's arrays, every factor random."""
+    random = np.random.default_rng(spec.seed)
+    fresh = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
+    return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in fresh.items()}
+
+
+def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path) -> None:
+    """Under two adapters and the base model in one batch, and from a prompt whose beginning is cached."""
+    directory, spec = FAMILIES / "deepseek_v3", LoraSpec(rank=8)
+    config = load_model_config(directory)
+    params, store = load_params(directory, config, "float32"), CheckpointStore(tmp_path, "local/tiny", fingerprint(directory))
+    adapters: dict[str | None, Adapter] = {None: zero_adapter(config, spec.rank)}
+    for seed, name in enumerate(("one", "two")):
+        arrays = random_adapter(config, replace(spec, seed=seed))
+        info = store.write("sampler_weights", "run", name, arrays, spec, 0, {})
+        adapters[info.path] = adapter_from_arrays(arrays, config, spec, spec.rank)
+    engine = Engine(DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, decode_slots=3)))
+    engine.start()
+
+    def sample(weights: str | None, prompt: np.ndarray, max_tokens: int) -> Future:
+        settings = SamplingSettings(max_tokens=max_tokens, seed=5, stop_at_eos=False)
+        return engine.submit(Sample(prompt=prompt, weights=weights, num_samples=1, settings=settings))
+
+    def checked(weights: str | None, prompt: np.ndarray, result: SampleResult) -> np.ndarray:
+        """The sampled tokens, held against the forward pass."""
+        (sequence,) = result.sequences
+        text = np.concatenate([prompt, sequence.tokens])
+        logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[0, len(prompt) - 1 : len(text) - 1]
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(sequence.tokens)), sequence.tokens]
+        np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-4)
+        return sequence.tokens
+
+    prompt = np.random.default_rng(0).integers(0, 101, 130).astype(np.int32)
+    futures = {weights: sample(weights, prompt, 12) for weights in adapters}
+    tokens = {weights: checked(weights, prompt, future.result(120)) for weights, future in futures.items()}
+    assert len({tuple(found) for found in tokens.values()}) == 3
+    last = list(tokens)[-1]
+    turn = np.concatenate([prompt, tokens[last]])
+    again = sample(last, turn, 2).result(120)
+    checked(last, turn, again)
+    assert again.prompt_cache_hit_tokens >= len(prompt)
+    engine.stop()
 
 
 def write_config(directory: Path, name: str, **changes) -> Path:

@@ -126,7 +126,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "model_type is 'gemma'; this server runs llama, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'; this server runs deepseek_v3, llama, qwen2, qwen3, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
