@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import struct
 import time
@@ -51,9 +50,8 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
     try:
         server = socket.create_server((host, port), family=_family(host))
     except OSError as error:
-        raise ConfigError(
-            f"coordinator_address={host}:{port}: {os.strerror(error.errno or 0)}; it must be an address of process 0's host"
-        ) from None
+        reason = str(error.strerror).partition(" (")[0]
+        raise ConfigError(f"coordinator_address={host}:{port}: {reason}; it must be a free address of process 0's host") from None
     with server:
         while len(joined) < hosts.num_processes - 1:
             server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -67,8 +65,11 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
                 ) from None
             _admit(candidate, hosts, mine, joined)
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
-    for connection in joined.values():
-        connection.send_bytes(json.dumps({"jax": jax_address}).encode())
+    for process, connection in joined.items():
+        try:
+            connection.send_bytes(json.dumps({"jax": jax_address}).encode())
+        except OSError:
+            raise ConfigError(f"process {process} went away before all processes had come: start them again") from None
     _start_jax(hosts, jax_address)
     return Leader(joined, on_lost)
 

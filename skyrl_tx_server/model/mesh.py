@@ -112,8 +112,9 @@ def put(tree: Any, shardings: Any) -> Any:
 def to_host[Tree](tree: Tree) -> Tree:
     """The whole of a tree of arrays in host memory, in every process, all of which must ask for it."""
 
-    def near(leaf: jax.Array) -> jax.Array | np.ndarray:
-        return leaf if leaf.is_fully_addressable or leaf.is_fully_replicated else process_allgather(leaf, tiled=True)
+    def near(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+        here = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
+        return leaf if here else process_allgather(leaf, tiled=True)
 
     return jax.device_get(jax.tree.map(near, tree))
 

@@ -54,8 +54,13 @@ def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
 
 
 def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
-    with pytest.raises(ConfigError, match=r"coordinator_address=192.0.2.1:7000: .*; it must be an address of process 0's host"):
+    with pytest.raises(
+        ConfigError, match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host"
+    ):
         lead(replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
+    with pytest.raises(ConfigError, match=r"no.such.host.invalid:7000: .*; it must be a free address") as error:
+        lead(replace(hosts, coordinator_address="no.such.host.invalid:7000"), SETTINGS, print)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("leading")
