@@ -23,6 +23,9 @@ from pathlib import Path
 import httpx
 from dotenv import load_dotenv
 
+from src.command_line import parse
+from src.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
 START_TIMEOUT_S = 1800.0
@@ -127,6 +130,7 @@ def quick_start(given: dict[str, str]) -> int:
     options.setdefault("seed", "0")
     options.setdefault("log_path", f"{options['logs_dir']}/{chosen.folder.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
+    check_options(options)
     side_files = Path(options["log_path"] + ".server")
     server = start_server(
         url,
@@ -160,6 +164,7 @@ def full_recipe(given: dict[str, str]) -> int:
         return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}")
     else:
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
+        check_options(options)
         names = (f"base_model={base_model}", f"model_alias={options['model_name']}")
         sizes = (
             f"max_lora_rank={options.get('lora_rank', '32')}",
@@ -170,9 +175,21 @@ def full_recipe(given: dict[str, str]) -> int:
     return train(options, server)
 
 
+def check_options(options: dict[str, str]) -> None:
+    """Ends here with the trainer's own line for what it would not understand, before a server is started for it."""
+    try:
+        parse(trainer_arguments(options))
+    except ConfigError as error:
+        sys.exit(fail(str(error)))
+
+
+def trainer_arguments(options: dict[str, str]) -> list[str]:
+    return ["backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
+
+
 def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> int:
     """Run the trainer to its end, passing on signals; then stop the server this process started."""
-    command = [sys.executable, "-m", "src.train", "backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
+    command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
     # Without this process there is soon no server either, so a trainer left alone could save nothing.
     trainer = subprocess.Popen(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # The terminal sends Ctrl-C to the trainer as well; here it must only wait for the trainer's clean end.

@@ -21,3 +21,10 @@ def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
     assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model
+
+
+def test_a_mistake_is_one_line_before_a_server_is_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.run_skyrl_tx", f"log_path={tmp_path / 'run'}", "learning_rat=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "run_skyrl_tx: unknown option 'learning_rat'; did you mean learning_rate?\n")
+    assert list(tmp_path.iterdir()) == []
