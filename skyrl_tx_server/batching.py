@@ -16,7 +16,7 @@ MIN_PREFIX = 2048
 
 
 def prefill_lengths(max_context_length: int) -> tuple[int, ...]:
-    """Every length a prefill is compiled for: doubling, up to the context.
+    """Every length a prefill may be compiled for: doubling, up to the context; beyond a piece for prompt logprobs alone.
 
     >>> prefill_lengths(2000)
     (128, 256, 512, 1024, 2000)

@@ -139,8 +139,8 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
                 raise SystemExit(f"agent_loop: the server did not start: {ready}")
             url = ready.split()[3]
             with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
-                training = service.create_lora_training_client(base_model="local/bench", rank=RANK, train_unembed=False)
-                yield Server(url=url, pid=process.pid, sampler=training.save_weights_and_get_sampling_client("bench"))
+                training = service.create_lora_training_client(base_model="local/bench", rank=RANK, train_unembed=False).result()
+                yield Server(url=url, pid=process.pid, sampler=training.save_weights_and_get_sampling_client("bench").result())
         finally:
             process.terminate()
 
