@@ -13,11 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from src.evaluation import Evaluation
+from src.metric_names import ALL_TASKS
 from src.metrics import SOLVED
 from src.rollouts import FinishedGroup
 
 logger = logging.getLogger(__name__)
 
+MAX_DOMAINS = 5  # that have a line each at a run's end
 MIN_SIGNAL = 0.25  # the share of steps with differing rewards below which, by seed 004, tasks and model do not fit
 
 # What a step's table shows of its metrics, in this order; the rest is in metrics.jsonl.
@@ -122,6 +124,13 @@ def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: flo
         lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
     files = [name for name in FILES if (log_path / name).exists()]
     return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
+
+
+def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
+    """A line for all tasks, and one for each domain of a few; of families by the dozen each has had a step or two."""
+    domains = {name: values for name, values in variances.items() if name != ALL_TASKS}
+    shown = domains if 1 < len(domains) <= MAX_DOMAINS else {}
+    return [signal(name, values) for name, values in variances.items() if name == ALL_TASKS or name in shown]
 
 
 def signal(name: str, variances: Sequence[float]) -> str:

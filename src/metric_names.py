@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+ALL_TASKS = "all tasks"  # stands for no domain where lines are shown by domain
+
 DOMAIN = r"(?!all/)([^/]+)"
 
 # their name -> ours

@@ -17,7 +17,7 @@ from src import capabilities
 from src.backend import Backend, BackendSettings, address, connect
 from src.chat import load_chat
 from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
-from src.console import Display, Success, outcome, signal
+from src.console import Display, Success, outcome, signals
 from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.endpoint import open_endpoint
@@ -96,8 +96,8 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
             await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
-    signals = [signal(name, variances) for name, variances in recorded_variances(metrics_file).items()]
-    for line in outcome(success_of(metrics_file), signals, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
+    learnt_from = signals(recorded_variances(metrics_file))
+    for line in outcome(success_of(metrics_file), learnt_from, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from src.durable import append_record, records, replace_text
 from src.errors import ConfigError
-from src.metric_names import with_aliases
+from src.metric_names import ALL_TASKS, with_aliases
 
 if TYPE_CHECKING:
     import wandb
@@ -119,7 +119,7 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
         for name, value in record.items():
             area, _, last = name.rpartition("/")
             if last == "variance_per_prompt" and area.partition("/")[0] == "reward" and value is not None:
-                found.setdefault(area.partition("/")[2] or "all tasks", []).append(value)
+                found.setdefault(area.partition("/")[2] or ALL_TASKS, []).append(value)
     return dict(sorted(found.items()))
 
 

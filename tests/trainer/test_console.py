@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from src.console import Display, Success, outcome
+from src.console import Display, Success, outcome, signals
 from src.evaluation import Evaluation, block_of
 from src.recorder import record_groups
 from src.rollouts import FinishedGroup
@@ -110,3 +110,11 @@ def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
         "metrics": {},
     }
     assert failed == {"task": "copy-01", "trial": "f", "failure": "sandbox", "message": "no tmux"}
+
+
+def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the_dozen():
+    few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
+    assert [line.split(":")[0] for line in signals(few)] == ["signal of airline", "signal of all tasks", "signal of retail"]
+    for others in (["retail"], [f"family-{number}" for number in range(6)]):
+        lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
+        assert [line.split(":")[0] for line in lines] == ["signal of all tasks"]
