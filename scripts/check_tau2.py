@@ -1,6 +1,6 @@
 """Checks the adapter to tau2-bench against what the benchmark itself gives: gold replay, do-nothing floors, adversarial answers, load.
 
-    TAU2_HOME=... .venv/bin/python scripts/check_tau2.py [gold] [floors] [adversarial] [load] [domains=retail,airline,telecom,mock]
+    TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [gold] [floors] [adversarial] [load] [domains=retail,airline,telecom,mock]
 
 Every episode goes the whole way: the agent's text through the parser and `ServiceEnv`, a worker, the official evaluator. Prints a line per
 figure and ends with status 1 where one of them is not what it has to be.

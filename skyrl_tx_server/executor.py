@@ -198,16 +198,17 @@ class DeviceExecutor:
         batches = pack(op.data, trained, self._train_shapes)
         if op.loss_fn is LossFn.GSPO:
             logprobs, _ = yield from self._forward(op.model_id, batches, loss)
+            yield
             batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
         if op.forward_only:
             logprobs, total = yield from self._forward(op.model_id, batches, loss)
             return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
         outputs: list[TokenOutputs] = []
-        gradient = no_gradient(model.adapter, config=self._config)
+        gradient = no_gradient(self._models.get(op.model_id).adapter, config=self._config)
         for packed in batches:
             if outputs:
                 yield
-                model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
+            model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
             gradient, output = forward_backward(
                 model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
             )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import numpy as np
 
@@ -258,27 +257,25 @@ class _Cluster:
     def fits(self, shape: TrainShape) -> bool:
         return self.tokens <= shape.length and self.entries <= shape.entries
 
-    def joined(self, other: _Cluster) -> _Cluster:
-        return _Cluster(sequences=self.sequences + other.sequences, tokens=self.tokens + other.tokens, entries=self.entries + other.entries)
-
 
 def _clusters(sequences: Sequence[_Sequence], full: TrainShape) -> Iterator[_Cluster]:
     """Runs of sequences that share beginnings, cut where a stream is full."""
-    cluster: _Cluster | None = None
+    run: list[_Sequence] = []
+    tokens = entries = 0
     for sequence in sequences:
-        if cluster is not None:
-            grown = cluster.joined(_cluster_of(sequence))
-            if sequence.shared and grown.fits(full):
-                cluster = grown
-                continue
-            yield cluster
-        cluster = _cluster_of(replace(sequence, shared=0, same_entries=np.zeros(0, bool)))
-    if cluster is not None:
-        yield cluster
+        tokens, entries = tokens + sequence.new_tokens, entries + sequence.new_entries
+        if not sequence.shared or tokens > full.length or entries > full.entries:
+            if run:
+                yield _cluster(run)
+            run, sequence = [], replace(sequence, shared=0, same_entries=np.zeros(0, bool))
+            tokens, entries = sequence.new_tokens, sequence.new_entries
+        run.append(sequence)
+    yield _cluster(run)
 
 
-def _cluster_of(sequence: _Sequence) -> _Cluster:
-    return _Cluster(sequences=(sequence,), tokens=sequence.new_tokens, entries=sequence.new_entries)
+def _cluster(sequences: Sequence[_Sequence]) -> _Cluster:
+    tokens, entries = (sum(getattr(sequence, name) for sequence in sequences) for name in ("new_tokens", "new_entries"))
+    return _Cluster(sequences=tuple(sequences), tokens=tokens, entries=entries)
 
 
 def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: TrainShape) -> Iterator[tuple[TrainShape, _Cluster]]:
@@ -290,26 +287,24 @@ def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: T
         shape = filled[-1] if filled else fitting[0]
         good, poor = [], []
         for stream in _first_fit(clusters, shape):
-            fills = not filled or _together(stream).tokens >= MIN_FILL * shape.length
+            fills = not filled or sum(cluster.tokens for cluster in stream) >= MIN_FILL * shape.length
             (good if fills else poor).append(stream)
-        yield from ((shape, _together(stream)) for stream in good or poor)
+        yield from ((shape, _cluster([sequence for cluster in stream for sequence in cluster.sequences])) for stream in good or poor)
         clusters = [cluster for stream in poor for cluster in stream] if good else []
 
 
 def _first_fit(clusters: Sequence[_Cluster], shape: TrainShape) -> list[list[_Cluster]]:
     """The largest first, since that packs tightest."""
     streams: list[list[_Cluster]] = []
+    free: list[tuple[int, int]] = []  # tokens and entries, by stream
     for cluster in sorted(clusters, key=lambda cluster: -cluster.tokens):
-        stream = next((stream for stream in streams if _together([*stream, cluster]).fits(shape)), None)
-        if stream is None:
-            streams.append([cluster])
-        else:
-            stream.append(cluster)
+        at = next((at for at, (tokens, entries) in enumerate(free) if cluster.tokens <= tokens and cluster.entries <= entries), len(free))
+        if at == len(free):
+            streams.append([])
+            free.append((shape.length, shape.entries))
+        streams[at].append(cluster)
+        free[at] = (free[at][0] - cluster.tokens, free[at][1] - cluster.entries)
     return streams
-
-
-def _together(clusters: Sequence[_Cluster]) -> _Cluster:
-    return reduce(_Cluster.joined, clusters)
 
 
 # --- in arrays -------------------------------------------------------------------------------------------------------

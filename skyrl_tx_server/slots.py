@@ -50,6 +50,16 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def text(self) -> np.ndarray:
+        """[P + n] int32"""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+
+    @property
+    def cached_tokens(self) -> np.ndarray:
+        """All but the last, which the next step computes."""
+        return self.text[:-1]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Contents:
@@ -196,14 +206,12 @@ class DecodeSlots:
 
     def _longest_prefix(self, snapshot: SnapshotKey, prompt: np.ndarray) -> _Prefix | None:
         """Where most of `prompt` lies in the cache already; None where using it would not shorten the prefill."""
-        contents = dict(self._parked)
-        for slot, row in enumerate(self._rows):
-            if row is not None:  # its last token is not in the cache yet
-                contents[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=np.array([*row.prompt, *row.tokens[:-1]], np.int32))
+        contents = {slot: content.tokens for slot, content in self._parked.items() if content.snapshot == snapshot}
+        running = {slot: row for slot, row in enumerate(self._rows) if row is not None and self._bank.key(row.weights) == snapshot}
+        contents |= {slot: row.cached_tokens for slot, row in running.items()}
         found = [
-            _Prefix(slot=slot, length=min(_common_length(content.tokens, prompt), len(prompt) - 1))  # the last token is always computed
-            for slot, content in contents.items()
-            if content.snapshot == snapshot
+            _Prefix(slot=slot, length=min(_common_length(tokens, prompt), len(prompt) - 1))  # the last token is always computed
+            for slot, tokens in contents.items()
         ]
         longest = max(found, key=lambda prefix: prefix.length, default=None)
         if longest is None or prefill_cost(len(prompt) - longest.length) == prefill_cost(len(prompt)):
@@ -361,7 +369,7 @@ class DecodeSlots:
 
     def _topk(self, row: _Row, length: int) -> TopkLogprobs:
         """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
-        text = np.array([*row.prompt, *row.tokens[: length - 1]], np.int32)
+        text = row.text[: len(row.prompt) + length - 1]
         temperature = row.settings.temperature if self._tempered and row.settings.temperature > 0 else 1.0
         topk, _ = self._scorer.run(self._bank.arrays, row.adapter_slot, text, top=row.topk, temperature=temperature)
         return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
@@ -370,8 +378,7 @@ class DecodeSlots:
         """The row of `slot` is complete; what it computed stays for others to begin from."""
         row = self._rows[slot]
         assert row is not None
-        tokens = np.array([*row.prompt, *row.tokens[:-1]], np.int32)
-        self._parked[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=tokens)
+        self._parked[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=row.cached_tokens)
         self._rows[slot] = None
         self._bank.unpin(row.weights)
 

@@ -7,7 +7,6 @@ train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl           tasks 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,8 +96,8 @@ def open_kinds(
 def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
     customer = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
-    domain = toy_retail.load_domain(folder, customer=customer)
-    database = json.loads((folder / "db.json").read_text())
+    shop = toy_retail.read_shop(folder)
+    domain = shop.domain(customer)
     splits = {"train": domain.tasks, "test": domain.held_out, None: [*domain.tasks, *domain.held_out]}
 
     def official(name: str, split: str | None) -> list[Task]:
@@ -112,7 +111,7 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
             scripted = {"scripts": [[one.instruction]], "actions": one.actions, "communicate": one.facts}
             row = {"id": task_id, "domain": name, "instruction": one.instruction, **scripted}
             try:
-                toy_retail.after_gold(database, row)
+                toy_retail.after_gold(shop.database, row)
             except toy_retail.ToolError as error:
                 raise ConfigError(f"{name}: {task_id}: a gold action fails: {error}") from error
             tasks.append(Task(id=task_id, path=path, instruction=one.instruction, domain=name, row=row, gold_writes=writes(one.actions)))

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,12 +221,29 @@ def played_by(model: Model) -> Callable[[Mapping[str, Any], int], Customer]:
     return lambda row, seed: ModelCustomer(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
 
 
-def load_domain(
-    folder: Path,
-    *,
-    customer: Callable[[Mapping[str, Any], int], Customer] = scripted,
-    close: Callable[[], Awaitable[None]] | None = None,
-) -> Domain:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shop:
+    """What a folder of the domain holds."""
+
+    folder: Path
+    database: Database
+    policy: str
+    rows: Sequence[Mapping[str, Any]]
+
+    def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> Domain:
+        return Domain(
+            tasks=self._tasks("train"), held_out=self._tasks("test"), make=lambda task, seed: self._env(task, customer(task.row, seed))
+        )
+
+    def _env(self, task: Task, customer: Customer) -> ServiceEnv:
+        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, customer=customer))
+
+    def _tasks(self, split: str) -> list[Task]:
+        path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
+        return [Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
+
+
+def read_shop(folder: Path) -> Shop:
     """ConfigError where a file is missing, or a task's gold actions cannot be made."""
     try:
         database: Database = json.loads((folder / "db.json").read_text())
@@ -241,12 +258,4 @@ def load_domain(
             after_gold(database, row)
         except ToolError as error:
             raise ConfigError(f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}") from error
-
-    def make(task: Task, seed: int) -> ServiceEnv:
-        return ServiceEnv(ToyRetailEpisode(task.row, database=database, policy=policy, customer=customer(task.row, seed)))
-
-    def tasks(split: str) -> list[Task]:
-        chosen = [row for row in rows if row["split"] == split]
-        return [Task(id=row["id"], path=folder / "tasks.json", instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
-
-    return Domain(tasks=tasks("train"), held_out=tasks("test"), make=make, close=close)
+    return Shop(folder=folder, database=database, policy=policy, rows=rows)

@@ -18,14 +18,14 @@ from src.command_line import parse
 from src.envs.customers import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedCustomer, ends
 from src.envs.registry import open_task_source
 from src.envs.service import MAX_ERRORS, ServiceEnv, do_nothing
-from src.envs.toy_retail import FOLDER, TOOLS, ToolError, ToyRetailEpisode, after_gold, call, content_hash, load_domain, scripted, tells
+from src.envs.toy_retail import FOLDER, TOOLS, ToolError, ToyRetailEpisode, after_gold, call, content_hash, read_shop, scripted, tells
 from src.errors import ConfigError
 from src.generator import EpisodeSettings, MessageEnv, Observation, run_episode
 from src.limits import LengthLimits
 from src.trajectory import StopReason, Task, Trajectory
 from tests.fakes.policy import FakePolicy
 
-DOMAIN = load_domain(FOLDER)
+DOMAIN = read_shop(FOLDER).domain()
 TASKS = [*DOMAIN.tasks, *DOMAIN.held_out]
 BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench"]
 LIMITS = LengthLimits(max_input_length=1900, max_generate_length=100, max_sequence_length=2000, context_limit=2000)
@@ -290,4 +290,4 @@ def test_a_gold_action_that_cannot_be_made_is_found_at_once(tmp_path):
     rows[3]["actions"][0]["arguments"]["order"] = "nobody"
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=f"{rows[3]['id']}: a gold action fails: there is no order nobody"):
-        load_domain(tmp_path)
+        read_shop(tmp_path)
