@@ -49,7 +49,7 @@ QUICKSTART_OPTIONS = {
     "trial_timeout_sec": "120",
     "save_every": "100",
 }
-QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=2048", "exact_batches=false")
+QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=2048")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

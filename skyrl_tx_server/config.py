@@ -52,7 +52,6 @@ class EngineSettings:
     max_snapshots: int
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
-    exact_batches: bool = True  # whoever shares a decode batch, a sample comes out the same to the bit
     mesh: MeshShape = MeshShape()
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
 
@@ -117,10 +116,6 @@ class ServerConfig:
     sampled_logprobs: Literal["model", "tempered"] = chz.field(
         default="model",
         doc="Log-probabilities of sampled tokens: the model's own (temperature 1), or of the tempered distribution they were drawn from",
-    )
-    exact_batches: bool = chz.field(
-        default=True,
-        doc="A sample is the same to the bit whoever shares its batch; false decodes faster while all samples use one adapter",
     )
     train_tokens_per_batch: int = chz.field(default=8192, doc="Tokens per training micro-batch, shared beginnings once")
     max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
@@ -237,7 +232,6 @@ class ServerConfig:
             decode_slots=self.decode_slots,
             decode_block=self.decode_block,
             train_tokens_per_batch=self.train_tokens_per_batch,
-            exact_batches=self.exact_batches,
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),

@@ -117,7 +117,6 @@ class DeviceExecutor:
             dtype=dtype,
             model_dir=settings.model_dir,
             tempered_logprobs=settings.tempered_logprobs,
-            exact_batches=settings.exact_batches,
             hosts=hosts,
         )
         self.info = EngineInfo(

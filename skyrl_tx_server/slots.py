@@ -24,6 +24,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
@@ -92,7 +93,6 @@ class DecodeSlots:
         dtype: np.dtype,
         model_dir: Path,
         tempered_logprobs: bool,
-        exact_batches: bool,
         hosts: Hosts = ALONE,
     ) -> None:
         self._config = config
@@ -102,7 +102,6 @@ class DecodeSlots:
         self._dtype = np.dtype(dtype)
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
-        self._exact_batches = exact_batches
         self._hosts = hosts
         self._prefill_lengths = prefill_lengths(max_context_length)
         self._segment_ends = segment_ends(max_context_length)
@@ -282,14 +281,13 @@ class DecodeSlots:
             tokens=np.zeros(self.num_slots, np.int32),
             positions=np.full(self.num_slots, self._max_context_length, np.int32),  # a free slot writes beyond the cache: nowhere
             remaining=np.zeros(self.num_slots, np.int32),
-            adapter_indices=np.full(self.num_slots, live[0][1].adapter_slot, np.int32),
+            adapters=users_of(np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
         for slot, row in live:
             rows.tokens[slot] = row.tokens[-1]
             rows.positions[slot] = len(row.prompt) + len(row.tokens) - 1
             rows.remaining[slot] = row.max_tokens - len(row.tokens)
-            rows.adapter_indices[slot] = row.adapter_slot
             rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
         self._cache, outputs = decode_block(
             self._cache,
@@ -300,7 +298,6 @@ class DecodeSlots:
             config=self._config,
             steps=self._block,
             segments=self._segments(max(int(rows.positions[slot]) for slot, _ in live)),
-            one_adapter=not self._exact_batches and bool((rows.adapter_indices == rows.adapter_indices[0]).all()),
             tempered=self._tempered,
         )
         host = to_host(outputs)

@@ -26,8 +26,7 @@ def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         training(config, model_dir)
-        for exact in (True, False):
-            decoding(config, model_dir, exact=exact)
+        decoding(config, model_dir)
 
 
 def training(config: Peers, model_dir: Path) -> None:
@@ -45,14 +44,14 @@ def training(config: Peers, model_dir: Path) -> None:
         report("optimizer step", interleave(turns, repeats=max(5, config.repeats), between_s=0.05), {}, of="one")
 
 
-def decoding(config: Peers, model_dir: Path, *, exact: bool) -> None:
-    with running(model_dir, exact_batches=exact) as ours:
+def decoding(config: Peers, model_dir: Path) -> None:
+    with running(model_dir) as ours:
         names = [f"adapter-{number}" for number in range(ACTIVE)]
         for name in names:
             ours.engine.submit(SaveSampler(model_id="model", name=None, weights=name)).result()
         turns = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
         timings = interleave(turns, repeats=config.repeats)
-        report(f"decoding {ROWS} rows with {ACTIVE} adapters, exact_batches={str(exact).lower()}", timings, {}, of="one")
+        report(f"decoding {ROWS} rows with {ACTIVE} adapters", timings, {}, of="one")
         ratio = timings[f"{ACTIVE} adapters"].wall_s / timings["one"].wall_s
         figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
 

@@ -27,10 +27,9 @@ def main(config: Peers) -> None:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with (
             side("ours", "ours", model_dir) as ours,
-            side("ours inexact", "ours", model_dir, "exact_batches=false") as inexact,
             peers(config, model_dir) as others,
         ):
-            sides = [ours, inexact, *others.values()]
+            sides = [ours, *others.values()]
             turns = {each.name: fresh(each, prompts=ROWS, num_samples=1) for each in sides}
             title = f"generation, {ROWS} x ({PROMPT} + {NEW}), different prompts"
             report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})

@@ -22,7 +22,7 @@ from skyrl_tx_server.model.config import ExpertGroups, Experts, LatentAttention,
 from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.family import Attend, Family, LayerParams, Split, Switch, Weight, add_mlp, mlp_weights, module_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
-from skyrl_tx_server.model.low_rank import Leaf, LowRank, project
+from skyrl_tx_server.model.low_rank import Leaf, LowRank, by_adapter, project
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,12 @@ def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapte
     out = jnp.einsum("bthk,chk->bthc", plain, _by_head(config, params["kv_b"])[..., : latent.plain_dim])
     if module is None:
         return out
-    row = _row(module)
-    inner = jnp.einsum(f"bthk,{row}rhk->bthr", plain, _by_head(config, module.b[0])[..., : latent.plain_dim].astype(plain.dtype))
-    return out + jnp.einsum(f"bthr,{row}cr->bthc", inner * _scale(module, plain), module.a.astype(plain.dtype))
+
+    def delta(own: LowRank) -> tuple[jax.Array]:
+        inner = jnp.einsum("bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype))
+        return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
+
+    return out + by_adapter(module, delta)[0]
 
 
 def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
@@ -93,9 +96,12 @@ def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, a
     out = jnp.einsum("bthc,chv->bthv", attended, _by_head(config, params["kv_b"])[..., latent.plain_dim :])
     if module is None:
         return out
-    row = _row(module)
-    inner = jnp.einsum(f"bthc,{row}cr->bthr", attended, module.a.astype(attended.dtype)) * _scale(module, attended)
-    return out + jnp.einsum(f"bthr,{row}rhv->bthv", inner, _by_head(config, module.b[0])[..., latent.plain_dim :].astype(attended.dtype))
+
+    def delta(own: LowRank) -> tuple[jax.Array]:
+        inner = jnp.einsum("bthc,cr->bthr", attended, own.a.astype(attended.dtype)) * _scale(own, attended)
+        return (jnp.einsum("bthr,rhv->bthv", inner, _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype)),)
+
+    return out + by_adapter(module, delta)[0]
 
 
 def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:
@@ -103,14 +109,8 @@ def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:
     return jnp.reshape(columns, (*columns.shape[:-1], config.num_heads, -1))
 
 
-def _row(module: LowRank) -> str:
-    """einsum's letter for the leading axis of an adapter per row."""
-    return "b" if module.a.ndim == 3 else ""
-
-
 def _scale(module: LowRank, like: jax.Array) -> jax.Array:
-    """One for the batch, or one per row, to go with [B, T, H, rank]."""
-    return jnp.reshape(jax.lax.stop_gradient(module.scale), (-1, 1, 1, 1)).astype(like.dtype)
+    return jax.lax.stop_gradient(module.scale).astype(like.dtype)
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:

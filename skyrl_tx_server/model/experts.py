@@ -119,13 +119,14 @@ def _mix(
 ) -> jax.Array:
     """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, D, 2F] and `down` [E, F, D] are, `first` being the first.
 
-    The adapter's modules are one for the batch (A [E, in, ...]), or a bank that `rows` points into (A [S, E, in, ...]).
+    The adapter's modules are one for the batch (A [E, in, ...]), or a bank with its users (A [S, L, E, in, ...]).
     """
     batch, length, hidden = x.shape
     tokens = x.reshape(-1, hidden)
     weights, chosen = route(experts, router, tokens)
     local = chosen.reshape(-1) - first
-    entries = None if modules is None else modules[0].rows  # of the bank, by row
+    users = None if modules is None else modules[0].users
+    entries = None if users is None else jnp.asarray(users.entries)  # of the bank, by row
     layout = _lay_out(local, gate_up.shape[0], block=_block_size(local.size, experts.count) if entries is None else 1)
     assigned = jnp.arange(local.size) // experts.per_token
     blocks = layout.fill(tokens[assigned])
@@ -161,7 +162,7 @@ def _shared_mix(
 
 def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, columns: PartitionSpec, inputs: PartitionSpec):
     """A PartitionSpec in every leaf's place: B is divided like its weight's columns, A like its inputs."""
-    bank = (None,) if modules[0].rows is not None else ()
+    bank = () if modules[0].users is None else (None, None)
     whole = PartitionSpec("expert", None, None)
 
     def of(module: LowRank, a: PartitionSpec, b: PartitionSpec) -> LowRank:
@@ -171,7 +172,7 @@ def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, columns
                     return PartitionSpec(*bank, *a)
                 case "b":
                     return PartitionSpec(*bank, *b)
-                case "rows":
+                case "users" if path[1].name == "entries":
                     return rows
             return PartitionSpec()
 
@@ -226,9 +227,10 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
 
 def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> LowRank:
     """Each block's own factors, every leaf with a leading axis of blocks; `entry` [blocks] is of the bank where `module` is one."""
-    at = experts if entry is None else (entry, experts)
-    scale = jnp.broadcast_to(module.scale, experts.shape) if entry is None else module.scale[entry]
-    return LowRank(a=module.a[at], b=tuple(b[at] for b in module.b), scale=scale)
+    if entry is None:
+        return LowRank(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
+    at = (entry, module.layer, experts)
+    return LowRank(a=module.a[at], b=tuple(b[at] for b in module.b), scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None])
 
 
 @jax.custom_vjp

@@ -14,7 +14,6 @@ from functools import partial
 from math import prod
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,7 +21,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import Stack, Switch, Weight
-from skyrl_tx_server.model.low_rank import Leaf, LowRank, rows_of
+from skyrl_tx_server.model.low_rank import Leaf, LowRank, Users
 from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.ops import LoraSpec, expert_rank
 
@@ -147,16 +146,13 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)))
 
 
-def adapters_of_rows(config: ModelConfig, bank: Adapter, index_B: jax.Array) -> Adapter:
-    """Each row's own adapter, every leaf [S, ...] -> [B, ...]; but experts' factors stay a bank that `LowRank.rows` points into,
-    because a row needs few of them."""
-
-    def of(weight: Weight, module: LowRank) -> LowRank:
-        if not weight.experts:
-            return rows_of(module, index_B)
-        return replace(module, rows=jnp.broadcast_to(index_B[:, None], (*index_B.shape, module.scale.shape[1])))
-
-    return _mapped(config, of, bank)
+def bank_layers(bank: Adapter, users: Users) -> list[LayerAdapter]:
+    """What each layer of the model uses of a bank, whose every leaf has a leading axis of entries."""
+    return [
+        {field: replace(module, users=users, layer=np.int32(index)) for field, module in modules.items()}
+        for modules in bank.layers
+        for index in range(next(iter(modules.values())).scale.shape[1])
+    ]
 
 
 def _shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:

@@ -1,12 +1,13 @@
 """The arithmetic of LoRA: a projection's factors, and what they add to it.
 
-The same code applies one adapter to a whole batch and one adapter per row. Give every leaf a leading row axis for the latter:
-
-    rows = rows_of(bank, index_B)     # every leaf [S, ...] -> [B, ...]
+In training one adapter serves a whole batch. In sampling each row may have its own, of a bank; then every adapter in use is applied to the
+whole batch and each row keeps what its own one made (`by_adapter`). That reads an adapter once, however many rows use it, and a row's
+result cannot depend on the others: the shapes of all products are those of the batch, whoever is in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -19,18 +20,56 @@ type Leaf = jax.Array | np.ndarray
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Users:
+    """Which entry of a bank each of B rows uses."""
+
+    entries: Leaf  # [B] int32, by row
+    distinct: Leaf  # [B] int32, every entry in use once; the first `count` count
+    count: Leaf  # [] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """One projection's A, B and scale: the parts' outputs gain `scale * (x @ a_part) @ b_part`. Experts give A and B a leading axis."""
+    """One projection's A, B and scale: the parts' outputs gain `scale * (x @ a_part) @ b_part`. Experts give A and B a leading axis.
+
+    With `users` it is a bank of them: every leaf has leading axes [S, ...], entries first, then layers where it has a `layer`.
+    """
 
     a: Leaf  # [in, parts * max_rank]
     b: tuple[Leaf, ...]  # one [max_rank, out_part] each
     scale: Leaf  # [] float32, alpha / rank; never trained
-    rows: Leaf | None = None  # [B] int32: the other leaves are a bank [S, ...] and this says which entry each row uses
+    users: Users | None = None
+    layer: Leaf | None = None  # [] int32
 
 
-def rows_of[Tree](bank: Tree, index_B: jax.Array) -> Tree:
-    """Each row's own adapter: every leaf [S, ...] -> [B, ...]."""
-    return jax.tree.map(lambda leaf: leaf[index_B], bank)
+def users_of(entries_B: np.ndarray) -> Users:
+    """On the host."""
+    found = np.unique(entries_B).astype(np.int32)
+    distinct = np.pad(found, (0, len(entries_B) - len(found)), mode="edge")
+    return Users(entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32))
+
+
+def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+    """`of` the module, which makes arrays [B, ...] of the whole batch; of a bank, each row's part of what its own entry makes."""
+    users = module.users
+    if users is None:
+        return of(module)
+
+    def select(index: jax.Array, chosen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        entry = jnp.asarray(users.distinct)[index]
+        own = jnp.asarray(users.entries) == entry
+        return tuple(
+            jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old) for new, old in zip(of(_entry(module, entry)), chosen, strict=True)
+        )
+
+    shapes = jax.eval_shape(lambda: of(_entry(module, jnp.int32(0))))
+    return jax.lax.fori_loop(0, users.count, select, tuple(jnp.zeros(each.shape, each.dtype) for each in shapes))
+
+
+def _entry(bank: LowRank, entry: jax.Array) -> LowRank:
+    at = (entry,) if bank.layer is None else (entry, bank.layer)
+    return LowRank(a=jnp.asarray(bank.a)[at], b=tuple(jnp.asarray(b)[at] for b in bank.b), scale=jnp.asarray(bank.scale)[at])
 
 
 def project(
@@ -38,8 +77,8 @@ def project(
 ) -> tuple[jax.Array, ...]:
     """x [B, T, in] @ weight [in, sum(widths)] plus the adapter's delta, split into the parts of a fused projection.
 
-    `module` is one adapter for the whole batch, one per row (every leaf with a leading B axis), or None for the base model. `shards` is
-    into how many blocks the weight's columns are arranged (see `family.Weight`).
+    `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `shards` is into how many blocks the
+    weight's columns are arranged (see `family.Weight`).
     """
     outputs = split_parts(x @ weight if bias is None else x @ weight + bias, widths, shards)
     if module is None:
@@ -58,10 +97,9 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 
 def low_rank_deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:
     """The adapter's part of a projection of x [B, T, in], one [B, T, out_part] per part, in x's dtype."""
-    per_row = module.a.ndim == 3
-    scale = jax.lax.stop_gradient(module.scale).astype(x.dtype)
-    down, up = ("bti,bir->btr", "btr,bro->bto") if per_row else ("bti,ir->btr", "btr,ro->bto")
-    inner = jnp.einsum(down, x, module.a.astype(x.dtype)) * (scale[:, None, None] if per_row else scale)
-    return tuple(
-        jnp.einsum(up, part, b.astype(x.dtype)) for part, b in zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
-    )
+    return by_adapter(module, lambda own: _deltas(x, own))
+
+
+def _deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:
+    inner = x @ module.a.astype(x.dtype) * jax.lax.stop_gradient(module.scale).astype(x.dtype)
+    return tuple(part @ b.astype(x.dtype) for part, b in zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True))

@@ -78,10 +78,10 @@ def layer[Aux](
     return family_of(config).layer(config, by_rows(config, x), gathered(config, stack.weights, params), adapter, rope, attend)
 
 
-def by_layer[Tree](config: ModelConfig, stacked: tuple[Tree, ...], *, axis: int = 0) -> list[Tree]:
-    """Each layer's own part of what lies stacked along `axis` of every leaf."""
+def by_layer[Tree](config: ModelConfig, stacked: tuple[Tree, ...]) -> list[Tree]:
+    """Each layer's own part of what lies stacked over layers."""
     return [
-        jax.tree.map(partial(jax.lax.index_in_dim, index=index, axis=axis, keepdims=False), tree)
+        jax.tree.map(partial(jax.lax.index_in_dim, index=index, keepdims=False), tree)
         for stack, tree in zip(stacks_of(config), stacked, strict=True)
         for index in range(len(stack.layers))
     ]

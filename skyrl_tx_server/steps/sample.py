@@ -11,7 +11,7 @@ key = fold_in(fold_in(seed, index), position).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -32,8 +32,8 @@ from skyrl_tx_server.model.kv_cache import (
     write_prompt,
 )
 from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter, adapters_of_rows
-from skyrl_tx_server.model.low_rank import Leaf, rows_of
+from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
+from skyrl_tx_server.model.low_rank import Leaf, Users
 from skyrl_tx_server.model.transformer import Params, by_layer, head_logits, layer
 
 MAX_STOP_TOKENS = 16
@@ -89,7 +89,7 @@ class Rows:
     tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet
     positions: Leaf  # [B] int32, that token's position = tokens in the cache; the cache's length for a free slot, which is left as it is
     remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
-    adapter_indices: Leaf  # [B] int32
+    adapters: Users  # of the bank
     stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
 
@@ -169,7 +169,7 @@ def prefill(
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "segments", "one_adapter", "tempered"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "steps", "segments", "tempered"), donate_argnames=("cache",))
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -180,23 +180,19 @@ def decode_block(
     config: ModelConfig,
     steps: int,
     segments: int,
-    one_adapter: bool,
     tempered: bool,
 ) -> tuple[KVCache, BlockOutputs]:
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
-    Attention reads the first `segments` segments of the cache; every live row's position must lie within. `one_adapter` says that all
-    adapter indices are equal, which saves gathering an adapter per row and rounds differently.
+    Attention reads the first `segments` segments of the cache; every live row's position must lie within.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the cache is written once per block instead of once per step.
     """
     batch = rows.tokens.shape[0]
-    indices = jnp.asarray(rows.adapter_indices)
-    adapter = rows_of(bank, indices[0]) if one_adapter else adapters_of_rows(config, bank, indices)
-    adapters = by_layer(config, adapter.layers, axis=0 if one_adapter else 1)
+    adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    layers = list(zip(stacks, by_layer(config, params.layers), adapters, strict=True))
+    layers = list(zip(stacks, by_layer(config, params.layers), bank_layers(bank, rows.adapters), strict=True))
     past = [layer_segments[:segments] for layer_segments in cache]
     past_masks = [
         (first + jnp.arange(segment.keys.shape[-1])[None] < rows.positions[:, None])[:, None, None]

@@ -1,5 +1,7 @@
 """A mixture's grouped products against every expert applied to every token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from skyrl_tx_server.model.config import Experts
 from skyrl_tx_server.model.experts import Router, _block_size, _lay_out, _mix, route
-from skyrl_tx_server.model.low_rank import LowRank
+from skyrl_tx_server.model.low_rank import LowRank, users_of
 
 HIDDEN, WIDTH, COUNT, RANK = 8, 6, 5, 2
 EXPERTS = Experts(count=COUNT, per_token=2, normalized=True)
@@ -69,8 +71,8 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
     x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
-    banks = jax.tree.map(lambda *leaves: np.stack(leaves), *adapters)
-    banks = tuple(LowRank(a=bank.a, b=bank.b, scale=bank.scale, rows=jnp.asarray(rows)) for bank in banks)
+    banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # of one layer
+    banks = tuple(replace(bank, users=users_of(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: _mix(EXPERTS, x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
         alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.lora import adapted_stacks, check_spec, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
-from skyrl_tx_server.model.low_rank import low_rank_deltas, project, rows_of
+from skyrl_tx_server.model.low_rank import low_rank_deltas, project, users_of
 from skyrl_tx_server.ops import LoraSpec
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
@@ -67,18 +67,22 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
         assert not np.any(mask[field].scale)
 
 
-def test_one_adapter_per_row_equals_one_adapter_at_a_time() -> None:
+def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(CONFIG.hidden_size, sum(CONFIG.qkv_widths))).astype(np.float32)
     layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    index = np.array([2, 0, 1], np.int32)
-    mixed = project(x, weight, CONFIG.qkv_widths, rows_of(bank, index))
-    for row, slot in enumerate(index):
-        alone = project(x[row : row + 1], weight, CONFIG.qkv_widths, layers[slot])
-        for part, expected in zip(mixed, alone, strict=True):
-            np.testing.assert_allclose(part[row : row + 1], expected, atol=2e-5)
+    apply = jax.jit(lambda x, module: project(x, weight, CONFIG.qkv_widths, module))
+
+    def used_by(*entries: int):
+        return apply(x, replace(bank, users=users_of(np.array(entries, np.int32))))
+
+    mixed = used_by(2, 0, 1)
+    for row, entry in enumerate((2, 0, 1)):
+        for part, together, alone in zip(mixed, used_by(entry, entry, entry), apply(x, layers[entry]), strict=True):
+            np.testing.assert_array_equal(part[row], together[row])
+            np.testing.assert_allclose(part[row], alone[row], atol=2e-5)
 
 
 def test_the_delta_is_scale_times_x_a_b() -> None:
