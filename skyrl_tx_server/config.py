@@ -50,6 +50,7 @@ class EngineSettings:
     train_tokens_per_batch: int
     max_models: int
     max_snapshots: int
+    cache_tokens: int | None = None  # None: a whole context for every slot
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
     mesh: MeshShape = MeshShape()
@@ -112,6 +113,11 @@ class ServerConfig:
         doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs some quality on short texts",
     )
     decode_slots: int = chz.field(default=32, doc="Sequences decoded at once")
+    cache_tokens: int | None = chz.field(
+        default=None,
+        doc="Tokens whose keys and values are kept, of sequences being sampled and of what later prompts may continue; "
+        "default: a whole context for each of decode_slots. With less, the sample that came last waits when pages run out",
+    )
     decode_block: int = chz.field(default=16, doc="Decode steps per device dispatch")
     sampled_logprobs: Literal["model", "tempered"] = chz.field(
         default="model",
@@ -161,6 +167,7 @@ class ServerConfig:
             ("max_lora_rank", self.max_lora_rank),
             ("decode_slots", self.decode_slots),
             ("decode_block", self.decode_block),
+            ("cache_tokens", 1 if self.cache_tokens is None else self.cache_tokens),
             ("train_tokens_per_batch", self.train_tokens_per_batch),
             ("max_models", self.max_models),
             ("max_snapshots", self.max_snapshots),
@@ -231,6 +238,7 @@ class ServerConfig:
             stretch_context=self.stretch_context,
             decode_slots=self.decode_slots,
             decode_block=self.decode_block,
+            cache_tokens=self.cache_tokens,
             train_tokens_per_batch=self.train_tokens_per_batch,
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,

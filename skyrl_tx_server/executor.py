@@ -19,6 +19,7 @@ import numpy as np
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
+from skyrl_tx_server.cache_size import asked_cache, fitting_cache
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
@@ -28,7 +29,6 @@ from skyrl_tx_server.live_models import LiveModel, LiveModels
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh, to_host
 from skyrl_tx_server.model.transformer import Remat
@@ -111,7 +111,8 @@ class DeviceExecutor:
             self._config,
             self._params,
             self._snapshots,
-            num_slots=_fitting_slots(settings, self._config, context, dtype, hosts.agreed(lambda: _cache_budget_bytes(settings))),
+            size=fitting_cache(settings, self._config, context, dtype, hosts.agreed(lambda: _cache_budget_bytes(settings))),
+            groups=settings.mesh.batch,
             max_context_length=context,
             block=settings.decode_block,
             dtype=dtype,
@@ -183,6 +184,7 @@ class DeviceExecutor:
             "programs": compilations.programs(),
             "program_seconds": compilations.seconds(),
             "programs_from_cache": compilations.cache_hits(),
+            **self._slots.stats(),
             **self._models.stats(),
             **self._snapshots.stats(),
             **_device_memory(),
@@ -385,7 +387,7 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         device=f"{jax.default_backend()} ({device.device_kind}){each}",
         available_bytes=int(available),
         context=context,
-        decode_slots=settings.decode_slots,
+        cache=asked_cache(settings, config, context, dtype),
         max_lora_rank=settings.max_lora_rank,
         max_models=settings.max_models,
         max_snapshots=settings.max_snapshots,
@@ -417,26 +419,6 @@ def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.d
         kept += (config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up) // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
     return tokens * (kept + one_layer) * dtype.itemsize
-
-
-def _fitting_slots(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget: float) -> int:
-    """As many of the `decode_slots` asked for as have room for a whole context each, as many on each of the batch's devices."""
-    each = cache_bytes_per_slot(config, context, dtype) // config.tensor_shards
-    fitting = min(settings.decode_slots, int(budget // each) * settings.mesh.batch)
-    if fitting < 1:
-        raise ConfigError(
-            f"keys and values of one {context}-token sequence take {each / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are free for them: "
-            "set a smaller max_context_length"
-        )
-    if fitting < settings.decode_slots:
-        logger.warning(
-            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
-            settings.decode_slots,
-            fitting,
-            context,
-            budget / 2**30,
-        )
-    return fitting
 
 
 def _cache_budget_bytes(settings: EngineSettings) -> float:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import stacks_of
-from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
 from skyrl_tx_server.model.lora import adapter_size
 from skyrl_tx_server.model.mesh import VOCABULARY, part_size, weight_spec
 from skyrl_tx_server.packing import train_shapes
@@ -59,7 +60,7 @@ def memory_plan(
     device: str,
     available_bytes: int,
     context: int,
-    decode_slots: int,
+    cache: CacheSize,
     max_lora_rank: int,
     max_models: int,
     max_snapshots: int,
@@ -74,7 +75,6 @@ def memory_plan(
         for weight in stack.weights.values():
             weights += part_size(config, (len(stack.layers), *weight.shape), weight_spec(weight))
     adapter = adapter_size(config, max_lora_rank)
-    own_slots = -(-decode_slots // row_groups)
     smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
     budget = train_shapes(max_context_length=context, tokens_per_batch=train_tokens_per_batch, row_groups=row_groups).budget
     logits = chunk_entries(budget.entries, rows=row_groups, vocab_size=config.vocab_size) * config.vocab_size // config.tensor_shards
@@ -84,8 +84,13 @@ def memory_plan(
         shares=(
             Share(name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower=smaller_dtype),
             Share(
-                name=f"keys and values of {own_slots} sequences of {context} tokens",
-                num_bytes=own_slots * cache_bytes_per_slot(config, context, dtype) // config.tensor_shards,
+                name=f"pages for keys and values of {(cache.pages - 1) * PAGE} tokens",
+                num_bytes=cache.pages_bytes,
+                lower="cache_tokens, decode_slots or max_context_length",
+            ),
+            Share(
+                name=f"the pages of {cache.slots} sequences of {context} tokens side by side, while they decode",
+                num_bytes=cache.copy_bytes,
                 lower="decode_slots or max_context_length",
             ),
             Share(

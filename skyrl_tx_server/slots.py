@@ -1,81 +1,62 @@
-"""The decode slots: which row sits where, and the conversation with the sampling programs, once per block.
+"""The decode slots: which row sits where, on which pages, and the conversation with the sampling programs, once per block.
 
 The only device state is the key-value cache. Everything else about a row lives here and travels with each dispatch, so that a failed
 program costs the rows their cache and nothing more.
 
-A slot keeps its keys and values after its row has left, until another row needs the place. A prompt that begins like the tokens of any
-slot under the same weights is prefilled from there on only: the next turn of a conversation, the other members of a group, a system prompt.
+What was computed is remembered (`pages`): a prompt that begins like anything under the same weights is prefilled from there on only, be it
+the next turn of a conversation, another member of a group or a common system prompt. When rows need more pages than there are, the one
+that came last is set aside; it is computed again when there is room, and samples what it would have sampled.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import PREFILL_PIECE, bucket, pad_tokens, prefill_cost, prefill_lengths, prefix_ends, segment_ends
+from skyrl_tx_server.batching import PAGE, PREFILL_LENGTHS, PREFILL_PIECE, bucket, pad_tokens, prefill_cost, score_lengths, segment_ends
+from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
-from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, empty_cache
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, SamplingSettings, StopReason, TopkLogprobs
-from skyrl_tx_server.snapshots import SnapshotBank, SnapshotKey
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, PromptOutputs, Rows, RowSettings, decode_block, prefill
+from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
+from skyrl_tx_server.pages import Pages, Prefix
+from skyrl_tx_server.rows import Row, checked_max_tokens, row_settings, stop_tokens_of
+from skyrl_tx_server.snapshots import SnapshotBank
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, PromptOutputs, Rows, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
-from skyrl_tx_server.stop_strings import find_stop, load_tokenizer
+from skyrl_tx_server.stop_strings import load_tokenizer
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
-    """One running sample."""
+class _Begun:
+    """A prompt on its way."""
 
-    ticket: int
-    index: int  # which sample of its request
-    weights: str | None
-    adapter_slot: int
-    settings: SamplingSettings
-    seed: int
-    stop_tokens: tuple[int, ...]
-    prompt: np.ndarray  # [P] int32
-    max_tokens: int
-    topk: int  # likeliest tokens to report at each of its tokens
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def text(self) -> np.ndarray:
-        """[P + n] int32"""
-        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
-
-    @property
-    def cached_tokens(self) -> np.ndarray:
-        """All but the last, which the next step computes."""
-        return self.text[:-1]
+    hit_tokens: int  # of it that lay in the cache when it came
+    logprobs: np.ndarray  # [P] by position, NaN where they are not known or not wanted
+    done: int = 0  # after how many tokens they are known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Contents:
-    """What a slot's keys and values were computed from."""
+class _Placed:
+    """Where the next piece of a text goes: its tokens `cached` to `length`."""
 
-    snapshot: SnapshotKey
-    tokens: np.ndarray  # [n] int32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prefix:
-    """The first `length` tokens of a prompt, found in `slot`."""
-
-    slot: int
+    cached: int
     length: int
+    slots: list[int]
+    tables: list[list[int]]  # the pages of each slot's row; the first is computed
+    before: list[tuple[int, int]]  # pages to copy into others: of the prefix
+    after: list[tuple[int, int]]  # and of what was computed
 
 
 class DecodeSlots:
@@ -87,7 +68,8 @@ class DecodeSlots:
         params: Params,
         bank: SnapshotBank,
         *,
-        num_slots: int,
+        size: CacheSize,
+        groups: int,
         max_context_length: int,
         block: int,
         dtype: np.dtype,
@@ -95,6 +77,7 @@ class DecodeSlots:
         tempered_logprobs: bool,
         hosts: Hosts = ALONE,
     ) -> None:
+        """Each of `groups` devices has slots and pages of this size."""
         self._config = config
         self._params = params
         self._bank = bank
@@ -103,16 +86,18 @@ class DecodeSlots:
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
         self._hosts = hosts
-        self._prefill_lengths = prefill_lengths(max_context_length)
-        self._segment_ends = segment_ends(max_context_length)
-        self._prefix_ends = prefix_ends(max_context_length)
-        self._block = min(block, self._segment_ends[0])
-        self._rows: list[_Row | None] = [None] * num_slots
-        self._parked: dict[int, _Contents] = {}  # what rows that left have left in their slots, longest ago first
-        self._begun: dict[int, int] = {}  # ticket -> tokens of its prompt that lay in the cache when its prefill began
+        self._ends = segment_ends(max_context_length)
+        self._table_width = self._ends[-1] // PAGE + 1  # a block may reach beyond the context
+        self._block = min(block, PAGE)
+        self._size, self._groups = size, groups
+        self._rows: list[Row | None] = [None] * size.slots * groups
+        self._aside: list[Row] = []  # waiting for pages, oldest first
+        self._pages: list[Pages] = []  # by group
+        self._set_aside_count = 0
+        self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
-        self._scorer = Scorer(config=config, params=params, lengths=self._prefill_lengths)
-        self._cache: KVCache = self._empty_cache()
+        self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
+        self._forget_everything()
 
     @property
     def num_slots(self) -> int:
@@ -120,80 +105,94 @@ class DecodeSlots:
 
     @property
     def rows_decoding(self) -> int:
-        return sum(row is not None for row in self._rows)
+        """Those that are set aside among them: their slots are kept free."""
+        return sum(row is not None for row in self._rows) + len(self._aside)
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "cache_pages": (self._size.pages - 1) * self._groups,
+            "cache_pages_free": sum(pages.num_free for pages in self._pages),
+            "cache_pages_remembered": sum(pages.num_remembered for pages in self._pages),
+            "rows_set_aside": len(self._aside),
+            "preemptions": self._set_aside_count,
+        }
 
     def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
-        """Prefill `op`'s prompt into `count` free slots and sample the first token of each; None after a piece of a long prompt."""
-        max_tokens = self._checked_max_tokens(op)
-        stop_tokens = self._stop_tokens(op.settings)
+        """Prefill `op`'s prompt, give `count` rows a slot and sample the first token of each; None after a piece of a long prompt."""
+        max_tokens = checked_max_tokens(op, self._config, self._max_context_length)
+        stop_tokens = stop_tokens_of(op.settings, self._config)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        # prompt logprobs need every position's hidden state, so nothing can be taken from the cache
-        prefix = None if op.prompt_logprobs else self._longest_prefix(self._bank.key(op.weights), op.prompt)
-        cached = prefix.length if prefix else 0
-        hit_tokens = self._begun.setdefault(ticket, cached)
-        if not op.prompt_logprobs and len(op.prompt) - cached > PREFILL_PIECE:
-            self._park(op, cached + PREFILL_PIECE, prefix)
-            return None
-        seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
-        adapter_slots = [self._bank.pin(op.weights) for _ in range(count)]
-        rows = [
-            _Row(
-                ticket=ticket,
-                index=index,
-                weights=op.weights,
-                adapter_slot=adapter_slot,
-                settings=op.settings,
-                seed=seed,
-                stop_tokens=stop_tokens,
-                prompt=op.prompt,
-                max_tokens=max_tokens,
-                topk=op.topk_sample_logprobs,
-            )
-            for index, adapter_slot in zip(range(first, first + count), adapter_slots, strict=True)
-        ]
-        slots = self._places(count, prefix)
-        for slot, row in zip(slots, rows, strict=True):
-            self._parked.pop(slot, None)
-            self._rows[slot] = row
+        if self._aside:
+            raise CapacityError("samples that were set aside for want of pages come first")
+        wants_logprobs = op.prompt_logprobs and first == 0
+        adapter_slot = self._bank.pin(op.weights)
         try:
-            topk, targets = self._score_prompt(op, adapter_slots[0]) if first == 0 else (None, None)
-            outputs = self._prefill(op, len(op.prompt), slots, prefix, rows=rows, adapter_slot=adapter_slots[0])
-        except Exception as error:
-            for slot in slots:
-                self._clear(slot)
-            self._recover(error)
-            raise
+            begun = self._begun.get(ticket)
+            # what is in the cache has no logprobs any more
+            limit = len(op.prompt) - 1 if not wants_logprobs else begun.done if begun else 0
+            placed = self._place(op.weights, op.prompt, limit=limit, count=count)
+            if begun is None:
+                begun = self._begun[ticket] = _Begun(hit_tokens=placed.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
+            seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
+            rows = [
+                Row(
+                    ticket=ticket,
+                    index=index,
+                    weights=op.weights,
+                    adapter_slot=adapter_slot,
+                    settings=op.settings,
+                    seed=seed,
+                    stop_tokens=stop_tokens,
+                    prompt=op.prompt,
+                    max_tokens=max_tokens,
+                    topk=op.topk_sample_logprobs,
+                )
+                for index in range(first, first + count)
+            ]
+            outputs = self._prefill(placed, op.weights, op.prompt, rows, adapter_slot, wants_logprobs=wants_logprobs)
+            if wants_logprobs:
+                begun.logprobs[placed.cached + 1 : placed.length + 1] = outputs.logprobs[: placed.length - placed.cached]
+                begun.done = placed.length
+            if placed.length < len(op.prompt):
+                self._give_back(placed)
+                return None
+            for slot, row, pages in zip(placed.slots, rows, placed.tables, strict=True):
+                self._bank.pin(row.weights)
+                self._join(slot, row, pages)
+        finally:
+            self._bank.unpin(op.weights)
         del self._begun[ticket]
+        topk, targets = self._score_prompt(op, adapter_slot) if first == 0 else (None, None)
         finished = [
-            self._extend(slot, [int(token)], [float(logprob)])
-            for slot, token, logprob in zip(
-                slots, outputs.first_tokens, outputs.first_logprobs, strict=False
-            )  # one entry per slot there is
+            self._extend(slot, [int(outputs.first_tokens[row])], [float(outputs.first_logprobs[row])])
+            for row, slot in enumerate(placed.slots)
         ]
         return Admission(
-            prompt_logprobs=_prompt_logprobs(op, np.asarray(outputs.logprobs)) if op.prompt_logprobs else None,
-            prompt_cache_hit_tokens=hit_tokens,
+            prompt_logprobs=_prompt_logprobs(op, begun.logprobs) if wants_logprobs else None,
+            prompt_cache_hit_tokens=begun.hit_tokens,
             finished=[row for row in finished if row is not None],
             topk_prompt_logprobs=topk,
             target_prompt_logprobs=targets,
         )
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:
-        """Up to `block` more tokens for every row."""
-        live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
+        """Up to `block` more tokens for every row that has the pages for them."""
         try:
-            tokens, logprobs = self._decode(live)
+            resumed = self._resume() if self._aside else None
+            self._make_room()
+            live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
+            tokens, logprobs = self._decode(live) if live else ([], [])
             finished = [
                 self._extend(slot, tokens[slot][tokens[slot] >= 0].tolist(), logprobs[slot][tokens[slot] >= 0].tolist()) for slot, _ in live
             ]
         except Exception:
             self._clear_all()
             raise
-        return [row for row in finished if row is not None]
+        return [row for row in (resumed, *finished) if row is not None]
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
-        rows = [row for row in self._rows if row is not None and row.ticket == ticket]
+        rows = [row for row in (*self._rows, *self._aside) if row is not None and row.ticket == ticket]
         return [RunningRow(index=row.index, tokens=row.tokens, logprobs=row.logprobs) for row in rows]
 
     def release(self, ticket: int) -> None:
@@ -202,65 +201,158 @@ class DecodeSlots:
         for slot, row in enumerate(self._rows):
             if row is not None and row.ticket == ticket:
                 self._clear(slot)
+        for row in [row for row in self._aside if row.ticket == ticket]:
+            self._aside.remove(row)
+            self._bank.unpin(row.weights)
 
-    def _longest_prefix(self, snapshot: SnapshotKey, prompt: np.ndarray) -> _Prefix | None:
-        """Where most of `prompt` lies in the cache already; None where using it would not shorten the prefill."""
-        contents = {slot: content.tokens for slot, content in self._parked.items() if content.snapshot == snapshot}
-        running = {slot: row for slot, row in enumerate(self._rows) if row is not None and self._bank.key(row.weights) == snapshot}
-        contents |= {slot: row.cached_tokens for slot, row in running.items()}
-        found = [
-            _Prefix(slot=slot, length=min(_common_length(tokens, prompt), len(prompt) - 1))  # the last token is always computed
-            for slot, tokens in contents.items()
-        ]
-        longest = max(found, key=lambda prefix: prefix.length, default=None)
-        if longest is None or prefill_cost(len(prompt) - longest.length) == prefill_cost(len(prompt)):
-            return None
-        return longest
+    # --- pages --------------------------------------------------------------------------------------------------------
 
-    def _places(self, count: int, prefix: _Prefix | None) -> list[int]:
-        """Free slots, those first whose contents will be missed least: the parked one that the prompt continues, empty ones, the oldest."""
-        parked = list(self._parked)
-        continued = (
-            [prefix.slot] if prefix and prefix.slot in self._parked and prefix.length == len(self._parked[prefix.slot].tokens) else []
-        )
-        empty = [slot for slot, row in enumerate(self._rows) if row is None and slot not in self._parked]
-        return list(dict.fromkeys([*continued, *empty, *parked]))[:count]
+    def _group(self, slot: int) -> Pages:
+        """The pages on the device where a slot lies."""
+        return self._pages[slot * self._groups // self.num_slots]
 
-    def _park(self, op: Sample, length: int, prefix: _Prefix | None) -> None:
-        """Compute the first `length` tokens of a prompt and leave them in a free slot, where the next piece finds them."""
-        (slot,) = self._places(1, prefix)
-        self._parked.pop(slot, None)
-        adapter_slot = self._bank.pin(op.weights)
+    def _place(self, weights: str | None, tokens: np.ndarray, *, limit: int, count: int, spare: int = 0) -> _Placed:
+        """Pages for the next piece of `tokens`, of which at most `limit` may come from the cache, and for the `count` rows that begin after
+        the last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not."""
+        snapshot = self._bank.key(weights)
+        found, home = max(((pages.find(snapshot, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
+        if prefill_cost(len(tokens) - found.length) == prefill_cost(len(tokens)):
+            found = Prefix()
+        length = min(found.length + PREFILL_PIECE, len(tokens))
+        free = sorted((slot for slot, row in enumerate(self._rows) if row is None), key=lambda slot: self._group(slot) is not home)
+        slots = free[: count if length == len(tokens) else 1]
+        home.share(found.pages)  # or they might be given up for what comes now
+        taken: list[tuple[Pages, Sequence[int]]] = [(home, found.pages)]
+
+        def take(group: Pages, shared: Sequence[int], wanted: int) -> list[int]:
+            new = group.take(wanted)
+            if new is None:
+                for owner, pages in taken:
+                    owner.give_back(pages)
+                raise CapacityError(
+                    f"no room for the keys and values of {len(tokens)} tokens, {group.num_free * PAGE} are free; raise cache_tokens"
+                )
+            group.share(shared)
+            taken.extend(((group, shared), (group, new)))
+            return [*shared, *new]
+
+        whole, total = length // PAGE, -(-length // PAGE)
+        tables: list[list[int]] = []
+        firsts: dict[Pages, list[int]] = {}  # of each group, the pages of its first row
+        before, after = [], []
+        for slot in slots:
+            group = self._group(slot)
+            if not tables:
+                shared = found.pages[: found.length // PAGE] if group is home else ()
+                tables.append(take(group, shared, total - len(shared)))
+                before = list(zip(found.pages[len(shared) :], tables[0][len(shared) :], strict=False))
+            else:
+                shared = firsts[group][:whole] if group in firsts else ()
+                tables.append(take(group, shared, total - len(shared)))
+                after += zip(tables[0][len(shared) :], tables[-1][len(shared) :], strict=True)
+            firsts.setdefault(group, tables[-1])
+        for group in firsts:
+            group.give_back(take(group, (), spare))
+            taken.pop()
+        home.give_back(found.pages)
+        return _Placed(cached=found.length, length=length, slots=slots, tables=tables, before=before, after=after)
+
+    def _give_back(self, placed: _Placed) -> None:
+        for slot, pages in zip(placed.slots, placed.tables, strict=True):
+            self._group(slot).give_back(pages)
+
+    def _make_room(self) -> None:
+        """Pages for the next block of every row, those that came first before others; who gets none is set aside."""
+        for slot, row in sorted(((slot, row) for slot, row in enumerate(self._rows) if row is not None), key=lambda each: _age(each[1])):
+            group = self._group(slot)
+            steps = min(self._block, row.max_tokens - len(row.tokens))
+            wanted = -(-(row.length - 1 + steps) // PAGE) - len(row.pages)
+            while self._rows[slot] is row and wanted > 0:
+                new = group.take(wanted)
+                if new is not None:
+                    row.pages += new
+                    break
+                self._set_aside(max((at for at, other in enumerate(self._rows) if other and self._group(at) is group), key=self._age_of))
+
+    def _age_of(self, slot: int) -> tuple[int, int]:
+        row = self._rows[slot]
+        assert row is not None
+        return _age(row)
+
+    def _set_aside(self, slot: int) -> None:
+        row = self._rows[slot]
+        assert row is not None
+        self._vacate(slot)
+        self._aside = sorted((*self._aside, row), key=_age)
+        self._set_aside_count += 1
+
+    def _resume(self) -> FinishedRow | FailedRow | None:
+        """Compute the next piece of the row that has waited longest, if there is room for it and the others."""
+        row = self._aside[0]
+        text = row.text
+        running = sum(other is not None for other in self._rows)
         try:
-            self._prefill(op, length, [slot], prefix, rows=[], adapter_slot=adapter_slot)
-        except Exception as error:
-            self._recover(error)
-            raise
-        finally:
-            self._bank.unpin(op.weights)
-        self._parked[slot] = _Contents(snapshot=self._bank.key(op.weights), tokens=op.prompt[:length])
+            placed = self._place(row.weights, text, limit=len(text) - 1, count=1, spare=running + 1)
+        except CapacityError:
+            return None
+        outputs = self._prefill(placed, row.weights, text, [row], row.adapter_slot, wants_logprobs=False)
+        if placed.length < len(text):
+            self._give_back(placed)
+            return None
+        del self._aside[0]
+        self._join(placed.slots[0], row, placed.tables[0])
+        return self._extend(placed.slots[0], [int(outputs.first_tokens[0])], [float(outputs.first_logprobs[0])])
+
+    # --- programs -----------------------------------------------------------------------------------------------------
 
     def _prefill(
-        self, op: Sample, length: int, slots: Sequence[int], prefix: _Prefix | None, *, rows: Sequence[_Row], adapter_slot: int
+        self,
+        placed: _Placed,
+        weights: str | None,
+        tokens: np.ndarray,
+        rows: Sequence[Row],
+        adapter_slot: int,
+        *,
+        wants_logprobs: bool,
     ) -> PromptOutputs:
-        """The first `length` tokens of a prompt into `slots`."""
-        cached = prefix.length if prefix else 0
+        """The placed piece of `tokens` into its pages, which are remembered; after the last piece `rows` begin."""
+        begin, end = placed.cached, placed.length
         prompt = Prompt(
-            tokens=pad_tokens(op.prompt[cached:length], self._prefill_lengths),
-            length=np.array(length - cached, np.int32),
-            cached=np.array(cached, np.int32),
-            source=np.array(prefix.slot if prefix else 0, np.int32),
+            tokens=pad_tokens(tokens[begin:end], PREFILL_LENGTHS),
+            targets=pad_tokens(tokens[begin + 1 : end + 1], (bucket(end - begin, PREFILL_LENGTHS),)),
+            length=np.array(end - begin, np.int32),
+            cached=np.array(begin, np.int32),
+            table=self._table(placed.slots[0], placed.tables[0]),
             adapter_index=np.array(adapter_slot, np.int32),
-            slots=np.array([*slots, *[0] * (self.num_slots - len(slots))], np.int32),
-            num_slots=np.array(len(slots), np.int32),
-            want_logprobs=np.array(op.prompt_logprobs),
+            want_logprobs=np.array(wants_logprobs),
         )
-        settings = self._row_settings([*rows, *[None] * (self.num_slots - len(rows))])
-        segments = self._segments(bucket(cached, self._prefix_ends)) if cached else 0
-        self._cache, outputs = prefill(
-            self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, segments=segments, tempered=self._tempered
-        )
-        return to_host(outputs)
+        settings = row_settings([*rows, *[None] * (self.num_slots - len(rows))], self._config.vocab_size)
+        try:
+            self._copy(placed.before)
+            self._cache, outputs = prefill(
+                self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, tempered=self._tempered
+            )
+            self._copy(placed.after)
+            outputs = to_host(outputs)
+        except Exception as error:
+            self._give_back(placed)
+            self._recover(error)
+            raise
+        for group, pages in {self._group(slot): pages for slot, pages in zip(placed.slots, placed.tables, strict=True)}.items():
+            group.remember(self._bank.key(weights), tokens[:end], pages)
+        return outputs
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Pages into pages, from the first of each pair to the second."""
+        if pairs:
+            padded = np.zeros((self._table_width * self._groups + self.num_slots, 2), np.int32)
+            padded[: len(pairs)] = pairs
+            self._cache = copy_pages(self._cache, padded[:, 0], padded[:, 1], np.int32(len(pairs)), config=self._config)
+
+    def _table(self, slot: int, pages: Sequence[int]) -> np.ndarray:
+        table = np.full(self._table_width, self._group(slot).nowhere, np.int32)
+        table[: len(pages)] = pages
+        return table
 
     def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
         """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
@@ -276,86 +368,50 @@ class DecodeSlots:
         topk.token_ids[:unasked], topk.logprobs[:unasked] = 0, NO_LOGPROB
         return topk, targets
 
-    def _decode(self, live: Sequence[tuple[int, _Row]]) -> tuple[np.ndarray, np.ndarray]:
+    def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:
         rows = Rows(
             tokens=np.zeros(self.num_slots, np.int32),
-            positions=np.full(self.num_slots, self._max_context_length, np.int32),  # a free slot writes beyond the cache: nowhere
+            positions=np.zeros(self.num_slots, np.int32),
             remaining=np.zeros(self.num_slots, np.int32),
+            tables=np.stack([self._table(slot, row.pages if row else ()) for slot, row in enumerate(self._rows)]),
             adapters=users_of(np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
         for slot, row in live:
             rows.tokens[slot] = row.tokens[-1]
-            rows.positions[slot] = len(row.prompt) + len(row.tokens) - 1
+            rows.positions[slot] = row.length - 1
             rows.remaining[slot] = row.max_tokens - len(row.tokens)
             rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
+        longest = bucket(int(rows.positions.max()), self._ends)
         self._cache, outputs = decode_block(
             self._cache,
             self._params,
             self._bank.arrays,
             rows,
-            self._row_settings(self._rows),
+            row_settings(self._rows, self._config.vocab_size),
             config=self._config,
             steps=self._block,
-            segments=self._segments(max(int(rows.positions[slot]) for slot, _ in live)),
+            ends=self._ends[: 1 + self._ends.index(longest)],
             tempered=self._tempered,
         )
         host = to_host(outputs)
         return host.tokens, host.logprobs
-
-    def _segments(self, length: int) -> int:
-        """How many segments of the cache hold its first `length` positions."""
-        return 1 + self._segment_ends.index(bucket(length, self._segment_ends))
-
-    def _row_settings(self, rows: Sequence[_Row | None]) -> RowSettings:
-        """Free slots are greedy and unfiltered, which costs nothing."""
-        vocabulary = self._config.vocab_size
-        settings = RowSettings(
-            seeds=np.zeros((len(rows), 2), np.uint32),
-            sample_indices=np.zeros(len(rows), np.int32),
-            temperatures=np.zeros(len(rows), np.float32),
-            top_k=np.full(len(rows), vocabulary, np.int32),
-            top_p=np.ones(len(rows), np.float32),
-        )
-        for at, row in enumerate(rows):
-            if row is not None:
-                seed = row.seed & (1 << 64) - 1
-                settings.seeds[at] = seed >> 32, seed & 0xFFFFFFFF
-                settings.sample_indices[at] = row.index
-                settings.temperatures[at] = row.settings.temperature
-                settings.top_k[at] = min(row.settings.top_k, vocabulary) if row.settings.top_k > 0 else vocabulary
-                settings.top_p[at] = row.settings.top_p
-        return settings
 
     def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:
         """Append what was sampled; when that completes the row or goes wrong, free its slot and return what became of it."""
         row = self._rows[slot]
         assert row is not None and tokens
         try:
-            return self._extended(slot, row, tokens, logprobs)
+            complete = row.extend(tokens, logprobs, self._tokenizer)
+            if complete is None:
+                return None
+            length, reason = complete
+            topk = self._topk(row, length) if row.topk else None
         except Exception as error:
             self._clear(slot)
             return FailedRow(ticket=row.ticket, error=error)
-
-    def _extended(self, slot: int, row: _Row, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | None:
-        if np.isnan(logprobs).any():
-            raise UserError(
-                f"sampling from {row.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
-                "go back to an earlier checkpoint and lower the learning rate"
-            )
-        row.tokens += tokens
-        row.logprobs += logprobs
-        length = len(row.tokens)
-        reason = StopReason.STOP if row.tokens[-1] in row.stop_tokens else StopReason.LENGTH if length >= row.max_tokens else None
-        if row.settings.stop_strings:
-            assert self._tokenizer is not None
-            cut = find_stop(self._tokenizer, row.tokens, row.settings.stop_strings, new=len(tokens))
-            if cut is not None:
-                length, reason = cut, StopReason.STOP
-        if reason is None:
-            return None
-        topk = self._topk(row, length) if row.topk else None
-        self._free(slot)
+        self._vacate(slot)
+        self._bank.unpin(row.weights)
         sequence = SampledSequence(
             tokens=np.array(row.tokens[:length], np.int32),
             logprobs=np.array(row.logprobs[:length], np.float32),
@@ -364,34 +420,49 @@ class DecodeSlots:
         )
         return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
 
-    def _topk(self, row: _Row, length: int) -> TopkLogprobs:
+    def _topk(self, row: Row, length: int) -> TopkLogprobs:
         """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
         text = row.text[: len(row.prompt) + length - 1]
         temperature = row.settings.temperature if self._tempered and row.settings.temperature > 0 else 1.0
         topk, _ = self._scorer.run(self._bank.arrays, row.adapter_slot, text, top=row.topk, temperature=temperature)
         return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
 
-    def _free(self, slot: int) -> None:
-        """The row of `slot` is complete; what it computed stays for others to begin from."""
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def _join(self, slot: int, row: Row, pages: list[int]) -> None:
+        row.pages = pages
+        self._rows[slot] = row
+
+    def _vacate(self, slot: int) -> None:
+        """The row of `slot` leaves; what it computed stays for others to begin from."""
         row = self._rows[slot]
         assert row is not None
-        self._parked[slot] = _Contents(snapshot=self._bank.key(row.weights), tokens=row.cached_tokens)
+        group = self._group(slot)
+        group.remember(self._bank.key(row.weights), row.cached_tokens, row.pages)
+        group.give_back(row.pages)
+        row.pages = []
         self._rows[slot] = None
-        self._bank.unpin(row.weights)
 
     def _clear(self, slot: int) -> None:
         """The row of `slot` has failed, and nobody knows what it left behind."""
         row = self._rows[slot]
         assert row is not None
+        self._group(slot).give_back(row.pages)
         self._rows[slot] = None
         self._bank.unpin(row.weights)
 
     def _clear_all(self) -> None:
-        for slot, row in enumerate(self._rows):
+        for row in (*self._rows, *self._aside):
             if row is not None:
-                self._clear(slot)
-        self._parked.clear()
-        self._cache = self._empty_cache()
+                self._bank.unpin(row.weights)
+        self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        self._rows[:] = [None] * self.num_slots
+        self._aside = []
+        each = self._size.pages
+        self._pages = [Pages(first=group * each, count=each) for group in range(self._groups)]
+        self._cache: KVCache = empty_cache(config=self._config, pages=each * self._groups, dtype=self._dtype)
 
     def _recover(self, error: Exception) -> None:
         """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it."""
@@ -399,51 +470,13 @@ class DecodeSlots:
             self._clear_all()
             raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
 
-    def _empty_cache(self) -> KVCache:
-        return empty_cache(config=self._config, slots=self.num_slots, ends=self._segment_ends, dtype=self._dtype)
 
-    def _checked_max_tokens(self, op: Sample) -> int:
-        """How many tokens the request may sample. UserError for what cannot be honoured."""
-        settings, length, limit = op.settings, len(op.prompt), self._max_context_length
-        if length < 1:
-            raise UserError("the prompt is empty: send at least one token")
-        if int(op.prompt.min()) < 0 or int(op.prompt.max()) >= self._config.vocab_size:
-            raise UserError(f"the prompt holds a token id outside 0..{self._config.vocab_size - 1}, the model's vocabulary")
-        if op.num_samples < 1:
-            raise UserError(f"num_samples={op.num_samples}; ask for at least one")
-        max_tokens = limit - length if settings.max_tokens is None else settings.max_tokens
-        if length + max(max_tokens, 1) > limit:
-            wanted = settings.max_tokens if settings.max_tokens is not None else 1
-            raise UserError(f"Prompt length plus max_tokens exceeds the model's context window: {length} + {wanted} > {limit}")
-        if max_tokens < 1:
-            raise UserError(f"max_tokens={max_tokens}; ask for at least one")
-        if not settings.temperature >= 0:
-            raise UserError(f"temperature={settings.temperature}; it must be 0 (greedy) or more")
-        if not 0 < settings.top_p <= 1:
-            raise UserError(f"top_p={settings.top_p}; it must be above 0 and at most 1")
-        if settings.top_k == 0 or settings.top_k < -1:
-            raise UserError(f"top_k={settings.top_k}; it must be -1 (off) or at least 1")
-        return max_tokens
-
-    def _stop_tokens(self, settings: SamplingSettings) -> tuple[int, ...]:
-        tokens = {*settings.stop_token_ids, *(self._config.eos_token_ids if settings.stop_at_eos else ())}
-        if len(tokens) > MAX_STOP_TOKENS:
-            raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
-        if any(not stop for stop in settings.stop_strings):
-            raise UserError("an empty stop string would stop everything; leave it out")
-        return tuple(sorted(tokens))
+def _age(row: Row) -> tuple[int, int]:
+    return row.ticket, row.index
 
 
-def _prompt_logprobs(op: Sample, computed: np.ndarray) -> np.ndarray:
-    """By position of the prompt, NaN where there is none or none is asked for; `computed` has them one position earlier."""
-    logprobs = np.full(len(op.prompt), np.nan, np.float32)
-    begin = max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))
-    logprobs[begin:] = computed[begin - 1 : len(op.prompt) - 1]
+def _prompt_logprobs(op: Sample, known: np.ndarray) -> np.ndarray:
+    """By position of the prompt, NaN where there is none or none is asked for."""
+    logprobs = known[: len(op.prompt)].copy()
+    logprobs[: max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))] = np.nan
     return logprobs
-
-
-def _common_length(left: np.ndarray, right: np.ndarray) -> int:
-    """How many leading tokens the two share."""
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(different[0]) if len(different) else shorter

@@ -110,7 +110,7 @@ def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:
 
 
 def _scale(module: LowRank, like: jax.Array) -> jax.Array:
-    return jax.lax.stop_gradient(module.scale).astype(like.dtype)
+    return jax.lax.stop_gradient(jnp.asarray(module.scale)).astype(like.dtype)
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:

@@ -1,11 +1,11 @@
-"""The key-value cache of the decode slots, laid out for what a decode step reads.
+"""Keys and values of sequences that are being sampled, or may be continued, in pages of PAGE positions (Kwon et al., arXiv:2309.06180).
 
-Heads lead positions, so that attention is a plain matrix product per slot and head; keys are stored transposed, which on a CPU makes
-their product 3x faster (measured: 32 slots, 1024 positions). Positions are cut into segments of doubling length, so that a step reads
-a prefix of the segments as they lie: a window sliced out of one long array would be copied first. Example, 2048 positions:
+Which pages a sequence has, and in which order, says its table, a row of page numbers that `pages` keeps on the host. Sequences that begin
+alike may have pages in common; nobody writes into a page that others read. Heads come before positions, because a decode step reads one
+head's positions in a row.
 
-    segment     0      1       2         3
-    positions   0-255  256-511 512-1023  1024-2047
+On several devices each of the batch's devices has an equal share of the pages, numbered one after the other, and the first page of each
+share belongs to nobody: what is to be written nowhere goes there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.mesh import BATCH, constrain, on_each
@@ -27,171 +28,172 @@ from skyrl_tx_server.model.mesh import BATCH, constrain, on_each
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """N pages of every layer."""
+
+    keys: jax.Array  # [L, N, K, hd, PAGE], normed and rotated
+    values: jax.Array  # [L, N, K, PAGE, hd]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Keys (normed and rotated) and values of n consecutive positions, of one layer, for every slot."""
+    """Keys and values of n consecutive positions, of one layer, for each of B rows; stacked over layers where it says so."""
 
-    keys: jax.Array  # [slots, K, hd, n]
-    values: jax.Array  # [slots, K, n, hd]
+    keys: jax.Array  # [B, K, hd, n]
+    values: jax.Array  # [B, K, n, hd]
 
 
-SLOTS = PartitionSpec(BATCH, "tensor")
-"""Of every array of the cache: slots over the batch's devices, heads over `tensor`."""
-ONE_SLOT, STACKED_SLOT = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
-
-type KVCache = tuple[tuple[Segment, ...], ...]
-"""Segments by layer."""
+EVERYWHERE = PartitionSpec()
+PAGES = PartitionSpec(None, BATCH, "tensor")
+"""Of both arrays of the cache: pages over the batch's devices, heads over `tensor`."""
+ROWS, STACKED_ROWS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
+ONE_ROW, STACKED_ROW = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
     """A segment from a layer's keys and values [B, T, K, hd].
 
-    Values are made finite: a slot's next row masks what is left of them by a weight of zero, and zero times NaN is NaN.
+    Values are made finite: a page's next owner masks what is left in it by a weight of zero, and zero times NaN is NaN.
     """
     return Segment(keys=k.transpose(0, 2, 3, 1), values=jnp.nan_to_num(v.transpose(0, 2, 1, 3)))
 
 
-def cache_bytes_per_slot(config: ModelConfig, length: int, dtype: np.dtype) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * length * config.head_dim * np.dtype(dtype).itemsize
+def stacked(segments: Sequence[Segment]) -> Segment:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *segments)
 
 
-@partial(jax.jit, static_argnames=("config", "slots", "ends", "dtype"))
-def empty_cache(*, config: ModelConfig, slots: int, ends: tuple[int, ...], dtype: np.dtype) -> KVCache:
-    """A cache whose segments end at the positions `ends`."""
-    heads, head_dim = config.num_kv_heads, config.head_dim
+def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    """Of one page of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * PAGE * config.head_dim * np.dtype(dtype).itemsize
 
-    def segment(length: int) -> Segment:
-        return Segment(keys=jnp.zeros((slots, heads, head_dim, length), dtype), values=jnp.zeros((slots, heads, length, head_dim), dtype))
 
-    return keep_cache(config, tuple(tuple(segment(end - first) for first, end in pairwise((0, *ends))) for _ in range(config.num_layers)))
+@partial(jax.jit, static_argnames=("config", "pages", "dtype"))
+def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
+    lead, head_dim = (config.num_layers, pages, config.num_kv_heads), config.head_dim
+    return keep_cache(config, KVCache(keys=jnp.zeros((*lead, head_dim, PAGE), dtype), values=jnp.zeros((*lead, PAGE, head_dim), dtype)))
 
 
 def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
     """Inside a program: the cache stays where it is."""
-    return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, SLOTS), cache)
+    return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
-def segment_starts(segments: Sequence[Segment]) -> list[int]:
-    lengths = [segment.keys.shape[-1] for segment in segments]
-    return [sum(lengths[:index]) for index in range(len(lengths))]
+def read_rows(config: ModelConfig, cache: KVCache, tables_BW: Leaf, ends: Sequence[int]) -> list[list[Segment]]:
+    """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end there."""
+    read = partial(_read_own_rows, config, ends)
+    if config.mesh is not None:
+        read = on_each(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
+    return read(cache, jnp.asarray(tables_BW))
 
 
-def read_slot(config: ModelConfig, cache: KVCache, slot: Leaf, segments: int) -> Segment:
-    """One slot's first `segments` segments laid end to end and stacked over layers: leaves [L, 1, K, ...]."""
+def read_pages(config: ModelConfig, cache: KVCache, layer: Leaf, pages: jax.Array) -> Segment:
+    """One layer's positions in the given pages of one row, B = 1."""
     if config.mesh is None:
-        return _read_own_slot(cache, slot, segments)
+        return _read_own_pages(cache, layer, pages)
 
-    def read(cache: KVCache, slot: jax.Array) -> Segment:
-        own, count = slot - _first_own_slot(cache), cache[0][0].keys.shape[0]
-        found = _read_own_slot(cache, jnp.clip(own, 0, count - 1), segments)
-        return jax.lax.psum(jax.tree.map(lambda leaf: jnp.where((own >= 0) & (own < count), leaf, 0), found), BATCH)
+    def read(cache: KVCache, layer: jax.Array, pages: jax.Array) -> Segment:
+        own, here = _own(config, cache, pages)
+        found = _read_own_pages(cache, layer, own)
+        seen = jnp.repeat(here, PAGE)
+        masked = Segment(keys=jnp.where(seen, found.keys, 0), values=jnp.where(seen[:, None], found.values, 0))
+        return jax.lax.psum(masked, BATCH)
 
-    return on_each(config, read, (SLOTS, PartitionSpec()), STACKED_SLOT)(cache, jnp.asarray(slot))
-
-
-def write_prompt(config: ModelConfig, cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
-    """Copy a prompt (by layer, of one row, from position 0) into the first `num_slots` of `slots_R`, as far as it fits."""
-    if config.mesh is None:
-        return _write_own_prompt(cache, prompt, slots_R, num_slots)
-
-    def write(cache: KVCache, prompt: Sequence[Segment], slots_R: jax.Array, num_slots: jax.Array) -> KVCache:
-        own = slots_R - _first_own_slot(cache)
-        here = (own >= 0) & (own < cache[0][0].keys.shape[0]) & (jnp.arange(own.shape[0]) < num_slots)
-        return _write_own_prompt(cache, prompt, own[jnp.argsort(~here)], here.sum())
-
-    specs = (SLOTS, ONE_SLOT, PartitionSpec(), PartitionSpec())
-    return on_each(config, write, specs, SLOTS)(cache, prompt, jnp.asarray(slots_R), jnp.asarray(num_slots))
+    return on_each(config, read, (PAGES, EVERYWHERE, EVERYWHERE), ONE_ROW)(cache, jnp.asarray(layer), pages)
 
 
-def write_block(config: ModelConfig, cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
-    """Append a decode block (by layer, of every slot) at each slot's own position; what would lie beyond the cache is left out."""
-    if config.mesh is None:
-        return _write_own_block(cache, block, starts_B)
-    return on_each(config, _write_own_block, (SLOTS, SLOTS, PartitionSpec(BATCH)), SLOTS)(cache, block, jnp.asarray(starts_B))
+def write_row(config: ModelConfig, cache: KVCache, new: Segment, table_W: Leaf, start: Leaf, count: Leaf) -> KVCache:
+    """Put the first `count` positions of `new` (one row, stacked over layers) at position `start` of the row that `table_W` describes."""
+    tables, starts, counts = (jnp.asarray(each)[None] for each in (table_W, start, count))
+    write = partial(_write_own_rows, config)
+    if config.mesh is not None:
+        write = on_each(config, write, (PAGES, STACKED_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
+    return write(cache, new, tables, starts, counts)
 
 
-def join(past: Segment, new: Segment, length: Leaf) -> Segment:
-    """`new` right after the first `length` positions of `past`, in a segment with room for all of both."""
-    more = new.keys.shape[-1]
+def write_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
+    """The same for every row of a batch."""
+    write, rows = partial(_write_own_rows, config), PartitionSpec(BATCH)
+    if config.mesh is not None:
+        write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
+    return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
+
+
+@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+def copy_pages(cache: KVCache, sources_C: Leaf, targets_C: Leaf, count: Leaf, *, config: ModelConfig) -> KVCache:
+    """The first `count` of `sources_C` into those of `targets_C`, one after the other."""
+    copy = partial(_copy_own_pages, config)
+    if config.mesh is not None:
+        copy = on_each(config, copy, (PAGES, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
+    return copy(cache, jnp.asarray(sources_C), jnp.asarray(targets_C), jnp.asarray(count))
+
+
+# --- on one device, or on one of several: the pages that lie there ----------------------------------------------------
+
+
+def _own(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(where a page lies here, or else the page that is nobody's; whether it does)"""
+    own = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
+    here = (own >= 0) & (own < cache.keys.shape[1])
+    return jnp.where(here, own, 0), here
+
+
+def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array) -> list[list[Segment]]:
+    batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
+    own, _ = _own(config, cache, tables_BW)
+
+    def segment(layer: int, first: int, end: int) -> Segment:
+        pages = own[:, first // PAGE : end // PAGE]
+        keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
+        return Segment(keys=keys, values=cache.values[layer, pages].transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, head_dim))
+
+    return [[segment(layer, first, end) for first, end in pairwise((0, *ends))] for layer in range(cache.keys.shape[0])]
+
+
+def _read_own_pages(cache: KVCache, layer: Leaf, own: jax.Array) -> Segment:
+    keys, values = cache.keys[layer, own], cache.values[layer, own]  # [n, K, hd, PAGE], [n, K, PAGE, hd]
+    _, heads, head_dim, _ = keys.shape
     return Segment(
-        keys=jax.lax.dynamic_update_slice_in_dim(jnp.pad(past.keys, ((0, 0), (0, 0), (0, 0), (0, more))), new.keys, length, axis=3),
-        values=jax.lax.dynamic_update_slice_in_dim(jnp.pad(past.values, ((0, 0), (0, 0), (0, more), (0, 0))), new.values, length, axis=2),
+        keys=keys.transpose(1, 2, 0, 3).reshape(1, heads, head_dim, -1), values=values.transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
     )
 
 
-# --- on one device, or on one of several: the slots that lie there ----------------------------------------------------
+def _write_own_rows(
+    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+) -> KVCache:
+    def row(b: jax.Array, cache: KVCache) -> KVCache:
+        start, count = starts_B[b], counts_B[b]
+        keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1, keepdims=False) for leaf in (new.keys, new.values))
 
-
-def _first_own_slot(cache: KVCache) -> jax.Array:
-    return jax.lax.axis_index(BATCH) * cache[0][0].keys.shape[0]
-
-
-def _read_own_slot(cache: KVCache, slot: Leaf, segments: int) -> Segment:
-
-    def read(layer: tuple[Segment, ...]) -> Segment:
-        rows = [jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), segment) for segment in layer[:segments]]
-        return Segment(
-            keys=jnp.concatenate([row.keys for row in rows], axis=3), values=jnp.concatenate([row.values for row in rows], axis=2)
-        )
-
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *[read(layer) for layer in cache])
-
-
-def _write_own_prompt(cache: KVCache, prompt: Sequence[Segment], slots_R: Leaf, num_slots: Leaf) -> KVCache:
-    slots_R = jnp.asarray(slots_R)
-    starts = segment_starts(cache[0])
-    length = prompt[0].keys.shape[-1]
-    parts = [
-        [
-            Segment(
-                keys=layer.keys[:, :, :, start : start + segment.keys.shape[-1]],
-                values=layer.values[:, :, start : start + segment.keys.shape[-1]],
+        def page(index: jax.Array, cache: KVCache) -> KVCache:
+            at, _ = _own(config, cache, tables_BW[b, index])
+            source = index * PAGE + jnp.arange(PAGE) - start  # which new position belongs at each place
+            here = (source >= 0) & (source < count)
+            return KVCache(
+                keys=_merge(cache.keys, jnp.take(keys, source, axis=3, mode="clip"), at, here),
+                values=_merge(cache.values, jnp.take(values, source, axis=2, mode="clip"), at, here[:, None]),
             )
-            for start, segment in zip(starts, segments, strict=True)
-            if start < length
-        ]
-        for layer, segments in zip(prompt, cache, strict=True)
-    ]
 
+        return jax.lax.fori_loop(start // PAGE, -(-(start + count) // PAGE), page, cache)
+
+    return jax.lax.fori_loop(0, tables_BW.shape[0], row, cache)
+
+
+def _merge(whole: jax.Array, page: jax.Array, at: jax.Array, here: jax.Array) -> jax.Array:
+    old = jax.lax.dynamic_slice_in_dim(whole, at, 1, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(here, page[:, None], old), at, axis=1)
+
+
+def _copy_own_pages(config: ModelConfig, cache: KVCache, sources_C: jax.Array, targets_C: jax.Array, count: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        at = (slots_R[index], 0, 0, 0)
-        return tuple(
-            tuple(
-                Segment(
-                    keys=jax.lax.dynamic_update_slice(segment.keys, part.keys, at),
-                    values=jax.lax.dynamic_update_slice(segment.values, part.values, at),
-                )
-                for segment, part in zip(segments, layer_parts, strict=False)
-            )
-            + segments[len(layer_parts) :]
-            for segments, layer_parts in zip(cache, parts, strict=True)
-        )
+        (source, here), (target, _) = (_own(config, cache, pages[index]) for pages in (sources_C, targets_C))
 
-    return jax.lax.fori_loop(0, num_slots, copy, cache)
+        def moved(whole: jax.Array) -> jax.Array:
+            page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)
+            if config.mesh is not None:
+                page = jax.lax.psum(jnp.where(here, page, 0), BATCH)
+            return jax.lax.dynamic_update_slice_in_dim(whole, page, target, axis=1)
 
+        return jax.tree.map(moved, cache)
 
-def _write_own_block(cache: KVCache, block: Sequence[Segment], starts_B: Leaf) -> KVCache:
-    starts_B = jnp.asarray(starts_B)
-    firsts = segment_starts(cache[0])
-    steps = block[0].keys.shape[-1]
-
-    def merge(whole: jax.Array, new: jax.Array, slot: jax.Array, first: int, axis: int) -> jax.Array:
-        """The part of slot's `new` that falls into the segment beginning at position `first`, over what is there."""
-        begin = starts_B[slot] - first
-        at = [slot, jnp.int32(0), jnp.int32(0), jnp.int32(0)]
-        at[axis] = jnp.clip(begin, 0, whole.shape[axis] - steps)
-        source = at[axis] - begin + jnp.arange(steps)  # which of the new positions belongs at each place
-        here = ((source >= 0) & (source < steps)).reshape((-1, 1) if axis == 2 else (1, -1))
-        row = jax.lax.dynamic_slice_in_dim(new, slot, 1)
-        old = jax.lax.dynamic_slice(whole, at, row.shape)
-        return jax.lax.dynamic_update_slice(whole, jnp.where(here, jnp.take(row, source, axis=axis, mode="clip"), old), at)
-
-    def append(slot: jax.Array, cache: KVCache) -> KVCache:
-        return tuple(
-            tuple(
-                Segment(keys=merge(segment.keys, new.keys, slot, first, 3), values=merge(segment.values, new.values, slot, first, 2))
-                for segment, first in zip(segments, firsts, strict=True)
-            )
-            for segments, new in zip(cache, block, strict=True)
-        )
-
-    return jax.lax.fori_loop(0, starts_B.shape[0], append, cache)
+    return jax.lax.fori_loop(0, count, copy, cache)

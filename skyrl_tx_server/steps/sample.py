@@ -1,4 +1,4 @@
-"""The sampling programs: prefill a prompt into slots, decode a block of steps over all slots.
+"""The sampling programs: prefill a piece of a prompt into its pages, decode a block of steps over all rows.
 
 Every setting of a row is an array, so requests with different settings share a batch and compile nothing. A sampled token's logprob is of
 the model's own distribution (temperature 1), or of the `tempered` one it was drawn from where the server is set to that; filters (top-k,
@@ -10,28 +10,20 @@ key = fold_in(fold_in(seed, index), position).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import LayerParams, Stack
-from skyrl_tx_server.model.kv_cache import (
-    KVCache,
-    Segment,
-    join,
-    keep_cache,
-    read_slot,
-    segment_of,
-    segment_starts,
-    write_block,
-    write_prompt,
-)
-from skyrl_tx_server.model.layers import packed_attention, rms_norm, rope_tables
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, keep_cache, read_pages, read_rows, segment_of, stacked, write_row, write_rows
+from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
 from skyrl_tx_server.model.transformer import Params, by_layer, head_logits, layer
@@ -39,8 +31,8 @@ from skyrl_tx_server.model.transformer import Params, by_layer, head_logits, lay
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
 """Prompt logits held at once, 64 MiB in float32."""
-QUERY_BLOCK = 256
-"""Prompt tokens whose attention scores over a cached prefix are in memory at once."""
+PAGES_AT_ONCE = 4
+"""Of a cached prefix, in a prompt's attention to it."""
 MASKED = -1e30
 
 
@@ -59,15 +51,14 @@ class RowSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt and the rows that continue it. Its first `cached` tokens lie in the cache already, in slot `source`."""
+    """A piece of a prompt, after its first `cached` tokens, whose keys and values lie in its pages already."""
 
-    tokens: Leaf  # [T] int32, what follows the cached tokens, right-padded
+    tokens: Leaf  # [T] int32, right-padded
+    targets: Leaf  # [T] int32, the token after each; 0 after the prompt's last
     length: Leaf  # [] int32, tokens that count in `tokens`
     cached: Leaf  # [] int32
-    source: Leaf  # [] int32
+    table: Leaf  # [W] int32, its pages
     adapter_index: Leaf  # [] int32, slot of the bank
-    slots: Leaf  # [B] int32; the first `num_slots` count
-    num_slots: Leaf  # [] int32
     want_logprobs: Leaf  # [] bool
 
 
@@ -76,8 +67,8 @@ class Prompt:
 class PromptOutputs:
     """What a prefill returns to the host."""
 
-    logprobs: jax.Array  # [T] float32; entry t is log p(tokens[t + 1] | tokens[: t + 1]); zeros when not wanted
-    first_tokens: jax.Array  # [B] int32, the first completion token of each of the prompt's rows
+    logprobs: jax.Array  # [T] float32 of `targets`; zeros when not wanted
+    first_tokens: jax.Array  # [B] int32, what each row that begins here samples after the piece
     first_logprobs: jax.Array  # [B] float32
 
 
@@ -87,8 +78,9 @@ class Rows:
     """The decode slots at the start of a block."""
 
     tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet
-    positions: Leaf  # [B] int32, that token's position = tokens in the cache; the cache's length for a free slot, which is left as it is
+    positions: Leaf  # [B] int32, that token's position = tokens in the cache; 0 for a free slot
     remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
+    tables: Leaf  # [B, W] int32, the pages of each row, with room for a block; nobody's page where there are no more
     adapters: Users  # of the bank
     stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
@@ -113,53 +105,43 @@ class _BlockState:
     outputs: BlockOutputs
 
 
-@partial(jax.jit, static_argnames=("config", "segments", "tempered"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",))
 def prefill(
-    cache: KVCache,
-    params: Params,
-    bank: Adapter,
-    prompt: Prompt,
-    settings: RowSettings,
-    *,
-    config: ModelConfig,
-    segments: int,
-    tempered: bool,
+    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PromptOutputs]:
-    """Run a prompt once, copy its keys and values to its rows' slots, and sample each row's first token.
-
-    The cached tokens must lie within the first `segments` segments; 0 when there are none.
-    """
+    """Run a piece of a prompt once, write its keys and values into its pages, and sample what each of B rows begins with after it."""
     adapter = jax.tree.map(lambda leaf: leaf[prompt.adapter_index], bank)
     tokens = jnp.asarray(prompt.tokens)[None]
     length = tokens.shape[1]
     x = params.embed[tokens]
     rope = rope_tables(config, prompt.cached + jnp.arange(length)[None], x.dtype)
 
-    def attend(past: Segment | None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
-        if past is None:  # padding comes last, where causality hides it
-            return packed_attention(q, k, v, jnp.ones_like(tokens)), segment_of(k, v)
-        return _attend_to_past(q, k, v, past, prompt.cached), join(past, segment_of(k, v), prompt.cached)
+    def body(stack: Stack, x: jax.Array, weights: tuple[jax.Array, LayerParams, LayerAdapter]) -> tuple[jax.Array, Segment]:
+        index, own, modules = weights
 
-    def body(stack: Stack, x: jax.Array, weights: tuple[LayerParams, LayerAdapter, Segment | None]) -> tuple[jax.Array, Segment]:
-        return layer(config, stack, x, *weights[:2], rope, partial(attend, weights[2]))
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
+            new = segment_of(k, v)
+            return _attend_to_pages(q, new, partial(read_pages, config, cache, index), prompt), new
 
-    written: tuple[Segment, ...] = ()  # by stack
+        return layer(config, stack, x, own, modules, rope, attend)
+
+    written = []
     for stack, weights, modules in zip(stacks_of(config), params.layers, adapter.layers, strict=True):
-        layers = cache[stack.layers.start : stack.layers.stop]
-        past = read_slot(config, layers, prompt.source, segments) if segments else None
-        x, segment = jax.lax.scan(partial(body, stack), x, (weights, modules, past))
-        written = (*written, segment)
-    cache = keep_cache(config, write_prompt(config, cache, by_layer(config, written), prompt.slots, prompt.num_slots))
+        layers = jnp.arange(stack.layers.start, stack.layers.stop)
+        x, segments = jax.lax.scan(partial(body, stack), x, (layers, weights, modules))
+        written.append(segments)
+    new = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *written)
+    cache = keep_cache(config, write_row(config, cache, new, prompt.table, prompt.cached, prompt.length))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(
         prompt.want_logprobs,
-        lambda: _prompt_logprobs(config, params, adapter, hidden, tokens),
+        lambda: _prompt_logprobs(config, params, adapter, hidden, prompt.targets),
         lambda: jnp.zeros(length, jnp.float32),
     )
     last = jax.lax.dynamic_slice_in_dim(hidden, prompt.length - 1, 1, axis=1)
     logits = head_logits(config, params, adapter, last)[:, 0]
-    rows = prompt.slots.shape[0]
+    rows = settings.top_p.shape[0]
     first_tokens, first_logprobs = choose(
         jnp.broadcast_to(logits, (rows, logits.shape[1])),
         settings,
@@ -169,7 +151,7 @@ def prefill(
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "segments", "tempered"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",))
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -179,27 +161,25 @@ def decode_block(
     *,
     config: ModelConfig,
     steps: int,
-    segments: int,
+    ends: tuple[int, ...],
     tempered: bool,
 ) -> tuple[KVCache, BlockOutputs]:
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
-    Attention reads the first `segments` segments of the cache; every live row's position must lie within.
+    Attention reads each row's positions in segments that end at `ends`; every live row's position must lie within. However many segments
+    there are, a row's result is the same to the bit.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
-    the cache is written once per block instead of once per step.
+    the pages are read and written once per block instead of once per step.
     """
     batch = rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     layers = list(zip(stacks, by_layer(config, params.layers), bank_layers(bank, rows.adapters), strict=True))
-    past = [layer_segments[:segments] for layer_segments in cache]
-    past_masks = [
-        (first + jnp.arange(segment.keys.shape[-1])[None] < rows.positions[:, None])[:, None, None]
-        for first, segment in zip(segment_starts(past[0]), past[0], strict=True)
-    ]
-    empty_keys = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache[0][0].keys.dtype)
-    recent = [segment_of(empty_keys, empty_keys)] * config.num_layers
+    past = read_rows(config, cache, rows.tables, ends)
+    past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *ends))]
+    empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
+    recent = [segment_of(empty, empty)] * config.num_layers
     outputs = BlockOutputs(tokens=jnp.full((batch, steps), -1, jnp.int32), logprobs=jnp.zeros((batch, steps), jnp.float32))
 
     def step(index: jax.Array, state: _BlockState) -> _BlockState:
@@ -229,7 +209,8 @@ def decode_block(
 
     start = _BlockState(tokens=jnp.asarray(rows.tokens), remaining=jnp.asarray(rows.remaining), recent=recent, outputs=outputs)
     end = jax.lax.fori_loop(0, steps, step, start)
-    return keep_cache(config, write_block(config, cache, end.recent, rows.positions)), end.outputs
+    counts = jnp.where(rows.remaining > 0, steps, 0)
+    return keep_cache(config, write_rows(config, cache, stacked(end.recent), rows.tables, rows.positions, counts)), end.outputs
 
 
 def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:
@@ -291,18 +272,44 @@ def _attend_and_append(
     return _attend(q, [*past, recent], masks), recent
 
 
-def _attend_to_past(q: jax.Array, k: jax.Array, v: jax.Array, past: Segment, cached: Leaf) -> jax.Array:
-    """Causal attention of new tokens, q [1, T, H, hd], over the first `cached` positions of `past` and over themselves."""
-    old = past.keys.shape[-1]
-    keys = jnp.concatenate([past.keys.transpose(0, 3, 1, 2), k], axis=1)
-    values = jnp.concatenate([past.values.transpose(0, 2, 1, 3), v], axis=1)
-    columns = jnp.arange(keys.shape[1])
-    visible = jnp.where(columns < old, columns < cached, columns - old <= jnp.arange(q.shape[1])[:, None])
-    blocks = [
-        jax.nn.dot_product_attention(q[:, at : at + QUERY_BLOCK], keys, values, mask=visible[None, None, at : at + QUERY_BLOCK])
-        for at in range(0, q.shape[1], QUERY_BLOCK)
-    ]
-    return jnp.concatenate(blocks, axis=1)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attended:
+    """A softmax on its way, for T queries of G heads to each of K key-value heads, all float32."""
+
+    highest: jax.Array  # [K, G, T]
+    total: jax.Array  # [K, G, T]
+    values: jax.Array  # [K, G, T, hd]
+
+    def with_segment(self, q: jax.Array, segment: Segment, visible: jax.Array) -> _Attended:
+        """More positions; q [K, G, T, hd], `visible` broadcasts to [T, n]."""
+        scores = jnp.einsum("kgth,khs->kgts", q, segment.keys[0], preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, MASKED)
+        highest = jnp.maximum(self.highest, scores.max(axis=-1))
+        weights, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(self.highest - highest)
+        new = jnp.einsum("kgts,ksh->kgth", weights.astype(q.dtype), segment.values[0], preferred_element_type=jnp.float32)
+        return _Attended(highest=highest, total=shrink * self.total + weights.sum(axis=-1), values=shrink[..., None] * self.values + new)
+
+
+def _attend_to_pages(q: jax.Array, new: Segment, read: Callable[[jax.Array], Segment], prompt: Prompt) -> jax.Array:
+    """Causal attention of a piece, q [1, T, H, hd], over the cached positions, which `read` finds by their pages, and over itself."""
+    length, heads, head_dim = q.shape[1:]
+    grouped = q[0].reshape(length, new.keys.shape[1], -1, head_dim).transpose(1, 2, 0, 3)
+    at_once = PAGES_AT_ONCE * PAGE
+    table = jnp.pad(jnp.asarray(prompt.table), (0, PAGES_AT_ONCE), mode="edge")
+    columns = jnp.arange(at_once)
+
+    def add(index: jax.Array, state: _Attended) -> _Attended:
+        pages = jax.lax.dynamic_slice_in_dim(table, index * PAGES_AT_ONCE, PAGES_AT_ONCE)
+        return state.with_segment(grouped, read(pages), (index * at_once + columns < prompt.cached)[None])
+
+    rows = jnp.zeros(grouped.shape[:-1], jnp.float32)
+    nothing = _Attended(highest=jnp.full_like(rows, MASKED), total=rows, values=jnp.zeros(grouped.shape, jnp.float32))
+    past = jax.lax.fori_loop(0, -(-prompt.cached // at_once), add, nothing)
+    positions = jnp.arange(length)
+    whole = past.with_segment(grouped, new, positions <= positions[:, None])  # padding comes last, where causality hides it
+    attended = whole.values / whole.total[..., None]
+    return attended.astype(q.dtype).transpose(2, 0, 1, 3).reshape(1, length, heads, head_dim)
 
 
 def _attend(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
@@ -327,12 +334,12 @@ def _attend(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array
     return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
 
 
-def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, tokens: Leaf) -> jax.Array:
-    """[P] log p(next token) at every position of hidden [1, P, D]; the last entry, which has no next token, means nothing."""
-    length = tokens.shape[1]
+def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: Leaf) -> jax.Array:
+    """[T] log p(targets) after every position of hidden [1, T, D]."""
+    length = hidden.shape[1]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // config.vocab_size))
     count = -(-length // chunk)
-    targets = jnp.pad(jnp.roll(tokens[0], -1), (0, count * chunk - length)).reshape(count, chunk)
+    targets = jnp.pad(targets, (0, count * chunk - length)).reshape(count, chunk)
     states = jnp.pad(hidden[0], ((0, count * chunk - length), (0, 0))).reshape(count, 1, chunk, -1)
 
     def of(part: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -12,11 +12,12 @@ import pytest
 
 from skyrl_tx_server import executor as executor_module
 from skyrl_tx_server import slots as slots_module
+from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model.kv_cache import cache_bytes_per_slot
+from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.ops import (
     AdamSettings,
     CreateModel,
@@ -485,14 +486,19 @@ def test_a_model_that_has_diverged_fails_its_own_samples_and_spoils_no_others(en
 def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    each = cache_bytes_per_slot(CONFIG, 600, np.dtype(np.float32))
-    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda settings: 3.5 * each)
+    each = -(-600 // PAGE) * page_bytes(CONFIG, np.dtype(np.float32))
+    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda settings: 7.5 * each)  # a context in pages, and as it is read
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
     assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
     monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda settings: 0.5 * each)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
+    with pytest.raises(ConfigError, match="cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more"):
+        DeviceExecutor(make_settings(model_dir, checkpoints_dir, cache_tokens=640))
 
 
 def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints_dir: Path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -168,6 +169,26 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, piece: int, monkey
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
+
+
+def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, tmp_path: Path):
+    """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where there is room for all."""
+    prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
+    requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
+    requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))
+    small = Engine(DeviceExecutor(make_settings(make_model(tmp_path / "model"), tmp_path / "checkpoints", cache_tokens=1024)))
+    small.start()
+    futures = [small.submit(each) for each in requests]
+    results = [future.result(TIMEOUT_S) for future in futures]
+    stats = small.stats()
+    small.stop()
+    assert stats["preemptions"] > 0
+    assert stats["rows_set_aside"] == 0 and stats["slots_used"] == 0
+    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"] == 16
+    for each, result in zip(requests, results, strict=True):
+        for sequence, expected in zip(result.sequences, run(engine, each).sequences, strict=True):
+            np.testing.assert_array_equal(sequence.tokens, expected.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4)
 
 
 def test_greedy_takes_the_likeliest_token_every_time(engine: Engine):

@@ -1,0 +1,75 @@
+"""How many sequences are decoded at once and how many pages hold their keys and values, in the memory there is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.kv_cache import page_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """On each of the batch's devices."""
+
+    slots: int
+    pages: int
+    page_bytes: int
+    context_pages: int  # of the longest sequence
+
+    @property
+    def pages_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
+        return self.slots * self.context_pages * self.page_bytes
+
+
+def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> CacheSize:
+    """What the settings ask for: `cache_tokens`, or else a whole context for each of `decode_slots`."""
+    groups, whole = settings.mesh.batch, -(-context // PAGE)
+    slots = settings.decode_slots // groups
+    pages = slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
+    return CacheSize(slots=slots, pages=1 + pages, page_bytes=page_bytes(config, dtype) // config.tensor_shards, context_pages=whole)
+
+
+def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget_bytes: float) -> CacheSize:
+    """As much of it as fits into the budget. ConfigError where that is not one sequence of a whole context."""
+    asked = asked_cache(settings, config, context, dtype)
+    room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
+    if settings.cache_tokens is None:
+        slots = min(asked.slots, room // (2 * whole + 1))
+        pages = 1 + slots * (whole + 1)
+    else:
+        pages = asked.pages
+        slots = min(asked.slots, (room - pages) // whole)
+    if slots < 1:
+        needed = 2 * whole * asked.page_bytes / 2**30  # in pages, and as they are read
+        raise ConfigError(
+            f"keys and values of one {context}-token sequence take {needed:.1f} GiB, {budget_bytes / 2**30:.1f} GiB are free for them: "
+            "set a smaller max_context_length"
+        )
+    if pages - 1 < whole + slots:
+        raise ConfigError(
+            f"cache_tokens={settings.cache_tokens} is less than one {context}-token sequence and the beginnings of {slots} others on each "
+            f"device: set cache_tokens={(whole + slots) * PAGE * settings.mesh.batch} or more, or a smaller max_context_length"
+        )
+    if slots < asked.slots:
+        logger.warning(
+            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            settings.decode_slots,
+            slots * settings.mesh.batch,
+            context,
+            settings.mesh.batch * budget_bytes / 2**30,
+        )
+    return CacheSize(slots=slots, pages=pages, page_bytes=asked.page_bytes, context_pages=whole)

@@ -1,0 +1,120 @@
+"""A running sample: what was asked for, what it has so far, and whether it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.ops import Sample, SamplingSettings, StopReason
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, RowSettings
+from skyrl_tx_server.stop_strings import find_stop
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """One of the samples of a request, alive or set aside."""
+
+    ticket: int
+    index: int  # which sample of its request
+    weights: str | None
+    adapter_slot: int
+    settings: SamplingSettings
+    seed: int
+    stop_tokens: tuple[int, ...]
+    prompt: np.ndarray  # [P] int32
+    max_tokens: int
+    topk: int  # likeliest tokens to report at each of its tokens
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # of its keys and values; none while it is set aside
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def text(self) -> np.ndarray:
+        """[P + n] int32"""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+
+    @property
+    def cached_tokens(self) -> np.ndarray:
+        """All but the last, which the next step computes."""
+        return self.text[:-1]
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None) -> tuple[int, StopReason] | None:
+        """Append what was sampled; (how many of its tokens count, why) once the row is complete. UserError where weights have diverged."""
+        if np.isnan(logprobs).any():
+            raise UserError(
+                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
+                "go back to an earlier checkpoint and lower the learning rate"
+            )
+        self.tokens += tokens
+        self.logprobs += logprobs
+        length = len(self.tokens)
+        if self.settings.stop_strings:
+            assert tokenizer is not None
+            cut = find_stop(tokenizer, self.tokens, self.settings.stop_strings, new=len(tokens))
+            if cut is not None:
+                return cut, StopReason.STOP
+        if self.tokens[-1] in self.stop_tokens:
+            return length, StopReason.STOP
+        return (length, StopReason.LENGTH) if length >= self.max_tokens else None
+
+
+def row_settings(rows: Sequence[Row | None], vocabulary: int) -> RowSettings:
+    """Free slots are greedy and unfiltered, which costs nothing."""
+    settings = RowSettings(
+        seeds=np.zeros((len(rows), 2), np.uint32),
+        sample_indices=np.zeros(len(rows), np.int32),
+        temperatures=np.zeros(len(rows), np.float32),
+        top_k=np.full(len(rows), vocabulary, np.int32),
+        top_p=np.ones(len(rows), np.float32),
+    )
+    for at, row in enumerate(rows):
+        if row is not None:
+            seed = row.seed & (1 << 64) - 1
+            settings.seeds[at] = seed >> 32, seed & 0xFFFFFFFF
+            settings.sample_indices[at] = row.index
+            settings.temperatures[at] = row.settings.temperature
+            settings.top_k[at] = min(row.settings.top_k, vocabulary) if row.settings.top_k > 0 else vocabulary
+            settings.top_p[at] = row.settings.top_p
+    return settings
+
+
+def checked_max_tokens(op: Sample, config: ModelConfig, limit: int) -> int:
+    """How many tokens the request may sample where `limit` is the context. UserError for what cannot be honoured."""
+    settings, length = op.settings, len(op.prompt)
+    if length < 1:
+        raise UserError("the prompt is empty: send at least one token")
+    if int(op.prompt.min()) < 0 or int(op.prompt.max()) >= config.vocab_size:
+        raise UserError(f"the prompt holds a token id outside 0..{config.vocab_size - 1}, the model's vocabulary")
+    if op.num_samples < 1:
+        raise UserError(f"num_samples={op.num_samples}; ask for at least one")
+    max_tokens = limit - length if settings.max_tokens is None else settings.max_tokens
+    if length + max(max_tokens, 1) > limit:
+        wanted = settings.max_tokens if settings.max_tokens is not None else 1
+        raise UserError(f"Prompt length plus max_tokens exceeds the model's context window: {length} + {wanted} > {limit}")
+    if max_tokens < 1:
+        raise UserError(f"max_tokens={max_tokens}; ask for at least one")
+    if not settings.temperature >= 0:
+        raise UserError(f"temperature={settings.temperature}; it must be 0 (greedy) or more")
+    if not 0 < settings.top_p <= 1:
+        raise UserError(f"top_p={settings.top_p}; it must be above 0 and at most 1")
+    if settings.top_k == 0 or settings.top_k < -1:
+        raise UserError(f"top_k={settings.top_k}; it must be -1 (off) or at least 1")
+    return max_tokens
+
+
+def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
+    tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
+    if len(tokens) > MAX_STOP_TOKENS:
+        raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
+    if any(not stop for stop in settings.stop_strings):
+        raise UserError("an empty stop string would stop everything; leave it out")
+    return tuple(sorted(tokens))
