@@ -86,7 +86,7 @@ def memory_plan(
             Share(
                 name=f"pages for keys and values of {(cache.pages - 1) * PAGE} tokens",
                 num_bytes=cache.pages_bytes,
-                lower="cache_tokens, decode_slots or max_context_length",
+                lower="cache_tokens",
             ),
             Share(
                 name=f"the pages of {cache.slots} sequences of {context} tokens side by side, while they decode",

@@ -90,7 +90,7 @@ class DecodeSlots:
         self._table_width = self._ends[-1] // PAGE + 1  # a block may reach beyond the context
         self._block = min(block, PAGE)
         self._size, self._groups = size, groups
-        self._rows: list[Row | None] = [None] * size.slots * groups
+        self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
         self._aside: list[Row] = []  # waiting for pages, oldest first
         self._pages: list[Pages] = []  # by group
         self._set_aside_count = 0

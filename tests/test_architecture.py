@@ -65,9 +65,11 @@ SERVER_HTTP = [
     {"app"},
 ]
 SERVER_JAX = [
-    {"model"},
-    {"steps", "batching", "packing", "compilations", "hosts"},
-    {"snapshots", "live_models", "stop_strings", "memory_plan"},
+    {"batching"},
+    {"model", "pages"},
+    {"steps", "packing", "compilations", "hosts"},
+    {"snapshots", "live_models", "stop_strings", "cache_size", "memory_plan"},
+    {"rows"},
     {"slots"},
     {"executor", "rendezvous"},
 ]

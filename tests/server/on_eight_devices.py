@@ -10,13 +10,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
-from skyrl_tx_server.model.kv_cache import Segment, empty_cache, read_slot, write_block, write_prompt
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, copy_pages, empty_cache, read_pages, read_rows, write_row, write_rows
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.transformer import Remat, init_params
@@ -105,7 +108,7 @@ def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
         device="",
         available_bytes=0,
         context=128,
-        decode_slots=4,
+        cache=CacheSize(slots=2, pages=1, page_bytes=1, context_pages=1),
         max_lora_rank=RANK,
         max_models=1,
         max_snapshots=1,
@@ -117,27 +120,36 @@ def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
 
 
 def cached(config: ModelConfig) -> dict[str, bool]:
-    """What is written into slots of several devices is what is read back, and nothing else changes."""
+    """What is written into pages of several devices is what is read back there, and nothing else changes."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
-    prompt = [Segment(keys=values(1, 2, 8, 6), values=values(1, 2, 6, 8)) for _ in range(2)]
-    block = [Segment(keys=values(4, 2, 8, 4), values=values(4, 2, 4, 8)) for _ in range(2)]
+    layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
+    prompt = Segment(keys=values(layers, 1, heads, head_dim, 150), values=values(layers, 1, heads, 150, head_dim))
+    block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
+    tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
+    starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
 
-    def run(config: ModelConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        cache = empty_cache(config=config, slots=4, ends=(8, 16), dtype=np.dtype("float32"))
-        slots, starts = np.array([3, 0, 1, 2], np.int32), np.array([6, 16, 0, 6], np.int32)
-        cache = jax.jit(lambda cache: write_block(config, write_prompt(config, cache, prompt, slots, np.int32(2)), block, starts))(cache)
-        read = jax.jit(lambda cache, slot: read_slot(config, cache, slot, 2))
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(cache)], [
-            np.asarray(leaf) for slot in range(4) for leaf in jax.tree.leaves(read(cache, np.int32(slot)))
-        ]
+    @partial(jax.jit, static_argnames=("config",))
+    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, list[list[Segment]], Segment]:
+        cache = write_row(config, cache, prompt, tables[0], np.int32(0), np.int32(140))
+        cache = copy_pages(cache, tables[0], tables[2], np.int32(3), config=config)  # to the other devices
+        cache = write_rows(config, cache, block, tables, starts, counts)
+        rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
+        return cache, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[2]))
 
-    alone, shared = run(replace(config, mesh=None)), run(config)
+    def everything(config: ModelConfig) -> list[list[np.ndarray]]:
+        cache, rows, pages = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
+        owned = [page for page in range(16) if page not in (0, 8)]
+        kept = [leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(cache))]
+        return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], jax.device_get(jax.tree.leaves(pages))]
+
+    alone, shared = everything(replace(config, mesh=None)), everything(config)
+    assert any(np.any(leaf) for leaf in alone[2])
     equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
-    return {"written": equal[0], "read": equal[1]}
+    return {"written": equal[0], "read": equal[1] and equal[2]}
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ import socket
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from skyrl_tx_server.__main__ import main
+from skyrl_tx_server.cache_size import fitting_cache
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.executor import plan_memory
 from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.weights import load_params
 from tests.fakes.tiny_model import make_settings
@@ -90,7 +93,7 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(capsys: pytest.Cap
     assert main([*options, "decode_slots=2"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
-    assert "keys and values of 2 sequences of 256 tokens" in printed
+    assert "the pages of 2 sequences of 256 tokens" in printed
     assert not checkpoints.exists()
 
 
@@ -98,7 +101,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(capsys: pyt
     assert main([f"base_model={FIXTURES / 'tied'}", "dry_run=true", "decode_slots=1000000000"]) == 2
     printed = capsys.readouterr()
     assert "together" in printed.out and printed.err.count("\n") == 1
-    assert "this does not fit; lower decode_slots or max_context_length" in printed.err
+    assert "this does not fit; lower cache_tokens (" in printed.err
 
 
 def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
@@ -107,6 +110,11 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     config = load_model_config(FIXTURES / "tied")
     weights = load_params(FIXTURES / "tied", config, "float32")
     assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    assert plan.shares[1].num_bytes == 3 * 256 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    cache = fitting_cache(settings, config, 256, np.dtype(np.float32), 1e9)
+    assert plan.shares[1].num_bytes == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
+    )
+    assert plan.shares[2].num_bytes == 3 * 256 * token
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
-    assert plan.shares[2].num_bytes == settings.max_models * 5 * adapter
+    assert plan.shares[3].num_bytes == settings.max_models * 5 * adapter

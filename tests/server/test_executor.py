@@ -497,7 +497,7 @@ def test_the_number_of_slots_shrinks_to_what_fits(
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
-    with pytest.raises(ConfigError, match="cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more"):
+    with pytest.raises(ConfigError, match=r"cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, cache_tokens=640))
 
 
