@@ -60,7 +60,11 @@ def segment_of(k: jax.Array, v: jax.Array) -> Segment:
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *segments)
+    """Layer by layer: as one concatenation it would be computed anew wherever it is read, and take as long to compile as all layers."""
+    whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
+    for index, segment in enumerate(segments):
+        whole = jax.tree.map(lambda leaf, new, index=index: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), whole, segment)
+    return whole
 
 
 def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
