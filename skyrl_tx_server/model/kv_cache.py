@@ -165,17 +165,20 @@ def _read_own_pages(cache: KVCache, layer: Leaf, own: jax.Array) -> Segment:
 def _write_own_rows(
     config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
 ) -> KVCache:
+    width = min(new.keys.shape[-1], PAGE)  # of the window of a page that is written
+
     def row(b: jax.Array, cache: KVCache) -> KVCache:
         start, count = starts_B[b], counts_B[b]
-        keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1, keepdims=False) for leaf in (new.keys, new.values))
+        keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1) for leaf in (new.keys, new.values))
 
         def page(index: jax.Array, cache: KVCache) -> KVCache:
             at, _ = _own(config, cache, tables_BW[b, index])
-            source = index * PAGE + jnp.arange(PAGE) - start  # which new position belongs at each place
+            first = jnp.clip(start - index * PAGE, 0, PAGE - width)
+            source = index * PAGE + first + jnp.arange(width) - start  # which new position belongs at each place
             here = (source >= 0) & (source < count)
             return KVCache(
-                keys=_merge(cache.keys, jnp.take(keys, source, axis=3, mode="clip"), at, here),
-                values=_merge(cache.values, jnp.take(values, source, axis=2, mode="clip"), at, here[:, None]),
+                keys=_merge(cache.keys, jnp.take(keys, source, axis=4, mode="clip"), here, (0, at, 0, 0, first)),
+                values=_merge(cache.values, jnp.take(values, source, axis=3, mode="clip"), here[:, None], (0, at, 0, first, 0)),
             )
 
         return jax.lax.fori_loop(start // PAGE, -(-(start + count) // PAGE), page, cache)
@@ -183,9 +186,8 @@ def _write_own_rows(
     return jax.lax.fori_loop(0, tables_BW.shape[0], row, cache)
 
 
-def _merge(whole: jax.Array, page: jax.Array, at: jax.Array, here: jax.Array) -> jax.Array:
-    old = jax.lax.dynamic_slice_in_dim(whole, at, 1, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(here, page[:, None], old), at, axis=1)
+def _merge(whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.Array | int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, jnp.where(here, window, jax.lax.dynamic_slice(whole, at, window.shape)), at)
 
 
 def _copy_own_pages(config: ModelConfig, cache: KVCache, sources_C: jax.Array, targets_C: jax.Array, count: jax.Array) -> KVCache:

@@ -63,8 +63,8 @@ def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) 
             jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old) for new, old in zip(of(_entry(module, entry)), chosen, strict=True)
         )
 
-    shapes = jax.eval_shape(lambda: of(_entry(module, jnp.int32(0))))
-    return jax.lax.fori_loop(0, users.count, select, tuple(jnp.zeros(each.shape, each.dtype) for each in shapes))
+    # the first outside the loop: all decode steps of a block then read one copy of it, and mostly there is no other
+    return jax.lax.fori_loop(1, users.count, select, of(_entry(module, jnp.asarray(users.distinct)[0])))
 
 
 def _entry(bank: LowRank, entry: jax.Array) -> LowRank:
