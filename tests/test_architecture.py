@@ -56,18 +56,45 @@ TRAINER_LAYERS = [
     {"run", "train"},
     {"probe_checks", "probe", "evaluation_results", "evaluation_run", "evaluate"},
 ]
-SERVER_FLOOR = {"errors", "config", "command_line", "ops", "disk", "checkpoints", "base_model", "peft_files", "merge", "export"}
+SERVER_FLOOR = {
+    "errors",
+    "config",
+    "command_line",
+    "ops",
+    "disk",
+    "checkpoints",
+    "base_model",
+    "peft_files",
+    "merge",
+    "export",
+    "stop_strings",
+}
 SERVER_HTTP = [
-    {"wire", "wire_proto", "openai_wire", "openai_replies", "answers", "chat_format", "proto", "futures", "ledger", "scheduler"},
-    {"engine"},
-    {"registry"},
+    {
+        "wire",
+        "wire_proto",
+        "openai_wire",
+        "openai_replies",
+        "answers",
+        "chat_format",
+        "proto",
+        "futures",
+        "ledger",
+        "scheduler",
+        "agreement",
+        "errands",
+        "external_wire",
+    },
+    {"engine", "external_server"},
+    {"external_adapters"},
+    {"registry", "external_sampling"},
     {"routes"},
     {"app"},
 ]
 SERVER_JAX = [
     {"model"},
     {"steps", "batching", "packing", "compilations", "hosts"},
-    {"snapshots", "live_models", "stop_strings", "memory_plan"},
+    {"snapshots", "live_models", "memory_plan"},
     {"slots"},
     {"executor", "rendezvous"},
 ]
