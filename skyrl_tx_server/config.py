@@ -137,7 +137,7 @@ class ServerConfig:
     sampler_api_key: str | None = chz.field(default=None, doc="Key that the external sampler asks for")
     sampler_timeout_s: float = chz.field(default=1800.0, doc="How long the external sampler may take for one request")
     sampler_check: float = chz.field(
-        default=0.02, doc="Share of the external sampler's samples that this server scores again; the first of each kind always are"
+        default=0.02, doc="Share of the external sampler's samples that this server scores again; the first of each snapshot always are"
     )
     sampler_check_limit: float = chz.field(
         default=0.05,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from skyrl_tx_server.external_server import ExternalServer
 from skyrl_tx_server.ops import OpResult
 from skyrl_tx_server.peft_files import write_adapter
 
+type Agreed = Counter[bool]
+"""How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
+distribution."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
@@ -29,6 +34,7 @@ class ExternalAdapter:
     saved: Future[OpResult] | None  # the operation that writes the directory; None: to be written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name there; None: not there
     users: set[Future[OpResult]] = field(default_factory=set)
+    agreed: Agreed = field(default_factory=Counter)
 
 
 class ExternalAdapters:

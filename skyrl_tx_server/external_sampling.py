@@ -22,14 +22,14 @@ from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import STOPPING, EngineInfo, EngineSide, Watcher
 from skyrl_tx_server.errands import Errands
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
-from skyrl_tx_server.external_adapters import ExternalAdapter, ExternalAdapters
+from skyrl_tx_server.external_adapters import Agreed, ExternalAdapter, ExternalAdapters
 from skyrl_tx_server.external_server import ExternalServer
 from skyrl_tx_server.external_wire import Answer, Ask, ended
 from skyrl_tx_server.ops import DropSnapshot, Op, OpResult, Sample, SampledSequence, SampleResult, SamplingSettings, SaveSampler
 from skyrl_tx_server.stop_strings import load_tokenizer
 
 PROOF_TOKENS = 16
-"""So many tokens must have agreed before samples of a kind are passed on unseen."""
+"""So many tokens of a snapshot must have agreed before samples of it are passed on unseen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +41,6 @@ class ExternalSettings:
     check: float  # share of samples that the engine scores again
     check_limit: float  # nats per token
     model_dir: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
-    """What may be wrong about one kind of sample and right about another."""
-
-    adapter: bool
-    tempered: bool  # drawn at a temperature that changes the distribution
 
 
 class ExternalSampling:
@@ -68,7 +60,7 @@ class ExternalSampling:
         self._errands = Errands()
         self._adapters = ExternalAdapters(server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters)
         self._agreement = Agreement(limit=settings.check_limit)
-        self._agreed: Counter[_Kind] = Counter()  # tokens compared and found alike since the external server was last seen to be new
+        self._agreed: Agreed = Counter()  # of the base model
         self._proving = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
@@ -147,7 +139,7 @@ class ExternalSampling:
         tokenizer = self._tokenizer if settings.stop_strings else None
         answer = await self._answer(ask, adapter)
         sequences = await asyncio.to_thread(lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples))
-        await self._check(op, sequences)
+        await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed)
         return SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens)
 
     async def _answer(self, ask: Ask, adapter: ExternalAdapter | None) -> Answer:
@@ -157,7 +149,8 @@ class ExternalSampling:
         try:
             return await self._server.sample(ask, await asyncio.shield(loaded))
         except AdapterLostError:
-            self._agreed.clear()  # it was restarted, and may run something else now
+            for agreed in (self._agreed, adapter.agreed):  # it was restarted, and may run something else now
+                agreed.clear()
             if adapter.loaded is loaded:
                 adapter.loaded = None
             return await self._server.sample(ask, await asyncio.shield(self._adapters.load(adapter)))
@@ -168,28 +161,32 @@ class ExternalSampling:
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
-    async def _check(self, op: Sample, sequences: Sequence[SampledSequence]) -> None:
-        """Compare a share of the samples behind their results' back, and the first of a kind before anyone sees them."""
-        kind = _Kind(adapter=op.weights is not None, tempered=op.settings.temperature not in (0, 1))
-        if self._agreed[kind] < PROOF_TOKENS:
+    async def _check(self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed) -> None:
+        """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
+
+        Log-probabilities of a temperature that changes the distribution may be wrong where others are right: they are a first of their own.
+        """
+        tempered = op.settings.temperature not in (0, 1)
+        if agreed[tempered] < PROOF_TOKENS:
             async with self._proving:
-                if self._agreed[kind] < PROOF_TOKENS:
-                    await self._prove(kind, op, max(sequences, key=lambda sequence: len(sequence.tokens)))
+                if agreed[tempered] < PROOF_TOKENS:
+                    agreed[tempered] += await self._prove(op, max(sequences, key=lambda sequence: len(sequence.tokens)))
         for sequence in sequences:
             if random.random() < self._settings.check:
                 self._errands.run(self._compare(op, sequence))
 
-    async def _prove(self, kind: _Kind, op: Sample, sequence: SampledSequence) -> None:
+    async def _prove(self, op: Sample, sequence: SampledSequence) -> int:
+        """How many tokens agree. SamplerError where they do not."""
         found = await self._compare(op, sequence)
         if found is None:
-            return
+            return 0
         if self._agreement.is_gross(found):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of {op.weights or 'the base model'} differ from "
-                f"ours by {found.mean:.2f} nats per token. It runs another base model{' or leaves the adapter out' * kind.adapter}"
-                f"{' or reports them after temperature' * kind.tempered}; start it as docs/external-sampler.md says"
+                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter out, or reports them after "
+                "temperature; start it as docs/external-sampler.md says"
             )
-        self._agreed[kind] += found.num_tokens
+        return found.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence) -> Gap | None:
         """Let the engine score a sample again. None: the text leaves no room in the context to score any of it."""
