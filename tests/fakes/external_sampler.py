@@ -205,10 +205,10 @@ class ExternalSampler:
             return []
         plain = adapter == self.name or self.leaves_adapters_out
         weights = self.model.base if plain else self.adapters[adapter][1]
-        seeds = [None if seed is None else seed + index for index in range(count)]
+        seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]  # no test hangs on chance
         return await asyncio.to_thread(lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds])
 
-    def _draw(self, weights: Weights, prompt: list[int], asked: dict, max_tokens: int, seed: int | None) -> Draw:
+    def _draw(self, weights: Weights, prompt: list[int], asked: dict, max_tokens: int, seed: int) -> Draw:
         random, tokens, logprobs = np.random.default_rng(seed), list[int](), list[float]()
         while len(tokens) < max_tokens:
             model = self.model.logprobs(weights, prompt + tokens)[-1]

@@ -62,9 +62,9 @@ def engine(model_dir: Path, root: Path) -> Iterator[Engine]:
     engine.stop()
 
 
-def update(engine: Engine, root: Path, size: float) -> None:
+def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
     """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer to compile than all else."""
-    random, name = np.random.default_rng(), uuid.uuid4().hex
+    random, name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
     store = CheckpointStore(root, "local/tiny")
@@ -127,10 +127,10 @@ def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarra
 async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprobs(
     elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
 ) -> None:
-    update(engine, root, 0.1)
+    update(engine, root, 0.05, seed=1)
     await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s1"))
     before = await done(elsewhere, sample("s1", num_samples=2))
-    update(engine, root, 0.1)
+    update(engine, root, 0.05, seed=2)
     await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s2"))
     for weights, result in (
         ("s1", before),
