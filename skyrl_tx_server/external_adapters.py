@@ -20,6 +20,8 @@ from skyrl_tx_server.external_server import ExternalServer
 from skyrl_tx_server.ops import OpResult
 from skyrl_tx_server.peft_files import write_adapter
 
+PREFIX = "adapter-"
+
 type Agreed = Counter[bool]
 """How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
 distribution."""
@@ -39,21 +41,22 @@ class ExternalAdapter:
 
 class ExternalAdapters:
     def __init__(self, server: ExternalServer, checkpoints: CheckpointStore, errands: Errands, *, root: Path, max_loaded: int) -> None:
-        """`root` is for this alone: what a killed server left there is deleted."""
+        """No other server may use `root`: what a killed one left there is deleted."""
         self._server = server
         self._checkpoints = checkpoints
         self._errands = errands
         self._root = root
         self._max_loaded = max_loaded
         self._adapters: dict[str, ExternalAdapter] = {}  # by their weights, unused for longest first
-        shutil.rmtree(root, ignore_errors=True)
+        for left in root.glob(f"{PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     @property
     def num_loaded(self) -> int:
         return sum(adapter.loaded is not None for adapter in self._adapters.values())
 
     def new_directory(self) -> Path:
-        return self._root / uuid.uuid4().hex
+        return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
         """A snapshot that `saved` writes to `directory`, in the place of any other under this name."""

@@ -75,7 +75,7 @@ class ExternalSampling:
     def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
         """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
         match op:
-            case Sample() if self._is_plain(op):
+            case Sample() if self._is_plain(op) and not self._stopping:
                 return self._submit_sample(op)
             case SaveSampler():
                 directory = self._adapters.new_directory()
@@ -93,7 +93,7 @@ class ExternalSampling:
         return await asyncio.wrap_future(self._engine.submit(op))
 
     async def close(self) -> None:
-        """Let go of every request that waits for the external server."""
+        """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
         self._stopping = True
         await self._errands.cancel()
 

@@ -172,8 +172,12 @@ async def test_adapters_make_room_for_each_other_and_checkpoints_are_found_on_di
             np.testing.assert_allclose(result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4)
             await asyncio.to_thread(sampler.wait_until, lambda: len(sampler.adapters) == 1)
     assert len({body["adapter"] for body in sampler.seen}) == 4, "each was loaded anew"
+    kept = root / "sampler_adapters" / "somebody's"
+    kept.mkdir()
     async with connected(url, engine, root, model_dir):
         assert not sampler.adapters, "what a stopped server left loaded is unloaded by the next"
+        assert [*kept.parent.iterdir()] == [kept], "and its files are deleted"
+    kept.rmdir()
 
 
 async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
