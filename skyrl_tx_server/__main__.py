@@ -15,7 +15,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,8 @@ from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError, ServerError
+from skyrl_tx_server.external_sampling import ExternalSampling, ExternalSettings
+from skyrl_tx_server.external_server import ExternalServer, ServerSettings, connect
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.hosts import ALONE, HostLostError, Leader, LedExecutor
 from skyrl_tx_server.ledger import Ledger
@@ -40,6 +42,7 @@ BACKLOG = 2048
 POLLS_LET_GO_S = 5
 FUTURES_SETTLE_S = 4  # of those five: the turn under way may be a long compilation
 ENGINE_STOP_S = 15
+SAMPLES_ELSEWHERE = 1024  # requests a client may have under way when another server has to make a batch of them
 KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request meets a connection just being closed
 
 
@@ -150,6 +153,14 @@ class _StoppableServer(uvicorn.Server):
 
 
 async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) -> int:
+    if config.sampler_url is None:
+        return await _serve_until_stopped(config, ledger, listener, None)
+    where = ServerSettings(url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key)
+    async with connect(where, base_model=config.alias(), adapters=config.adapters_dir()) as sampler:
+        return await _serve_until_stopped(config, ledger, listener, sampler)
+
+
+async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: socket.socket, sampler: ExternalServer | None) -> int:
     tls = _tls_files(config)
     lobby, stop, loaded, lost = Lobby(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
     server = _StoppableServer(
@@ -190,6 +201,8 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
         result.stop()
         raise result.error
     context = _context(config, ledger, result.engine, result.model_dir)
+    if sampler is not None:
+        context = replace(context, engine=_sampling_elsewhere(config, context, sampler))
     lobby.context = context
     print(_ready_line(config, result.engine, listener), flush=True)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +212,8 @@ async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) 
         await serving
         _exit_now(_fail(HostLostError(lost.result()), status=1))
     logger.info("stopping")
+    if isinstance(context.engine, ExternalSampling):
+        await context.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
     # Every poll that waits is answered: with its result if the turn under way brings it, with an error otherwise.
@@ -242,9 +257,21 @@ def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Pa
             max_request_bytes=config.max_request_mb << 20,
             api_key=config.api_key,
             # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
-            sample_max_concurrent_requests=max(64, 8 * config.decode_slots),
+            sample_max_concurrent_requests=max(64, 8 * config.decode_slots) if config.sampler_url is None else SAMPLES_ELSEWHERE,
         ),
     )
+
+
+def _sampling_elsewhere(config: ServerConfig, context: Context, sampler: ExternalServer) -> ExternalSampling:
+    assert context.settings.model_dir is not None
+    settings = ExternalSettings(
+        adapters=config.adapters_dir(),
+        max_adapters=config.max_snapshots,
+        check=config.sampler_check,
+        check_limit=config.sampler_check_limit,
+        model_dir=context.settings.model_dir,
+    )
+    return ExternalSampling(context.engine, sampler, context.checkpoints, settings)
 
 
 def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -> str:

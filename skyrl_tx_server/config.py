@@ -126,6 +126,25 @@ class ServerConfig:
     train_tokens_per_batch: int = chz.field(default=8192, doc="Tokens per training micro-batch, shared beginnings once")
     max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
     max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
+    sampler_url: str | None = chz.field(
+        default=None,
+        doc="http://host:port of a vLLM or SGLang that serves the rollouts, see docs/external-sampler.md; default: this server",
+    )
+    sampler_adapters: str | None = chz.field(
+        default=None,
+        doc="Where adapters are written for the external sampler, which must be able to read it under the same path; "
+        "default: sampler_adapters below checkpoints_dir",
+    )
+    sampler_api_key: str | None = chz.field(default=None, doc="Key that the external sampler asks for")
+    sampler_timeout_s: float = chz.field(default=1800.0, doc="How long the external sampler may take for one request")
+    sampler_check: float = chz.field(
+        default=0.02, doc="Share of the external sampler's samples that this server scores again; the first of each snapshot always are"
+    )
+    sampler_check_limit: float = chz.field(
+        default=0.05,
+        doc="Mean difference of log-probabilities per token, in nats, above which it warns; a first sample that differs ten times as much "
+        "is not passed on",
+    )
     tensor_parallel: int = chz.field(default=1, doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them")
     fsdp_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch, each keeping a part of every matrix")
     data_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch and keep all weights each")
@@ -158,6 +177,7 @@ class ServerConfig:
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
             )
         self._check_processes()
+        self._check_sampler()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
@@ -184,6 +204,20 @@ class ServerConfig:
         ):
             if value <= 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
+
+    def _check_sampler(self) -> None:
+        if self.sampler_url is None:
+            return
+        if not self.sampler_url.startswith(("http://", "https://")):
+            raise ConfigError(f"sampler_url={self.sampler_url}: must be http://host:port")
+        if self.sampled_logprobs != "model":
+            raise ConfigError(
+                "sampled_logprobs=tempered: an external sampler's log-probabilities are the model's own; leave one of the two out"
+            )
+        if not 0 <= self.sampler_check <= 1:
+            raise ConfigError(f"sampler_check={self.sampler_check}: must lie between 0 and 1")
+        if self.sampler_check_limit <= 0 or self.sampler_timeout_s <= 0:
+            raise ConfigError("sampler_check_limit and sampler_timeout_s: must be above 0")
 
     def _check_processes(self) -> None:
         if (self.coordinator_address is None) != (self.num_processes == 1):
@@ -221,6 +255,10 @@ class ServerConfig:
 
     def _mesh(self) -> MeshShape:
         return MeshShape(data=self.data_parallel, fsdp=self.fsdp_parallel, tensor=self.tensor_parallel, expert=self.expert_parallel)
+
+    def adapters_dir(self) -> Path:
+        """Where the external sampler finds its adapters, as an absolute path."""
+        return Path(self.sampler_adapters or Path(self.checkpoints_dir) / "sampler_adapters").expanduser().resolve()
 
     def alias(self) -> str:
         """The org/name by which clients ask for the model."""

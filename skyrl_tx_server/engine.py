@@ -36,6 +36,7 @@ class EngineInfo:
     max_lora_rank: int
     vocab_size: int
     model_type: str = "qwen3"  # the family, as config.json names it
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,17 @@ class Watcher(Protocol):
     def wanted(self) -> bool:
         """False when nobody waits for the result: its slots go to others."""
         ...
+
+
+class EngineSide(Protocol):
+    """The engine as the HTTP side sees it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]: ...
+
+    def stats(self) -> dict[str, object]: ...
 
 
 class Executor(Protocol):

@@ -46,5 +46,13 @@ class FutureLostError(ServerError):
     status = 410
 
 
+class SamplerError(ServerError):
+    pass
+
+
+class AdapterLostError(SamplerError):
+    pass
+
+
 class ConfigError(ServerError, ValueError):
     pass

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ from skyrl_tx_server.ops import (
     WeightsSaved,
 )
 from skyrl_tx_server.packing import PackedBatch, check_data, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.peft_files import write_adapter
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import LossSelection, check_loss_inputs, select_loss, trained_positions
@@ -126,6 +128,7 @@ class DeviceExecutor:
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
             model_type=self._config.model_type,
+            eos_token_ids=self._config.eos_token_ids,
         )
 
     # --- sampling -------------------------------------------------------------------------------------------------
@@ -277,12 +280,15 @@ class DeviceExecutor:
 
     def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
         model = self._models.get(op.model_id)
+        arrays = {} if op.name is None and op.peft_directory is None else adapter_to_arrays(model.adapter, self._config, model.lora)
+        if op.peft_directory is not None:
+            directory = Path(op.peft_directory)
+            self._hosts.agreed(lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32"))
         if op.name is None:
             self._snapshots.put(op.weights, model.adapter, on_disk=False)
             return WeightsSaved(path=None, size_bytes=0)
         path = checkpoint_path(op.model_id, CheckpointKind.SAMPLER, op.name)
         assert op.weights == path
-        arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
         info = self._write(CheckpointKind.SAMPLER, op.model_id, op.name, model, arrays, op.user_metadata)
         self._snapshots.put(path, model.adapter, on_disk=True)
         return WeightsSaved(path=info.path, size_bytes=info.size_bytes)

@@ -179,6 +179,7 @@ class SaveSampler:
     name: str | None
     weights: str
     user_metadata: dict[str, str] = field(default_factory=dict)
+    peft_directory: str | None = None  # where to write it in PEFT's layout as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

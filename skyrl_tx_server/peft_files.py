@@ -47,7 +47,8 @@ def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.nda
 
 
 def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str) -> None:
-    """Write both files of an adapter into `directory`."""
+    """Write both files of an adapter into `directory`, which is made where it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
     widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
     tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in widened.items()}
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from skyrl_tx_server.checkpoints import CheckpointStore
-from skyrl_tx_server.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine import EngineSide
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.futures import FutureStore
 from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import Op, OpResult
 from skyrl_tx_server.registry import Registry
 from skyrl_tx_server.wire import Limits
-
-
-class EngineSide(Protocol):
-    """The engine as the HTTP side sees it."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def submit(self, op: Op, watcher: Watcher | None = None) -> concurrent.futures.Future[OpResult]: ...
-
-    def stats(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ def fake_engine(context: Context) -> FakeEngine:
     return context.engine
 
 
-class _Server(uvicorn.Server):
+class LoopbackServer(uvicorn.Server):
     """Says when it listens, so that nobody has to ask."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -54,23 +54,27 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
+    @contextlib.contextmanager
+    def in_thread(self, listener: socket.socket) -> Iterator[None]:
+        thread = threading.Thread(target=self.run, kwargs={"sockets": [listener]})
+        thread.start()
+        assert self.listening.wait(10)
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            thread.join()
+
 
 @contextlib.contextmanager
 def serving(lobby: Lobby, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
     """The application under uvicorn in a thread; yields its URL. `port` 0 takes a free one."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    app = build_app(lobby, housekeeping_period_s=housekeeping_period_s)
-    server = _Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    assert server.listening.wait(10)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
-        if lobby.context is not None and isinstance(lobby.context.engine, FakeEngine):
-            lobby.context.engine.stop()
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        app = build_app(lobby, housekeeping_period_s=housekeeping_period_s)
+        server = LoopbackServer(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"))
+        with server.in_thread(listener):
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    if lobby.context is not None and isinstance(lobby.context.engine, FakeEngine):
+        lobby.context.engine.stop()

@@ -1,0 +1,113 @@
+"""Holds what an external sampler is sent against vLLM's and SGLang's own code, which needs no GPU: request bodies and an exported adapter.
+
+    .venv/bin/python scripts/check_external_wire.py write DIR
+    VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS    # exit status 1 where they read something else than was meant
+
+VLLM_PYTHON has torch, safetensors and what vllm imports; WHEELS is a folder with the wheels of vllm and sglang unpacked, whose kernels
+are not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+SEED = 2**63 - 1
+
+
+def write(directory: Path) -> int:
+    """The bodies of the plainest and the fullest request in each dialect, and a random adapter as it is exported."""
+    import numpy as np
+
+    from skyrl_tx_server.external_wire import DIALECTS, Ask
+    from skyrl_tx_server.ops import LoraSpec, SamplingSettings
+    from skyrl_tx_server.peft_files import write_adapter
+
+    plain = Ask(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings())
+    settings = SamplingSettings(temperature=0.7, top_k=40, top_p=0.9, seed=SEED, stop_strings=("ab",))
+    full = Ask(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings)
+    bodies = {kind: [dialect.request(ask, "name", "name")[1] for ask in (plain, full)] for kind, dialect in DIALECTS.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "bodies.json").write_text(json.dumps(bodies))
+    random, arrays = np.random.default_rng(0), {}
+    for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+        for side, shape in (("A", (4, 16)), ("B", (24, 4))):
+            arrays[f"base_model.model.{module}.lora_{side}.weight"] = random.normal(size=shape).astype(np.float32)
+    write_adapter(directory / "adapter", arrays, LoraSpec(rank=4), "local/tiny", "float32")
+    return 0
+
+
+def read(directory: Path, wheels: Path) -> int:
+    bodies = json.loads((directory / "bodies.json").read_text())
+    wrong = [
+        *_vllm_requests(bodies["vllm"], wheels),
+        *_vllm_adapter(directory / "adapter"),
+        *_sglang(bodies["sglang"], wheels),
+    ]
+    print("\n".join(wrong) or "vLLM and SGLang read what was meant")
+    return 1 if wrong else 0
+
+
+def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
+    """Against a model whose generation_config.json wants something else."""
+    sys.path.insert(0, str(wheels))
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
+
+    wrong = []
+    for body in bodies:
+        request = CompletionRequest(**body)
+        settings = request.to_sampling_params(
+            body["max_tokens"], {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+        )
+        if request.model_extra:
+            wrong.append(f"vLLM does not know {sorted(request.model_extra)}")
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs")
+        wrong += [f"vLLM: {name} is {getattr(settings, name)}" for name in names if getattr(settings, name) != body[name]]
+    return wrong
+
+
+def _vllm_adapter(directory: Path) -> list[str]:
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import load_file
+    from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+    from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # there may be no GPU to pin it for
+    helper = PEFTHelper.from_local_dir(str(directory), None)
+    modules = {"q_proj", "down_proj", "lm_head"}
+    loaded = LoRAModel.from_local_checkpoint(str(directory), modules, helper, lora_model_id=1, device="cpu", dtype=torch.float32).loras
+    tensors = load_file(directory / "adapter_model.safetensors")
+    wrong = [] if 2 * len(loaded) == len(tensors) else [f"vLLM loaded {sorted(loaded)} of {sorted(tensors)}"]
+    for name, module in loaded.items():
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        if not torch.allclose(module.scaling * module.lora_b @ module.lora_a, 32 / 4 * b @ a):
+            wrong.append(f"vLLM computes something else with {name}")
+    return wrong
+
+
+def _sglang(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
+    package = types.ModuleType("sglang")  # its __init__ would import everything
+    package.__path__ = [str(wheels / "sglang")]
+    sys.modules["sglang"] = package
+    from sglang.api.v1.api_types import GenerateRequest, JsonContractError  # pyright: ignore[reportMissingImports]
+
+    wrong = []
+    for body in bodies:
+        try:
+            GenerateRequest.from_json_value(body)
+        except JsonContractError as error:
+            wrong.append(f"SGLang refuses the body: {error}")
+    return wrong
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["write", directory]:
+            sys.exit(write(Path(directory)))
+        case ["read", directory, wheels]:
+            sys.exit(read(Path(directory), Path(wheels)))
+        case _:
+            sys.exit(__doc__)

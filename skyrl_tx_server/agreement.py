@@ -1,0 +1,89 @@
+"""How well an external sampler's log-probabilities agree with ours, over the last samples that were compared."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 64
+ENOUGH = 8
+GROSS = 10
+"""How many times the limit a sample must differ to be another model's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """One sample, compared: sums over its tokens."""
+
+    num_tokens: int
+    absolute: float  # |ours - theirs|
+    kl: float  # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours) (Schulman 2020)
+    largest: float  # |ours - theirs|
+
+    @property
+    def mean(self) -> float:
+        return self.absolute / self.num_tokens
+
+
+def gap(theirs: np.ndarray, ours: np.ndarray) -> Gap:
+    """Of two [n] arrays of log-probabilities, n >= 1.
+
+    >>> gap(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
+    0.25
+    """
+    difference = ours.astype(np.float64) - theirs
+    absolute = np.abs(difference)
+    return Gap(
+        num_tokens=len(theirs),
+        absolute=float(absolute.sum()),
+        kl=float((np.expm1(np.minimum(difference, 700.0)) - difference).sum()),
+        largest=float(absolute.max()),
+    )
+
+
+class Agreement:
+    def __init__(self, *, limit: float) -> None:
+        self._limit = limit
+        self._recent: deque[Gap] = deque(maxlen=WINDOW)
+        self._tokens = 0
+        self._since_warning = WINDOW
+
+    def is_gross(self, found: Gap) -> bool:
+        return found.mean > GROSS * self._limit
+
+    def add(self, found: Gap) -> None:
+        """Warns, once per window, when the mean difference over the window is above the limit."""
+        self._recent.append(found)
+        self._tokens += found.num_tokens
+        self._since_warning += 1
+        if len(self._recent) >= ENOUGH and self._since_warning > WINDOW and (mean := self._mean()) > self._limit:
+            self._since_warning = 0
+            logger.warning(
+                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the last %d compared samples, limit "
+                "%g: it may run another base model or revision, another dtype or quantised weights, leave an adapter out, or report them "
+                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
+                mean,
+                len(self._recent),
+                self._limit,
+            )
+
+    def stats(self) -> dict[str, object]:
+        if not self._recent:
+            return {"sampler_tokens_compared": 0}
+        return {
+            "sampler_tokens_compared": self._tokens,
+            "sampler_difference_mean": self._mean(),
+            "sampler_difference_kl": sum(found.kl for found in self._recent) / self._num_tokens(),
+            "sampler_difference_max": max(found.largest for found in self._recent),
+        }
+
+    def _mean(self) -> float:
+        return sum(found.absolute for found in self._recent) / self._num_tokens()
+
+    def _num_tokens(self) -> int:
+        return sum(found.num_tokens for found in self._recent)

@@ -1,0 +1,32 @@
+"""Tasks that nobody awaits: kept until they are done, heard of when they fail, cancelled at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+from skyrl_tx_server.errors import ServerError
+
+logger = logging.getLogger(__name__)
+
+
+class Errands:
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task] = set()
+
+    def run[T](self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    async def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _over(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("%s", error, exc_info=None if isinstance(error, ServerError) else error)

@@ -1,0 +1,220 @@
+"""What vLLM and SGLang are asked for a sample, and how their answers are read. Facts from vLLM 0.33 and SGLang 0.5.23.
+
+Both are told everything that decides a sample, so that a generation_config.json of theirs changes nothing. What they answer is taken as
+it is or not at all: a missing token id or log-probability fails the request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from skyrl_tx_server.errors import SamplerError
+from skyrl_tx_server.ops import SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.stop_strings import find_stop
+
+NO_LOGPROB_BELOW = -9998.0
+"""vLLM writes -9999 for minus infinity; no token that was drawn has that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """One request for samples, with everything the engine would derive from its model spelled out."""
+
+    prompt: list[int]
+    num_samples: int
+    max_tokens: int
+    stop_tokens: tuple[int, ...]  # the model's end tokens among them, where these stop
+    settings: SamplingSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """One sample as the server returned it."""
+
+    tokens: np.ndarray  # [n] int32, perhaps some beyond the end of a stop string
+    logprobs: np.ndarray  # [n] float32
+    finish: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    samples: list[Drawn]
+    cached_tokens: int  # of the prompt; 0 where the server does not say
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to."""
+
+    load_path: str
+    unload_path: str
+    needs: str  # what it must be started with
+
+    def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
+        """Whether it can keep every promise of such a request."""
+        ...
+
+    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+        """Path and body; `model` is the name to sample from, the adapter's where there is one."""
+        ...
+
+    def read(self, body: object, ask: Ask) -> Answer:
+        """Raises KeyError, TypeError, ValueError or IndexError for what is not as it should be."""
+        ...
+
+
+class Vllm:
+    """POST /v1/completions with a prompt of token ids."""
+
+    load_path, unload_path = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+
+    def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
+        return True
+
+    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+        seed = ask.settings.seed
+        return "/v1/completions", {
+            "model": model,
+            "prompt": ask.prompt,
+            "n": ask.num_samples,
+            "max_tokens": ask.max_tokens,
+            **_settings(ask.settings),
+            "seed": None if seed is None else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
+            "stop_token_ids": list(ask.stop_tokens),
+            "ignore_eos": True,  # the tokens above are all that stop
+            "include_stop_str_in_output": True,
+            "add_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def read(self, body: object, ask: Ask) -> Answer:
+        reply = _mapping(body)
+        choices = sorted((_mapping(choice) for choice in reply["choices"]), key=lambda choice: choice["index"])
+        if choices[0]["prompt_token_ids"] != ask.prompt:
+            raise ValueError("prompt_token_ids is another prompt")
+        usage = reply.get("usage") or {}
+        return Answer(
+            samples=[
+                _drawn(choice["token_ids"], _mapping(choice["logprobs"])["token_logprobs"], str(choice["finish_reason"]))
+                for choice in choices
+            ],
+            cached_tokens=int((_mapping(usage).get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        )
+
+
+class Sglang:
+    """POST /generate, its own API: the OpenAI-shaped one returns no token ids."""
+
+    load_path, unload_path = "/load_lora_adapter", "/unload_lora_adapter"
+    needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
+
+    def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
+        """It draws anew for the same seed unless started deterministic, and stop tokens bring the model's end tokens with them."""
+        stops_at_others = (
+            bool(settings.stop_token_ids) and not settings.stop_at_eos and not set(eos_token_ids) <= {*settings.stop_token_ids}
+        )
+        return settings.seed is None and not stops_at_others
+
+    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+        return "/generate", {
+            "input_ids": ask.prompt,
+            "lora_path": adapter,
+            "return_logprob": True,
+            "sampling_params": {
+                "n": ask.num_samples,
+                "max_new_tokens": ask.max_tokens,
+                **_settings(ask.settings),
+                "stop_token_ids": list(ask.stop_tokens),
+                "ignore_eos": not ask.stop_tokens,  # true would ignore every stop token
+                "no_stop_trim": True,
+            },
+        }
+
+    def read(self, body: object, ask: Ask) -> Answer:
+        replies = [_mapping(_mapping(reply)["meta_info"]) for reply in (body if isinstance(body, list) else [body])]
+        for reply in replies:
+            if reply["prompt_tokens"] != len(ask.prompt):
+                raise ValueError(f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(ask.prompt)}")
+        return Answer(
+            samples=[
+                _drawn(
+                    [entry[1] for entry in reply["output_token_logprobs"]],
+                    [entry[0] for entry in reply["output_token_logprobs"]],
+                    str(_mapping(reply["finish_reason"])["type"]),
+                )
+                for reply in replies
+            ],
+            cached_tokens=int(replies[0].get("cached_tokens") or 0),
+        )
+
+
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+"""By the `owned_by` of their /v1/models."""
+
+
+def read_answer(dialect: Dialect, content: bytes, ask: Ask) -> Answer:
+    """SamplerError where the answer is not what was asked for; nothing in it is filled in or passed over."""
+    try:
+        answer = dialect.read(json.loads(content), ask)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise SamplerError(f"the sampler's answer cannot be used: {what}; it needs token ids and their log-probabilities") from None
+    if len(answer.samples) != ask.num_samples:
+        raise SamplerError(f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were asked for")
+    return answer
+
+
+def ended(drawn: Drawn, ask: Ask, tokenizer: Tokenizer | None) -> SampledSequence:
+    """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere. `tokenizer`: for stop strings."""
+    tokens = drawn.tokens.tolist()
+    ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
+    if tokenizer is not None and (cut := find_stop(tokenizer, tokens, ask.settings.stop_strings, new=len(tokens))) is not None:
+        ends.append(cut)
+    if not ends and len(tokens) != ask.max_tokens:
+        raise SamplerError(
+            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, where nothing said that it should"
+        )
+    length = min(ends, default=ask.max_tokens)
+    return SampledSequence(
+        tokens=drawn.tokens[:length], logprobs=drawn.logprobs[:length], stop_reason=StopReason.STOP if ends else StopReason.LENGTH
+    )
+
+
+def _settings(settings: SamplingSettings) -> dict[str, object]:
+    return {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(settings.stop_strings),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Drawn:
+    tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
+    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
+        raise ValueError("its token ids are no list of integers")
+    if values.shape != tokens.shape:
+        raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
+    if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
+        raise ValueError("a log-probability is not a number")
+    return Drawn(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
+
+
+def _mapping(value: object) -> Mapping:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"an object was expected, not {type(value).__name__}")
+    return value

@@ -1,0 +1,128 @@
+"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler that computes in numpy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.fakes.external_sampler import ExternalSampler, sampling
+from tests.fakes.tiny_model import make_model
+from tests.server.test_sdk import no_telemetry, sockets_left_open_by_the_sdk  # noqa: F401  they are used by being here
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [72, 101, 108, 108, 111]
+FREE = types.SamplingParams(max_tokens=24, temperature=1.0, stop=[])
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def sampler(tmp_path: Path) -> ExternalSampler:
+    return ExternalSampler(make_model(tmp_path / "tiny"))
+
+
+def start_server(tmp_path: Path, sampler_url: str) -> subprocess.Popen[str]:
+    options = {"base_model": tmp_path / "tiny", "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 4}
+    options |= {"train_tokens_per_batch": 256, "checkpoints_dir": tmp_path / "checkpoints"}
+    options |= {"sampler_url": sampler_url, "sampler_check": 1.0}
+    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def url(tmp_path: Path, sampler: ExternalSampler) -> Iterator[str]:
+    with sampling(sampler) as sampler_url:
+        process = start_server(tmp_path, sampler_url)
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        try:
+            assert ready.startswith("skyrl-tx server ready: "), process.communicate()[1]
+            yield ready.split()[3]
+            sampler.wait_until(lambda: not sampler.adapters)  # the closed session's snapshots are unloaded
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def text(tokens: list[int]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": [1.0] * len(tokens)},
+    )
+
+
+def step(training: tinker.TrainingClient) -> tinker.SamplingClient:
+    training.forward_backward([text(list(range(len(PROMPT) + 24)))], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    return training.save_weights_and_get_sampling_client().result()
+
+
+def draw(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.SampledSequence]:
+    return list(client.sample(types.ModelInput.from_ints(PROMPT), num_samples, FREE).result(60).sequences)
+
+
+def far(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
+    """The largest difference between a sample's log-probabilities and those of the weights as they are now."""
+    assert sequence.logprobs is not None
+    output = training.forward([text(PROMPT + list(sequence.tokens))], "cross_entropy").result()
+    ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]
+    return float(np.abs(ours - sequence.logprobs).max())
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as client:
+        yield client
+
+
+def test_rollouts_come_from_the_external_sampler_with_the_weights_of_their_step(
+    url: str, client: tinker.ServiceClient, sampler: ExternalSampler
+) -> None:
+    training = client.create_lora_training_client("local/tiny", rank=4, seed=1).result()
+    first = step(training)
+    early = draw(first)
+    assert [far(training, sequence) for sequence in early] == pytest.approx([0.0, 0.0], abs=1e-4)
+    second = step(training)
+    assert [far(training, sequence) for sequence in draw(second)] == pytest.approx([0.0, 0.0], abs=1e-4)
+    assert far(training, draw(first)[0]) > 1e-2, "the first sampling client went on to the second adapter"
+    named = training.save_weights_for_sampler("named").result().path
+    assert far(training, draw(client.create_sampling_client(model_path=named).result())[0]) < 1e-4
+    base = client.create_sampling_client(base_model="local/tiny").result()
+    draw(base)
+    names = [body["adapter"] for body in sampler.seen]
+    assert len(names) == 5 and names[0] == names[2] and len(set(names)) == 4 and names[-1] == "local/tiny"
+    assert len(base.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result(60)) == len(PROMPT) and len(sampler.seen) == 5
+
+    sampler.adapters.clear()  # restarted
+    assert far(training, draw(second)[0]) < 1e-4
+    sampler.spoil = lambda answer: answer["choices"][0].pop("token_ids")
+    with pytest.raises(tinker.RequestFailedError, match="no 'token_ids'") as failed:
+        draw(second)
+    assert failed.value.category is types.RequestErrorCategory.Server
+    sampler.spoil = lambda answer: None
+    step(training)
+
+    metrics = httpx.get(f"{url}/metrics").text
+    assert 'skyrl_tx_sampler_requests_total{outcome="failed"} 1' in metrics
+    (worst,) = re.findall(r'^skyrl_tx_sampler_difference_nats{kind="max"} (\S+)$', metrics, re.M)
+    (compared,) = re.findall(r"^skyrl_tx_sampler_tokens_compared_total (\d+)$", metrics, re.M)
+    assert float(worst) < 1e-4 and int(compared) >= 6 * 24
+
+
+def test_a_sampler_of_another_model_stops_the_start(tmp_path: Path, sampler: ExternalSampler) -> None:
+    sampler.name = "local/other"
+    with sampling(sampler) as sampler_url:
+        process = start_server(tmp_path, sampler_url)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and said.strip().splitlines()[-1].startswith(f"skyrl-tx server: sampler_url={sampler_url}: it serves")

@@ -1,0 +1,365 @@
+"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine on the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.engine import STOPPING, Engine
+from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.external_sampling import ExternalSampling, ExternalSettings
+from skyrl_tx_server.external_server import ServerSettings, connect
+from skyrl_tx_server.model.lora import init_adapter
+from skyrl_tx_server.model.weights import adapter_to_arrays
+from skyrl_tx_server.ops import (
+    CreateModel,
+    DropSnapshot,
+    LoadWeights,
+    LoraSpec,
+    Op,
+    Sample,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+    StopReason,
+)
+from skyrl_tx_server.peft_files import optimizer_at_rest
+from tests.fakes.external_sampler import ExternalSampler, sampling
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+
+PROMPT = np.array([72, 101, 108, 108, 111], np.int32)
+SPEC = LoraSpec(rank=4)
+FREE = SamplingSettings(max_tokens=20, stop_at_eos=False)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path, root: Path) -> Iterator[Engine]:
+    """With a model "m"."""
+    engine = Engine(DeviceExecutor(make_settings(model_dir, root)))
+    engine.start()
+    engine.submit(CreateModel(model_id="m", lora=SPEC)).result(120)
+    yield engine
+    engine.stop()
+
+
+def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
+    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer to compile than all else."""
+    random, name = np.random.default_rng(seed), uuid.uuid4().hex
+    arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
+    arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
+    store = CheckpointStore(root, "local/tiny")
+    path = store.write("weights", "m", name, arrays | optimizer_at_rest(arrays), SPEC, 0, {}).path
+    engine.submit(LoadWeights(model_id="m", path=path, optimizer=False)).result(60)
+
+
+@pytest.fixture(params=["vllm"])
+def sampler(model_dir: Path, request: pytest.FixtureRequest) -> ExternalSampler:
+    return ExternalSampler(model_dir, kind=request.param)
+
+
+@pytest.fixture
+def url(sampler: ExternalSampler) -> Iterator[str]:
+    with sampling(sampler) as url:
+        yield url
+
+
+@asynccontextmanager
+async def connected(
+    url: str, engine: Engine, root: Path, model_dir: Path, *, check: float = 0.0, max_adapters: int = 8, timeout_s: float = 60.0
+) -> AsyncIterator[ExternalSampling]:
+    adapters = root / "sampler_adapters"
+    settings = ExternalSettings(adapters=adapters, max_adapters=max_adapters, check=check, check_limit=0.05, model_dir=model_dir)
+    where = ServerSettings(url=url, timeout_s=timeout_s, api_key=None)
+    async with connect(where, base_model="local/tiny", adapters=adapters) as server:
+        elsewhere = ExternalSampling(engine, server, CheckpointStore(root, "local/tiny"), settings)
+        try:
+            yield elsewhere
+        finally:
+            await elsewhere.close()
+
+
+@pytest.fixture
+async def elsewhere(url: str, engine: Engine, root: Path, model_dir: Path) -> AsyncIterator[ExternalSampling]:
+    async with connected(url, engine, root, model_dir) as elsewhere:
+        yield elsewhere
+
+
+async def done(elsewhere: ExternalSampling, op: Op) -> SampleResult:
+    result = await asyncio.wrap_future(elsewhere.submit(op))
+    assert not isinstance(op, Sample) or isinstance(result, SampleResult)
+    return result  # type: ignore[return-value]
+
+
+def sample(weights: str | None = None, settings: SamplingSettings = FREE, **more: object) -> Sample:
+    return Sample(weights=weights, prompt=PROMPT, settings=settings, **more)  # type: ignore[arg-type]
+
+
+def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
+    """The engine's own log-probabilities of `tokens` after the prompt."""
+    text = np.concatenate([PROMPT, tokens])
+    op = Sample(weights=weights, prompt=text, settings=SamplingSettings(max_tokens=1, temperature=0.0), prompt_logprobs=True)
+    result = engine.submit(op).result(60)
+    assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
+    return result.prompt_logprobs[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
+async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprobs(
+    elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
+) -> None:
+    update(engine, root, 0.05, seed=1)
+    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s1"))
+    before = await done(elsewhere, sample("s1", num_samples=2))
+    update(engine, root, 0.05, seed=2)
+    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s2"))
+    for weights, result in (
+        ("s1", before),
+        ("s2", await done(elsewhere, sample("s2"))),
+        ("s1", await done(elsewhere, sample("s1"))),
+        (None, await done(elsewhere, sample(None, replace(FREE, temperature=0.7, top_k=40, top_p=0.9)))),
+    ):
+        for sequence in result.sequences:
+            assert len(sequence.tokens) == 20 and sequence.stop_reason is StopReason.LENGTH
+            np.testing.assert_allclose(sequence.logprobs, scored(engine, weights, sequence.tokens), atol=1e-4)
+    far = np.abs(before.sequences[0].logprobs - scored(engine, None, before.sequences[0].tokens)).mean()
+    assert far > 0.05, "the adapter makes no difference that this test could see"
+    assert len({body["adapter"] for body in sampler.seen}) == 3 and len(sampler.seen) == 4
+    assert before.prompt_cache_hit_tokens == (3 if sampler.kind == "sglang" else 0)
+
+
+async def test_a_dropped_snapshot_is_unloaded_once_its_samples_are_done(
+    elsewhere: ExternalSampling, sampler: ExternalSampler, root: Path
+) -> None:
+    saved = elsewhere.submit(SaveSampler(model_id="m", name=None, weights="short"))
+    asked = elsewhere.submit(sample("short"))  # at once: both wait for what was asked before them
+    dropped = elsewhere.submit(DropSnapshot(weights="short"))
+    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, asked, dropped)))
+    await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
+    assert sampler.seen[0]["adapter"].startswith("skyrl-")
+    with pytest.raises(NotFoundError, match="freed with their session"):
+        elsewhere.submit(sample("short"))
+
+
+async def test_adapters_make_room_for_each_other_and_checkpoints_are_found_on_disk(
+    url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
+) -> None:
+    path = "tinker://m/sampler_weights/named"
+    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", name="named", weights=path)))  # by an earlier run of the server
+    async with connected(url, engine, root, model_dir, max_adapters=1) as elsewhere:
+        await done(elsewhere, SaveSampler(model_id="m", name=None, weights="one"))
+        for weights in ("one", path, "one", path):
+            result = await done(elsewhere, sample(weights))
+            np.testing.assert_allclose(result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4)
+            await asyncio.to_thread(sampler.wait_until, lambda: len(sampler.adapters) == 1)
+    assert len({body["adapter"] for body in sampler.seen}) == 4, "each was loaded anew"
+    kept = root / "sampler_adapters" / "somebody's"
+    kept.mkdir()
+    async with connected(url, engine, root, model_dir):
+        assert not sampler.adapters, "what a stopped server left loaded is unloaded by the next"
+        assert [*kept.parent.iterdir()] == [kept], "and its files are deleted"
+    kept.rmdir()
+
+
+async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
+    sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
+) -> None:
+    with sampling(sampler) as url:
+        connection = connected(url, engine, root, model_dir)
+        elsewhere = await connection.__aenter__()
+        await done(elsewhere, SaveSampler(model_id="m", name=None, weights="kept"))
+        await done(elsewhere, sample("kept"))
+    with pytest.raises(SamplerError, match="cannot be reached"):
+        await done(elsewhere, sample("kept"))
+    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="meanwhile"))  # training and saving go on
+    with sampling(sampler, port=int(url.rpartition(":")[2])):
+        for weights in ("kept", "meanwhile"):
+            results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
+            np.testing.assert_allclose(results[0].sequences[0].logprobs, scored(engine, weights, results[0].sequences[0].tokens), atol=1e-4)
+        assert len(sampler.adapters) == 2
+        await connection.__aexit__(None, None, None)
+
+
+async def test_another_model_is_found_out_before_anyone_sees_its_samples(
+    engine: Engine, root: Path, model_dir: Path, sampler: ExternalSampler
+) -> None:
+    sampler.model.base = sampler.model.base | {
+        "model.norm.weight": sampler.model.base["model.norm.weight"][::-1] * np.linspace(-2, 2, CONFIG.hidden_size)
+    }
+    with sampling(sampler) as url:
+        async with connected(url, engine, root, model_dir) as elsewhere:
+            for _ in range(2):
+                with pytest.raises(
+                    SamplerError, match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base model"
+                ):
+                    await done(elsewhere, sample())
+
+
+async def test_an_adapter_that_is_left_out_is_found_out(
+    elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
+) -> None:
+    update(engine, root, 0.5)
+    sampler.leaves_adapters_out = True
+    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="ignored"))
+    await done(elsewhere, sample())
+    with pytest.raises(SamplerError, match=r"probabilities of ignored differ .* leaves the adapter out"):
+        await done(elsewhere, sample("ignored"))
+
+
+def without(key: str) -> Callable[[dict], object]:
+    return lambda answer: answer["choices"][0].pop(key)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without("token_ids"), "no 'token_ids'"),
+        (without("logprobs"), "no 'logprobs'"),
+        (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids and 20 log-probabilities"),
+        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None), "not a number"),
+        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, -9999.0), "not a number"),
+        (lambda answer: answer["choices"].pop(), "0 samples|index out of range"),
+        (lambda answer: answer["choices"][0].update(prompt_token_ids=[1]), "another prompt"),
+        (
+            lambda answer: (answer["choices"][0]["token_ids"].pop(), answer["choices"][0]["logprobs"]["token_logprobs"].pop()),
+            "after 19 of 20 tokens",
+        ),
+    ],
+)
+async def test_an_answer_that_is_not_whole_fails_its_request_alone(
+    elsewhere: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
+) -> None:
+    sampler.spoil = spoil
+    with pytest.raises(SamplerError, match=message):
+        await done(elsewhere, sample())
+    sampler.spoil = lambda answer: None
+    await done(elsewhere, sample())
+
+
+async def test_samples_end_where_the_engine_would_have_ended_them(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+    long = replace(FREE, max_tokens=60, seed=5)
+    whole = (await done(elsewhere, sample(None, long))).sequences[0].tokens
+    token = int(whole[10])
+    first = whole.tolist().index(token) + 1
+    stopped = (await done(elsewhere, sample(None, replace(long, stop_token_ids=(token,))))).sequences[0]
+    assert stopped.tokens.tolist() == whole[:first].tolist() and stopped.stop_reason is StopReason.STOP
+
+    stop = sampler.tokenizer.decode(whole[8:10].tolist(), skip_special_tokens=False)
+    stopped = (await done(elsewhere, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
+
+    def two_more(answer: dict) -> None:
+        """As vLLM may return them, which looks for stop strings only between blocks of tokens."""
+        answer["choices"][0]["token_ids"] += [65, 66]
+        answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
+
+    sampler.spoil = two_more
+    again = (await done(elsewhere, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    assert again.tokens.tolist() == stopped.tokens.tolist() and len(again.logprobs) == len(again.tokens)
+
+
+@pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
+async def test_what_it_cannot_give_exactly_the_engine_gives(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+    prompt_scored = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), prompt_logprobs=True))
+    assert prompt_scored.prompt_logprobs is not None
+    topk = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), topk_sample_logprobs=2))
+    assert topk.sequences[0].topk is not None
+    assert not sampler.seen
+    await done(elsewhere, sample(None, replace(FREE, max_tokens=1, seed=1)))
+    await done(elsewhere, sample(None, replace(FREE, max_tokens=1, stop_token_ids=(5,))))
+    assert len(sampler.seen) == (0 if sampler.kind == "sglang" else 2)
+    await done(elsewhere, sample(None, SamplingSettings(max_tokens=20)))
+    assert sampler.seen[-1]["stop_token_ids"] == [257, 258] and sampler.seen[-1]["ignore_eos"] is (sampler.kind == "vllm")
+
+
+async def test_cancelling_a_sample_closes_its_request(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+    sampler.hold = True
+    future = elsewhere.submit(sample())
+    await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
+    future.cancel()
+    await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
+
+
+async def test_a_sampler_that_does_not_answer_is_given_up(
+    url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
+) -> None:
+    sampler.hold = True
+    async with connected(url, engine, root, model_dir, timeout_s=0.2) as elsewhere:
+        with pytest.raises(SamplerError, match=r"not answered within sampler_timeout_s=0\.2"):
+            await done(elsewhere, sample())
+        assert elsewhere.stats()["sampler_failed"] == 1
+
+
+async def test_a_stopping_server_lets_go_of_what_it_waits_for(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+    sampler.hold = True
+    future = elsewhere.submit(sample())
+    await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
+    await elsewhere.close()
+    with pytest.raises(ServerError, match=STOPPING):
+        await asyncio.wrap_future(future)
+
+
+async def test_a_lasting_difference_is_warned_of_and_shown(
+    url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(url, engine, root, model_dir, check=1.0) as elsewhere:
+        await done(elsewhere, sample())
+
+        def off(answer: dict) -> None:
+            logprobs = answer["choices"][0]["logprobs"]
+            logprobs["token_logprobs"] = [logprob - 0.1 for logprob in logprobs["token_logprobs"]]
+
+        sampler.spoil = off
+        with caplog.at_level(logging.WARNING, "skyrl_tx_server.agreement"):
+            while not caplog.records:
+                await done(elsewhere, sample())
+        (warning,) = caplog.messages
+        assert "nats per token" in warning and "another base model" in warning and "SGLANG_RETURN_ORIGINAL_LOGPROB" in warning
+        stats = elsewhere.stats()
+        assert 0.05 < float(str(stats["sampler_difference_mean"])) < 0.1 == pytest.approx(stats["sampler_difference_max"], abs=1e-4)
+        assert 0 < float(str(stats["sampler_difference_kl"])) < 0.0052
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "local/other"}, "serves local/other; start it with --served-model-name local/tiny"),
+        ({"kind": "llama.cpp"}, "owned_by=llama.cpp"),
+        ({"max_model_len": 300}, "its context is 300 tokens, this server's 600"),
+        ({"loads_adapters": False}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+    ],
+)
+async def test_an_unfit_sampler_is_refused_at_the_start(
+    model_dir: Path, engine: Engine, root: Path, changes: dict[str, object], message: str
+) -> None:
+    loads_adapters = bool(changes.pop("loads_adapters", True))
+    sampler = ExternalSampler(model_dir, **changes)  # type: ignore[arg-type]
+    sampler.loads_adapters = loads_adapters
+    with sampling(sampler) as url, pytest.raises(ConfigError, match=message):
+        async with connected(url, engine, root, model_dir):
+            pass
+
+
+async def test_a_sampler_that_is_not_there_is_refused_at_the_start(engine: Engine, root: Path, model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sampler_url=http://127\.0\.0\.1:9: the sampler at .* cannot be reached"):
+        async with connected("http://127.0.0.1:9", engine, root, model_dir):
+            pass
