@@ -233,9 +233,8 @@ class DeviceExecutor:
         model = self._models.get(op.model_id)
         gradient = model.gradient if model.gradient is not None else no_gradient(model.adapter, config=self._config)
         adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
-        report = to_host(report)
-        grad_norm = float(report.grad_norm)
-        if not math.isfinite(grad_norm) or not report.finite:
+        grad_norm, all_finite = to_host(report).tolist()
+        if not math.isfinite(grad_norm) or not all_finite:
             self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(

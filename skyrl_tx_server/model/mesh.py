@@ -116,7 +116,8 @@ def to_host[Tree](tree: Tree) -> Tree:
         here = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
         return leaf if here else process_allgather(leaf, tiled=True)
 
-    return jax.device_get(jax.tree.map(near, tree))
+    # waited for first: a copy that is asked for before its array is there is handed to another thread
+    return jax.device_get(jax.block_until_ready(jax.tree.map(near, tree)))
 
 
 def part_size(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec) -> int:
