@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from skyrl_tx_server.app import build_app
 from skyrl_tx_server.checkpoints import CheckpointStore
@@ -76,7 +77,7 @@ def _run(config: ServerConfig) -> int:
     _tls_files(config)
     ledger = _open_ledger(config)
     with _open_port(config) as listener:
-        return asyncio.run(_serve(config, ledger, listener))
+        return asyncio.run(_serve(config, ledger, listener), loop_factory=uvloop.new_event_loop)
 
 
 def _follow(config: ServerConfig, hosts: HostsSettings) -> int:

@@ -19,13 +19,14 @@ from skyrl_tx_server.routes.context import Context
 
 logger = logging.getLogger(__name__)
 
-# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# Looked through in this order for every request, so those that clients send all the time come first. `downloads` before `weights`: its
+# longer paths end in a word that `{checkpoint_id:path}` would swallow.
 ENDPOINTS: tuple[Endpoint, ...] = (
-    *service.ENDPOINTS,
-    *sessions.ENDPOINTS,
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
     *sampling.ENDPOINTS,
+    *service.ENDPOINTS,
+    *sessions.ENDPOINTS,
     *refused.ENDPOINTS,
     *downloads.ENDPOINTS,
     *weights.ENDPOINTS,

@@ -159,7 +159,10 @@ class ServerConfig:
     initialization_timeout_s: float = chz.field(default=300.0, doc="How long the processes wait for each other at the start")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
     max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
-    dry_run: bool = chz.field(default=False, doc="Print what this would hold in memory, refuse what does not fit, and stop there")
+    dry_run: bool = chz.field(
+        default=False,
+        doc="Print what this would hold in memory, refuse what does not fit, and stop there; compiles the training program to know",
+    )
     log_level: Literal["debug", "info", "warning"] = chz.field(default="info", doc="debug also logs heartbeats and polls")
 
     @chz.validate

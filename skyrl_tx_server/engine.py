@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -173,6 +174,7 @@ class Engine:
         self._sampling: dict[int, _Sampling] = {}
         tokens = ("tokens_sampled", "tokens_prefilled", "tokens_from_prefix_cache", "tokens_trained", "tokens_forward")
         self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
+        self._seconds = {"step": 0.0, "prefill": 0.0, "decode": 0.0}  # spent on turns of each kind
 
     @property
     def info(self) -> EngineInfo:
@@ -223,18 +225,23 @@ class Engine:
                 "samples_waiting": self._scheduler.num_waiting_samples,
                 "steps_waiting": self._scheduler.num_waiting_steps,
             }
-        return {**queues, **self._counts, **self._executor.stats()}
+        return {**queues, **self._counts, "turn_seconds": dict(self._seconds), **self._executor.stats()}
 
     def _loop(self) -> None:
         try:
             while (turn := self._next_turn()) is not None:
+                began = time.perf_counter()
                 match turn:
                     case Step():
+                        kind = "step"
                         self._step(turn)
                     case Admit():
+                        kind = "prefill"
                         self._admit(turn)
                     case Decode():
+                        kind = "decode"
                         self._decode()
+                self._seconds[kind] += time.perf_counter() - began
         except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
             logger.exception("the engine thread died")
             self.abandon(STOPPING)

@@ -55,7 +55,7 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.packing import PackedBatch, check_data, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.packing import PackedBatch, TrainShapes, check_data, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.peft_files import write_adapter
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
@@ -101,9 +101,7 @@ class DeviceExecutor:
         )
         self._max_lora_rank = settings.max_lora_rank
         context = _context_length(settings, self._config)
-        self._train_shapes = train_shapes(
-            max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch
-        )
+        self._train_shapes = _train_shapes(settings, context)
         self._remat = _remat(settings, self._config, dtype, hosts.agreed(lambda: _memory_bytes(settings)))
         self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
         self._snapshots = SnapshotBank(
@@ -237,9 +235,8 @@ class DeviceExecutor:
         model = self._models.get(op.model_id)
         gradient = model.gradient if model.gradient is not None else no_gradient(model.adapter, config=self._config)
         adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
-        report = to_host(report)
-        grad_norm = float(report.grad_norm)
-        if not math.isfinite(grad_norm) or not report.finite:
+        grad_norm, all_finite = to_host(report).tolist()
+        if not math.isfinite(grad_norm) or not all_finite:
             self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
@@ -381,8 +378,13 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
     return settings.max_context_length
 
 
+def _train_shapes(settings: EngineSettings, context: int) -> TrainShapes:
+    return train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch)
+
+
 def plan_memory(settings: EngineSettings) -> MemoryPlan:
-    """What an executor with these settings would hold, with every option as asked for. Loads nothing."""
+    """What an executor with these settings would hold, with every option as asked for. Loads nothing, but compiles the training program."""
+    _use_compilation_cache(settings)
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
     device, available = jax.local_devices()[0], _memory_bytes(settings)
@@ -397,32 +399,34 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         max_lora_rank=settings.max_lora_rank,
         max_models=settings.max_models,
         max_snapshots=settings.max_snapshots,
-        train_tokens_per_batch=settings.train_tokens_per_batch,
-        activation_bytes=_activation_bytes(settings, config, dtype, _remat(settings, config, dtype, available)),
-        row_groups=settings.mesh.batch,
+        shapes=_train_shapes(settings, context),
+        remat=_remat(settings, config, dtype, available),
     )
 
 
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, available_bytes: float) -> Remat:
     """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
-    products = _activation_bytes(settings, config, dtype, Remat.ACTIVATIONS)
-    return Remat.ACTIVATIONS if products <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+    return (
+        Remat.ACTIVATIONS
+        if _bytes_with_products(settings, config, dtype) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
+        else Remat.LAYERS
+    )
 
 
-def _activation_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, remat: Remat) -> int:
-    """On one device, of what the layers of a training batch keep, and of one layer that is computed again."""
+def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> int:
+    """On one device, of the matrix products that the layers of a training batch keep, and of one layer that is computed again: an estimate
+    without a compilation, and the same wherever it is made."""
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared
     of_experts = 0 if experts is None else 2 * copies * config.hidden_size
     divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
     one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
-    kept = config.num_layers * config.hidden_size
-    if remat is Remat.ACTIVATIONS:
-        gate_up = 2 * config.num_layers * config.intermediate_size
-        if experts is not None:
-            alike = config.num_layers - experts.dense_layers
-            gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
-        kept += (config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up) // config.tensor_shards
+    gate_up = 2 * config.num_layers * config.intermediate_size
+    if experts is not None:
+        alike = config.num_layers - experts.dense_layers
+        gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
+    products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
+    kept = config.num_layers * config.hidden_size + products // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
     return tokens * (kept + one_layer) * dtype.itemsize
 

@@ -1,22 +1,32 @@
-"""What each device will hold in memory, computed before anything is loaded: `dry_run=true` prints it and refuses what does not fit."""
+"""What each device will hold in memory, found before any weights are loaded: `dry_run=true` prints it and refuses what does not fit.
+
+What a training batch takes is what XLA says of the compiled program. That costs a dry run the seconds of one compilation, which the
+server then finds in the persistent cache, and is right for every family, mesh and remat policy; a formula has to be told of each.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import stacks_of
-from skyrl_tx_server.model.lora import adapter_size
-from skyrl_tx_server.model.mesh import VOCABULARY, part_size, weight_spec
-from skyrl_tx_server.packing import train_shapes
-from skyrl_tx_server.steps.train import chunk_entries
+from skyrl_tx_server.model.lora import adapter_size, place_adapter, zero_adapter
+from skyrl_tx_server.model.mesh import bytes_per_device
+from skyrl_tx_server.model.transformer import Remat
+from skyrl_tx_server.model.weights import param_shapes
+from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
+from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.train import forward_backward, train_batch
 
 COPIES_PER_MODEL = 5
 """Adapter, summed gradient, the gradient of the operation under way, and Adam's two moments."""
+COPIES_PER_STEP = 4
+"""Of the model that takes an optimizer step: new adapter and moments beside the old ones, and its gradient without what is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,25 +74,20 @@ def memory_plan(
     max_lora_rank: int,
     max_models: int,
     max_snapshots: int,
-    train_tokens_per_batch: int,
-    activation_bytes: int,
-    row_groups: int,
+    shapes: TrainShapes,
+    remat: Remat,
 ) -> MemoryPlan:
     """The shares of one server with as many models in training as it keeps on the device."""
-    weights = part_size(config, (config.vocab_size, config.hidden_size), VOCABULARY) * (1 if config.tie_word_embeddings else 2)
-    weights += config.hidden_size
-    for stack in stacks_of(config):
-        for weight in stack.weights.values():
-            weights += part_size(config, (len(stack.layers), *weight.shape), weight_spec(weight))
-    adapter = adapter_size(config, max_lora_rank)
-    smaller_dtype = "dtype=bfloat16" if dtype.itemsize > 2 else ""
-    budget = train_shapes(max_context_length=context, tokens_per_batch=train_tokens_per_batch, row_groups=row_groups).budget
-    logits = chunk_entries(budget.entries, rows=row_groups, vocab_size=config.vocab_size) * config.vocab_size // config.tensor_shards
+    adapter, longest = adapter_size(config, max_lora_rank), shapes.shapes[-1]
     return MemoryPlan(
         device=device,
         available_bytes=available_bytes,
         shares=(
-            Share(name=f"base weights, {dtype.name}", num_bytes=weights * dtype.itemsize, lower=smaller_dtype),
+            Share(
+                name=f"base weights, {dtype.name}",
+                num_bytes=bytes_per_device(param_shapes(config, dtype)),
+                lower="dtype=bfloat16" if dtype.itemsize > 2 else "",
+            ),
             Share(
                 name=f"pages for keys and values of {(cache.pages - 1) * PAGE} tokens",
                 num_bytes=cache.pages_bytes,
@@ -94,8 +99,8 @@ def memory_plan(
                 lower="decode_slots or max_context_length",
             ),
             Share(
-                name=f"{max_models} models in training, rank {max_lora_rank}",
-                num_bytes=max_models * COPIES_PER_MODEL * 4 * adapter,
+                name=f"{max_models} models in training, rank {max_lora_rank}, and one's next step",
+                num_bytes=(max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
                 lower="max_models or max_lora_rank",
             ),
             Share(
@@ -103,10 +108,27 @@ def memory_plan(
                 num_bytes=(max_snapshots + 1) * dtype.itemsize * adapter,
                 lower="max_snapshots",
             ),
-            Share(name="activations of a training batch", num_bytes=activation_bytes, lower="train_tokens_per_batch"),
-            Share(name="logits of a chunk of entries and their gradient", num_bytes=2 * 4 * logits, lower=""),
+            Share(
+                name=f"a training batch with streams of {longest.length} tokens",
+                num_bytes=training_bytes(config, dtype, longest, max_lora_rank=max_lora_rank, remat=remat),
+                lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
+            ),
         ),
     )
+
+
+def training_bytes(config: ModelConfig, dtype: np.dtype, shape: TrainShape, *, max_lora_rank: int, remat: Remat) -> int:
+    """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
+    program puts down on its way."""
+    tokens = np.zeros(shape.length, np.int32)
+    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), TrainShapes(shapes=(shape,), budget=shape)
+    (packed,) = pack([datum], [np.ones(shape.length, np.bool_)], fitting)
+    adapter = place_adapter(config, zero_adapter(config, max_lora_rank))
+    loss = select_loss(LossFn.CROSS_ENTROPY, {})
+    lowered = forward_backward.lower(adapter, adapter, param_shapes(config, dtype), train_batch(packed), loss, config=config, remat=remat)
+    analysis = lowered.compile().memory_analysis()
+    assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
+    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(train_batch(packed))) // shape.rows
 
 
 def _gib(num_bytes: int) -> str:

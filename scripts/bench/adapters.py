@@ -1,4 +1,4 @@
-"""What many adapters cost: 32 models in training against one, 4 active adapters in a decode batch against one, an optimizer step.
+"""What many adapters cost: 32 models training in turn against one, 4 active adapters in a decode batch against one, an optimizer step.
 
 taskset -c 0,1 python -m scripts.bench.adapters
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import chz
 
 from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
-from scripts.bench.sides.ours import LORA, Ours, running
+from scripts.bench.sides.ours import LORA, Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.ops import CreateModel, SaveSampler
+from skyrl_tx_server.ops import AdamSettings, CreateModel, ForwardBackward, LossFn, Op, OptimStep, SaveSampler
 
 MODELS, ACTIVE, ROWS, PROMPT, NEW = 32, 4, 16, 128, 128
 
@@ -30,18 +30,38 @@ def main(config: Peers) -> None:
 
 
 def training(config: Peers, model_dir: Path) -> None:
-    sequences = random_sequences([513] * 4)
+    """Every turn of the many is another model's; the one is always the same."""
+    data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as one, started(max_models=MODELS) as many:
-        for number in range(1, MODELS):
-            many.engine.submit(CreateModel(model_id=f"model-{number}", lora=LORA)).result()
-        turns = {f"{MODELS} models": timed(partial(many.train, sequences)), "one": timed(partial(one.train, sequences))}
-        timings = interleave(turns, repeats=config.repeats)
-        report(f"forward_backward 4 x 512 with {MODELS} models in training", timings, {}, of="one")
-        ratio = timings[f"{MODELS} models"].wall_s / timings["one"].wall_s
-        figure(f"{MODELS} adapters against 1", ratio, at_most=1.05)
-        turns = {f"{MODELS} models": timed(many.optim_step), "one": timed(one.optim_step)}
-        report("optimizer step", interleave(turns, repeats=max(5, config.repeats), between_s=0.05), {}, of="one")
+        names = ["model", *(f"model-{number}" for number in range(1, MODELS))]
+        for name in names[1:]:
+            many.engine.submit(CreateModel(model_id=name, lora=LORA)).result()
+        sides = {f"{MODELS} models": (many, itertools.cycle(names)), "one": (one, itertools.repeat("model"))}
+
+        def compared(title: str, what: str, op: Callable[[str], Op], *, repeats: int, between_s: float) -> None:
+            turns = {
+                side: timed(lambda ours=ours, models=models: ours.engine.submit(op(next(models))).result())
+                for side, (ours, models) in sides.items()
+            }
+            timings = interleave(turns, repeats=repeats, between_s=between_s)
+            report(title, timings, {}, of="one")
+            figure(what, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
+
+        compared(
+            f"forward_backward 4 x 512, {MODELS} models in training",
+            f"{MODELS} adapters against 1",
+            lambda model: ForwardBackward(model_id=model, data=data, loss_fn=LossFn.CROSS_ENTROPY),
+            repeats=config.repeats,
+            between_s=0.3,
+        )
+        compared(
+            "optimizer step",
+            f"optimizer step with {MODELS} models against 1",
+            lambda model: OptimStep(model_id=model, adam=AdamSettings()),
+            repeats=2 * MODELS,
+            between_s=0.02,
+        )
 
 
 def decoding(config: Peers, model_dir: Path) -> None:

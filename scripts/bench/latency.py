@@ -3,8 +3,9 @@
     python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
 
 A round trip is what the SDK does for one operation: post it (an optim_step of a model without a gradient is the engine's nearest thing to
-a no-op), then one retrieve_future that waits for its result. The parts are timed too, and `healthz`, the cheapest route there is. With
-no `url`, a server on a random one-layer model is started. The best of `rounds` is the one to compare; the load of the machine is named.
+a no-op), then one retrieve_future that waits for its result. The parts are timed too: the post, the engine's own time (a counter of
+`/metrics`, so a mean), and `healthz`, the cheapest route there is. With no `url`, a server on a random one-layer model is started. The
+best of `rounds` is the one to compare; the load of the machine is named.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from scripts.sdk_matrix import serving
 
+STEP_SECONDS = 'skyrl_tx_turn_seconds_total{turn="step"}'
 HEADERS = {"X-API-Key": "tml-dummy", "Accept": "application/json"}
 
 
@@ -56,6 +58,12 @@ class Client:
         between = time.perf_counter()
         await self.post("retrieve_future", request_id=accepted["request_id"])
         return between - began, time.perf_counter() - began
+
+    async def engine_seconds(self) -> float:
+        """How long the engine has spent on steps so far."""
+        async with self._http.get(f"{self._url}/metrics", headers=HEADERS) as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(STEP_SECONDS))
 
     async def healthz(self) -> float:
         began = time.perf_counter()
@@ -98,9 +106,12 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
             await client.round_trip()
         for number in range(rounds):
             print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+            began = await client.engine_seconds()
             pairs = np.array([await client.round_trip() for _ in range(ops)])
+            in_engine = (await client.engine_seconds() - began) / ops
             print(f"  operation, there and back       {percentiles(pairs[:, 1])}")
             print(f"    of it the post alone          {percentiles(pairs[:, 0])}")
+            print(f"    of it in the engine           mean {1e3 * in_engine:5.2f} ms")
             print(f"  healthz                         {percentiles(np.array([await client.healthz() for _ in range(ops)]))}")
             rate, took = await requests_per_second(client, clients, requests)
             print(f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(took)}")

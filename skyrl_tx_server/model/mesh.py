@@ -116,12 +116,17 @@ def to_host[Tree](tree: Tree) -> Tree:
         here = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
         return leaf if here else process_allgather(leaf, tiled=True)
 
-    return jax.device_get(jax.tree.map(near, tree))
+    # waited for first: a copy that is asked for before its array is there is handed to another thread
+    return jax.device_get(jax.block_until_ready(jax.tree.map(near, tree)))
 
 
-def part_size(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec) -> int:
-    """How many entries of such an array lie on each device."""
-    return prod(shape if config.mesh is None else NamedSharding(config.mesh, spec).shard_shape(shape))
+def bytes_per_device(tree: Any) -> int:
+    """What a tree of arrays, or of their shapes, takes on each device."""
+
+    def of(leaf: Any) -> int:
+        return prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:

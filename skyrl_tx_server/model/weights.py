@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -77,6 +78,24 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
             final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
             head=None if config.tie_word_embeddings else whole("lm_head.weight", vocabulary, VOCABULARY),
         )
+
+
+def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
+    """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to compile programs with."""
+
+    def at(shape: tuple[int, ...], spec: PartitionSpec, kept: np.dtype = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, kept, sharding=None if config.mesh is None else NamedSharding(config.mesh, spec))
+
+    def stacked(stack: Stack, weight: Weight) -> Any:
+        return at((len(stack.layers), *weight.shape), weight_spec(weight), np.dtype(np.float32) if weight.exact else dtype)
+
+    vocabulary = (config.vocab_size, config.hidden_size)
+    return Params(
+        embed=at(vocabulary, VOCABULARY),
+        layers=tuple({field: stacked(stack, weight) for field, weight in stack.weights.items()} for stack in stacks_of(config)),
+        final_norm=at(vocabulary[1:], PartitionSpec()),
+        head=None if config.tie_word_embeddings else at(vocabulary, VOCABULARY),
+    )
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:

@@ -47,6 +47,7 @@ METRICS = (
     Metric(name="decode_slots", kind="gauge", help="Sequences that can be decoded at once", source="slots"),
     Metric(name="decode_slots_used", kind="gauge", help="Sequences being decoded", source="slots_used"),
     Metric(name="decode_blocks_total", kind="counter", help="Decode blocks run", source="decode_blocks"),
+    Metric(name="turn_seconds_total", kind="counter", help="Time the engine has spent, by what on", label="turn", source="turn_seconds"),
     Metric(
         name="tokens_total",
         kind="counter",

@@ -7,7 +7,7 @@ Pass host numpy for everything that changes from call to call.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import jax
@@ -71,34 +71,13 @@ class AdamState:
     second: Adapter
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """What an optimizer step returns to the host."""
-
-    grad_norm: jax.Array  # [] float32, before clipping
-    finite: jax.Array  # [] bool: every number of the new adapter is finite
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamScalars:
-    """`AdamSettings` as traced float32 scalars."""
-
-    learning_rate: Leaf
-    beta1: Leaf
-    beta2: Leaf
-    eps: Leaf
-    weight_decay: Leaf
-    grad_clip_norm: Leaf
-
-
 def train_batch(packed: PackedBatch) -> TrainBatch:
     return TrainBatch(**{name: getattr(packed, name) for name in TrainBatch.__dataclass_fields__})
 
 
-def adam_scalars(settings: AdamSettings) -> AdamScalars:
-    return AdamScalars(**{name: np.asarray(getattr(settings, name), np.float32) for name in AdamScalars.__dataclass_fields__})
+def adam_scalars(settings: AdamSettings) -> np.ndarray:
+    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program takes time of its own."""
+    return np.array(astuple(settings), np.float32)
 
 
 def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
@@ -153,32 +132,32 @@ def no_gradient(adapter: Adapter, *, config: ModelConfig) -> Adapter:
 
 
 @jax.jit
-def adam_step(
-    adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: AdamScalars
-) -> tuple[Adapter, AdamState, StepReport]:
+def adam_step(adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: Leaf) -> tuple[Adapter, AdamState, jax.Array]:
     """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
 
-    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
+    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update. `settings` are
+    `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if every number of the new adapter is finite.
     """
+    learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)
     norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in jax.tree.leaves(grads)))
-    clips = (settings.grad_clip_norm > 0) & (norm > settings.grad_clip_norm)
-    shrink = jnp.where(clips, settings.grad_clip_norm / norm, 1.0)
+    clips = (grad_clip_norm > 0) & (norm > grad_clip_norm)
+    shrink = jnp.where(clips, grad_clip_norm / norm, 1.0)
     step = state.step + 1
     # 1 - beta^step without the cancellation that float32 suffers when beta is close to one
-    correct1, correct2 = (-jnp.expm1(step * jnp.log(beta)) for beta in (settings.beta1, settings.beta2))
+    correct1, correct2 = (-jnp.expm1(step * jnp.log(beta)) for beta in (beta1, beta2))
 
-    first = jax.tree.map(lambda m, g: settings.beta1 * m + (1 - settings.beta1) * shrink * g, state.first, grads)
-    second = jax.tree.map(lambda v, g: settings.beta2 * v + (1 - settings.beta2) * (shrink * g) ** 2, state.second, grads)
+    first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * shrink * g, state.first, grads)
+    second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (shrink * g) ** 2, state.second, grads)
 
     def update(value: jax.Array, m: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
-        denominator = jnp.sqrt(v / correct2) + settings.eps
-        direction = jnp.where(denominator > 0, m / correct1 / denominator, 0.0) + settings.weight_decay * value
-        return value - settings.learning_rate * allowed * direction
+        denominator = jnp.sqrt(v / correct2) + eps
+        direction = jnp.where(denominator > 0, m / correct1 / denominator, 0.0) + weight_decay * value
+        return value - learning_rate * allowed * direction
 
     adapter = jax.tree.map(update, adapter, first, second, mask)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
-    return adapter, AdamState(step=step, first=first, second=second), StepReport(grad_norm=norm, finite=finite)
+    return adapter, AdamState(step=step, first=first, second=second), jnp.stack([norm, finite.astype(jnp.float32)])
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:

@@ -112,9 +112,8 @@ def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
         max_lora_rank=RANK,
         max_models=1,
         max_snapshots=1,
-        train_tokens_per_batch=512,
-        activation_bytes=0,
-        row_groups=shape.batch,
+        shapes=train_shapes(max_context_length=128, tokens_per_batch=128 * shape.batch, row_groups=shape.batch),
+        remat=Remat.LAYERS,
     )
     return next(share.num_bytes for share in plan.shares if share.name.startswith("base weights"))
 

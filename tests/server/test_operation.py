@@ -22,7 +22,7 @@ from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine, serving
 
 KEY = "tml-secret"
-SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+]+')
+SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+-]+')
 
 
 @pytest.fixture
@@ -34,6 +34,9 @@ async def context(tmp_path: Path) -> AsyncIterator[Context]:
 
 def http_of(context: Context) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(Lobby(context=context))), base_url="http://server")
+
+
+TURNS = ("step", "prefill", "decode")
 
 
 async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +75,8 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context,
     ):
         assert expected in lines, reply.text
     assert any(line.startswith("skyrl_tx_resident_memory_bytes ") for line in lines)
+    spent = {turn: [line for line in lines if line.startswith(f'skyrl_tx_turn_seconds_total{{turn="{turn}"}}')] for turn in TURNS}
+    assert all(float(line.split()[1]) > 0 for (line,) in spent.values())
 
 
 async def test_every_route_but_health_wants_the_key(context: Context) -> None:

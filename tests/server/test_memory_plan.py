@@ -1,0 +1,21 @@
+"""The plan's training share; the others are held to the byte in test_command_line.py, and all of them to a process by scripts/bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyrl_tx_server.executor import plan_memory
+from skyrl_tx_server.model.config_json import load_model_config
+from tests.fakes.tiny_model import make_settings
+from tests.server.tiny_qwen3 import FIXTURES
+
+
+def test_a_context_beyond_the_batch_is_planned_for_and_named_as_what_to_lower() -> None:
+    plan, config = (
+        plan_memory(make_settings(FIXTURES / "tied", Path("unused"), train_tokens_per_batch=128)),
+        load_model_config(FIXTURES / "tied"),
+    )
+    training = plan.shares[-1]
+    assert (training.name, training.lower) == ("a training batch with streams of 256 tokens", "max_context_length")
+    matrix_products = sum(config.qkv_widths) + config.qkv_widths[0] + 2 * config.intermediate_size
+    assert training.num_bytes > 4 * 256 * config.num_layers * (config.hidden_size + matrix_products)
