@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.tree_kernel import LOG2E, MASKED, MIN_DIM, padded_heads, product
+from skyrl_tx_server.model.tree_kernel import LOG2E, MASKED, MIN_DIM, padded_heads, product, whole_maximum
 
 
 class Attended(NamedTuple):
     """Attention over some of a softmax's keys, to be merged with the others'."""
 
-    out: jax.Array  # [..., H, hd] float32, the values summed with weights relative to `highest`
-    highest: jax.Array  # [..., H] float32, the highest score; -1e30 where there is no key
+    out: jax.Array  # [..., H, hd] float32, the values summed with weights 2^(score - highest)
+    highest: jax.Array  # [..., H] float32, the highest score to the base of two, rounded up; -1e30 where there is no key
     total: jax.Array  # [..., H] float32, the sum of those weights
 
 
@@ -68,7 +68,7 @@ def paged_attention(
 def merge(parts: Attended) -> Attended:
     """Parts stacked along a leading axis as one."""
     highest = parts.highest.max(axis=0)
-    weights = jnp.exp2((parts.highest - highest) * LOG2E)
+    weights = jnp.exp2(parts.highest - highest)
     return Attended((parts.out * weights[..., None]).sum(axis=0), highest, (parts.total * weights).sum(axis=0))
 
 
@@ -95,9 +95,9 @@ def _kernel(
         highest, total, attended = state
         number = tables[at]
         seen = at * page + jnp.arange(page) < length
-        scores = jnp.where(seen[None], product(queries, keys[number]) * scale, MASKED)
-        higher = jnp.maximum(highest, scores.max(axis=1))
-        weights, shrink = jnp.exp2((scores - higher[:, None]) * LOG2E), jnp.exp2((highest - higher) * LOG2E)
+        scores = jnp.where(seen[None], product(queries, keys[number]) * (scale * LOG2E), MASKED)
+        higher = jnp.maximum(highest, whole_maximum(scores))
+        weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
         own = triton.load(values.at[number], mask=jnp.broadcast_to(seen[:, None], values.shape[1:]), other=0.0)
         attended = shrink[:, None] * attended + product(weights.astype(own.dtype), own)
         return higher, shrink * total + weights.sum(axis=1), attended

@@ -1,8 +1,8 @@
 """`tree_attention` for a GPU: Pallas kernels, compiled by Triton, that keep a tile's scores in registers (Dao, arXiv:2307.08691).
 
 One program attends for a tile of one head's queries, or gathers the gradient of a tile of one head's keys, and goes through what they see
-or are seen by in the order of the stream: results are the same to the bit from run to run. Products add up in float32; exponents are to
-the base of two, the one the hardware has.
+or are seen by in the order of the stream: results are the same to the bit from run to run. Products add up in float32. Weights are powers
+of two relative to a whole number (`whole_maximum`): they round alike in bfloat16 in whatever tiles, pages and order keys come.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)
     return jax.lax.dot_general(left, right, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def whole_maximum(scores: jax.Array) -> jax.Array:
+    """Inside a kernel: each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
+    return jnp.ceil(scores.max(axis=1))
+
+
 def _compiler_params(q: jax.Array) -> triton.CompilerParams:
     return triton.CompilerParams(num_warps=4 if q.shape[-1] <= 64 else 8, num_stages=2)
 
@@ -128,7 +133,7 @@ def _forward_kernel(
     def add_keys(here: Any, seen: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, attended = state
         scores = jnp.where(seen, product(queries, k[here], over=(1, 1)) * (scale * LOG2E), MASKED)
-        higher = jnp.maximum(highest, scores.max(axis=1))
+        higher = jnp.maximum(highest, whole_maximum(scores))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
         values = v[here]
         attended = shrink[:, None] * attended + product(weights.astype(values.dtype), values)

@@ -99,9 +99,9 @@ def reference(q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.nd
             continue
         own_keys = np.concatenate([keys[number, of] for number in tables[row]], axis=1)[:, :length]
         own_values = np.concatenate([values[number, of] for number in tables[row]])[:length]
-        scores = q[row, head] @ own_keys * q.shape[2] ** -0.5
-        weights = np.exp(scores - scores.max())
-        out[row, head], highest[row, head], total[row, head] = weights @ own_values, scores.max(), weights.sum()
+        scores = q[row, head] @ own_keys * q.shape[2] ** -0.5 * np.log2(np.e)
+        weights = 2.0 ** (scores - np.ceil(scores.max()))
+        out[row, head], highest[row, head], total[row, head] = weights @ own_values, np.ceil(scores.max()), weights.sum()
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
