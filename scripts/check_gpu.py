@@ -82,13 +82,10 @@ def compiled(mesh: Mesh, name: str, function: Callable[..., object], *arguments:
     began = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
-    memory = program.memory_analysis()
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None and text is not None
     print(f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs")
-    kernels = {
-        line.split('name = "')[1].split('"')[0]
-        for line in program.as_text().splitlines()
-        if "xla.gpu.triton" in line and 'name = "' in line
-    }
+    kernels = {line.split('name = "')[1].split('"')[0] for line in text.splitlines() if "xla.gpu.triton" in line and 'name = "' in line}
     print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
 
 
