@@ -9,4 +9,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
+. scripts/gpu_flags.sh
 exec .venv/bin/python -m skyrl_tx_server "base_model=${1:-Qwen/Qwen3-4B}" "tensor_parallel=${2:-1}" "${@:3}"

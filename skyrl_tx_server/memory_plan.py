@@ -79,6 +79,18 @@ def memory_plan(
 ) -> MemoryPlan:
     """The shares of one server with as many models in training as it keeps on the device."""
     adapter, longest = adapter_size(config, max_lora_rank), shapes.shapes[-1]
+    programs = (  # one runs at a time
+        Share(
+            name=f"a training batch with streams of {longest.length} tokens, the largest program",
+            num_bytes=training_bytes(config, dtype, longest, max_lora_rank=max_lora_rank, remat=remat),
+            lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
+        ),
+        Share(
+            name=f"the pages of {cache.slots} sequences of {context} tokens side by side while they decode, the largest program",
+            num_bytes=cache.copy_bytes,
+            lower="decode_slots or max_context_length",
+        ),
+    )
     return MemoryPlan(
         device=device,
         available_bytes=available_bytes,
@@ -94,11 +106,6 @@ def memory_plan(
                 lower="cache_tokens",
             ),
             Share(
-                name=f"the pages of {cache.slots} sequences of {context} tokens side by side, while they decode",
-                num_bytes=cache.copy_bytes,
-                lower="decode_slots or max_context_length",
-            ),
-            Share(
                 name=f"{max_models} models in training, rank {max_lora_rank}, and one's next step",
                 num_bytes=(max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
                 lower="max_models or max_lora_rank",
@@ -108,11 +115,7 @@ def memory_plan(
                 num_bytes=(max_snapshots + 1) * dtype.itemsize * adapter,
                 lower="max_snapshots",
             ),
-            Share(
-                name=f"a training batch with streams of {longest.length} tokens",
-                num_bytes=training_bytes(config, dtype, longest, max_lora_rank=max_lora_rank, remat=remat),
-                lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
-            ),
+            max(programs, key=lambda share: share.num_bytes),
         ),
     )
 

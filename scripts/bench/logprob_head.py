@@ -20,7 +20,8 @@ from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.model.lora import Adapter, init_adapter, zero_adapter
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
-from skyrl_tx_server.model.tree_attention import TreeLayout, tree_attention
+from skyrl_tx_server.model.tree_attention import tree_attention
+from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.packing import pack, train_shapes
 from skyrl_tx_server.steps.losses import select_loss, trained_positions

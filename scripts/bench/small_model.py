@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from skyrl_tx_server.model.config import ModelConfig
@@ -28,10 +29,10 @@ CONFIG = ModelConfig(
 RANK = 32
 
 
-def make_model(directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None) -> Path:
+def make_model(directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32") -> Path:
     """As a Hugging Face directory that every peer reads too."""
     config = replace(config, num_layers=layers or config.num_layers)
-    save_model(jax.jit(partial(init_params, config))(jax.random.key(0)), config, directory)
+    save_model(jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory)
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(config.vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -7,28 +7,20 @@ block's, forward and backward (Dao et al., arXiv:2205.14135).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model import tree_kernel
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.tree_layout import TreeLayout
 
 MASKED = -1e30
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TreeLayout:
-    """Who sees whom, as `packing.PackedBatch` has it; every array has a leading axis of streams R."""
-
-    ends: Leaf  # [R, T] int32
-    key_blocks: Leaf  # [R, T / block, T / block] int32
-    num_key_blocks: Leaf  # [R, T / block] int32
 
 
 @jax.tree_util.register_dataclass
@@ -50,29 +42,50 @@ def tree_attention(config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax
     return on_each(config, _attend, (rows, heads, heads, heads), heads)(layout, q, k, v)
 
 
-def _attend(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.stack([_attend_in_stream(jax.tree.map(lambda leaf, r=r: leaf[r], layout), q[r], k[r], v[r]) for r in range(len(q))])
-
-
-def _attend_in_stream(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    (length, _, head_dim), kv_heads, blocks = q.shape, k.shape[1], layout.num_key_blocks.shape[0]
-
-    def cut(array: jax.Array) -> jax.Array:
-        return array.reshape(blocks, length // blocks, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-
-    layout = replace(layout, ends=layout.ends.reshape(blocks, -1))
-    out = _blockwise(_Heads(q=cut(q * head_dim**-0.5), k=cut(k)[:, :, 0], v=cut(v)[:, :, 0]), layout)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-
-
 @jax.custom_vjp
-def _blockwise(heads: _Heads, layout: TreeLayout) -> jax.Array:
-    """What the queries attend to, shaped like them."""
-    return _forward(heads, layout)[0]
+def _attend(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(layout, q, k, v)[0]
 
 
-def _forward(heads: _Heads, layout: TreeLayout) -> tuple[jax.Array, jax.Array]:
-    """(outputs [N, K, G, n, hd], log of each softmax's denominator [N, K, G, n] float32)."""
+def _forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs like q, log of each softmax's denominator [R, H, T] float32, which the kernel takes to the base of two)."""
+    return _by_platform(tree_kernel.forward, _stream_forward, layout, q, k, v)
+
+
+type _Kept = tuple[TreeLayout, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _forward_kept(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, _Kept]:
+    out, log_total = (checkpoint_name(part, "attended") for part in _forward(layout, q, k, v))
+    return out, (layout, q, k, v, out, log_total)
+
+
+def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[None, jax.Array, jax.Array, jax.Array]:
+    grad_q, grad_k, grad_v = _by_platform(tree_kernel.backward, _stream_backward, *kept, grad_out)
+    return None, grad_q, grad_k, grad_v
+
+
+_attend.defvjp(_forward_kept, _backward)
+
+
+def _by_platform[Output](kernel: Callable[..., Output], loop: Callable[..., Output], layout: TreeLayout, *arrays: jax.Array) -> Output:
+    """The kernel on NVIDIA's devices, elsewhere and for the widest heads the loop, one stream after the other."""
+
+    def each_stream(*stacked: object) -> Output:
+        streams = [loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked)) for r in range(layout.ends.shape[0])]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *streams)
+
+    if arrays[0].shape[-1] > tree_kernel.MAX_HEAD_DIM:
+        return each_stream(layout, *arrays)
+    return jax.lax.platform_dependent(layout, *arrays, cuda=kernel, default=each_stream)
+
+
+# --- the loop over pairs of blocks ------------------------------------------------------------------------------------
+
+
+def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs [T, H, hd], log of each softmax's denominator [H, T] float32)."""
+    heads = _heads(layout, q, k, v)
 
     def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         q = heads.q[i]
@@ -92,19 +105,16 @@ def _forward(heads: _Heads, layout: TreeLayout) -> tuple[jax.Array, jax.Array]:
         return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(highest + jnp.log(total))
 
     empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
-    return jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
+    out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
+    return _uncut(out), _uncut(log_total[..., None])[..., 0].T
 
 
-type _Kept = tuple[_Heads, TreeLayout, jax.Array, jax.Array]
-
-
-def _forward_kept(heads: _Heads, layout: TreeLayout) -> tuple[jax.Array, _Kept]:
-    out, log_total = (checkpoint_name(part, "attended") for part in _forward(heads, layout))
-    return out, (heads, layout, out, log_total)
-
-
-def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[_Heads, None]:
-    heads, layout, out, log_total = kept
+def _stream_backward(
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_total: jax.Array, grad_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads = _heads(layout, q, k, v)
+    out, log_total, grad_out = (_cut(layout, k, array) for array in (out, log_total.T[..., None], grad_out))
+    log_total = log_total[..., 0]
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # what the softmax's gradient takes off, per query
 
     def of_queries(i: jax.Array, grads: _Heads) -> _Heads:
@@ -125,17 +135,33 @@ def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[_Heads, None]:
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
-    return jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, heads), None
+    grad_q = _uncut(grads.q.astype(q.dtype)) * q.shape[-1] ** -0.5
+    return grad_q, _uncut(grads.k[:, :, None].astype(k.dtype)), _uncut(grads.v[:, :, None].astype(v.dtype))
 
 
-_blockwise.defvjp(_forward_kept, _backward)
+def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Heads:
+    q = q * q.shape[-1] ** -0.5
+    return _Heads(q=_cut(layout, k, q), k=_cut(layout, k, k)[:, :, 0], v=_cut(layout, k, v)[:, :, 0])
+
+
+def _cut(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
+    """[T, heads, hd] as [N, K, heads / K, n, hd]."""
+    blocks = layout.num_key_blocks.shape[0]
+    return array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1]).transpose(0, 2, 3, 1, 4)
+
+
+def _uncut(array: jax.Array) -> jax.Array:
+    """The inverse of `_cut`."""
+    blocks, kv_heads, group, block, head_dim = array.shape
+    return array.transpose(0, 3, 1, 2, 4).reshape(blocks * block, kv_heads * group, head_dim)
 
 
 def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """[K, G, n, n] float32 of query block i and key block j, masked where a query does not see a key."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
-    return jnp.where((keys <= queries) & (queries < layout.ends[j][None]), _product("kgqh,ksh->kgqs", q, k), MASKED)
+    ends = layout.ends.reshape(-1, block)[j]
+    return jnp.where((keys <= queries) & (queries < ends[None]), _product("kgqh,ksh->kgqs", q, k), MASKED)
 
 
 def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:

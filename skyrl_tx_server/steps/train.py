@@ -19,7 +19,8 @@ from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, plac
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
 from skyrl_tx_server.model.mesh import by_rows, place_whole, to_host
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states
-from skyrl_tx_server.model.tree_attention import TreeLayout, tree_attention
+from skyrl_tx_server.model.tree_attention import tree_attention
+from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.ops import AdamSettings, LoraSpec
 from skyrl_tx_server.packing import PackedBatch

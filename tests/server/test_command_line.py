@@ -93,7 +93,7 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(capsys: pytest.Cap
     assert main([*options, "decode_slots=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
-    assert "the pages of 2 sequences of 256 tokens" in printed
+    assert "pages for keys and values of 640 tokens" in printed
     assert not checkpoints.exists()
 
 
@@ -111,11 +111,9 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     config = load_model_config(FIXTURES / "tied")
     weights = load_params(FIXTURES / "tied", config, "float32")
     assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     cache = fitting_cache(settings, config, 256, np.dtype(np.float32), 1e9)
     assert plan.shares[1].num_bytes == sum(
         leaf.nbytes for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
     )
-    assert plan.shares[2].num_bytes == 3 * 256 * token
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
-    assert plan.shares[3].num_bytes == (settings.max_models * 5 + 4) * adapter
+    assert plan.shares[2].num_bytes == (settings.max_models * 5 + 4) * adapter

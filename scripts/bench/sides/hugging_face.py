@@ -1,4 +1,5 @@
-"""The peer: Hugging Face transformers and peft on torch, CPU, float32. Runs in an interpreter that has them: see `sides/line.py`."""
+"""The peer: Hugging Face transformers and peft on torch, CPU in float32 or CUDA in bfloat16. Runs in an interpreter that has them: see
+`sides/line.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class HuggingFace:
     """One model with one LoRA adapter on every projection."""
 
-    def __init__(self, model_dir: str, *, rank: int, threads: int) -> None:
+    def __init__(self, model_dir: str, *, rank: int, threads: int, device: str) -> None:
         torch.set_num_threads(threads)
-        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        self._device = torch.device(device)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").to(self._device)
         self._model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=PROJECTIONS, lora_dropout=0.0))
         self._model.enable_input_require_grads()
         self._optimizer = torch.optim.Adam((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
@@ -33,9 +36,11 @@ class HuggingFace:
             self._model.gradient_checkpointing_disable()
         self._model.zero_grad(set_to_none=True)
         for first in range(0, len(sequences), rows):
-            part = [torch.tensor(sequence) for sequence in sequences[first : first + rows]]
+            part = [torch.tensor(sequence, device=self._device) for sequence in sequences[first : first + rows]]
             tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
-            counts = torch.nn.utils.rnn.pad_sequence([torch.ones(len(sequence) - 1) for sequence in part], batch_first=True)
+            counts = torch.nn.utils.rnn.pad_sequence(
+                [torch.ones(len(sequence) - 1, device=self._device) for sequence in part], batch_first=True
+            )
             mask = torch.nn.functional.pad(counts, (0, 1)) if not bool(counts.all()) else None
             logits = self._model(tokens[:, :-1], attention_mask=None if mask is None else mask[:, :-1], use_cache=False).logits.float()
             logprobs = logits.gather(-1, tokens[:, 1:, None])[..., 0] - torch.logsumexp(logits, -1)
@@ -47,7 +52,7 @@ class HuggingFace:
     def sample(self, prompts: list[list[int]], max_tokens: int, num_samples: int = 1) -> list[list[int]]:
         """Prompts of one length, `num_samples` completions of each."""
         self._model.eval()
-        tokens = torch.tensor(prompts)
+        tokens = torch.tensor(prompts, device=self._device)
         with torch.no_grad():
             whole = self._model.generate(
                 tokens,
@@ -65,9 +70,9 @@ class HuggingFace:
         return whole[:, tokens.shape[1] :].tolist()
 
 
-def main(model_dir: str, rank: str, threads: str) -> None:
+def main(model_dir: str, rank: str, threads: str, device: str = "cpu") -> None:
     def start() -> dict[str, Callable[..., object]]:
-        side = HuggingFace(model_dir, rank=int(rank), threads=int(threads))
+        side = HuggingFace(model_dir, rank=int(rank), threads=int(threads), device=device)
         return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": lambda: None}
 
     serve(start)

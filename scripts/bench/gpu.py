@@ -1,0 +1,206 @@
+"""The engine on one GPU against what the hardware allows: decoding, prefill, LoRA training, shared beginnings, adapters, the host's part.
+
+    . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
+    python -m scripts.bench.gpu model=8b hf=PYTHON      # with torch for CUDA; give JAX less memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.6
+    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256      # no GPU: proves the script
+
+Qwen3's shapes with random weights made here in the dtype they run in. Nothing is timed but the executor's own calls. The ceilings are what
+an H200 was measured to reach: 4.3 TB/s and 790 TFLOP/s in bfloat16. What must be moved and computed at least:
+
+    decode step    weights once, and each row's keys and values          bytes = 2 N + sum of contexts * 4 L K hd
+    prefill        per token                                              2 N + 2 L H hd T
+    LoRA training  per token, no gradient on the base weights             4 N + 6 N_lora + 6 L H hd T
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from statistics import median
+
+import chz
+import jax
+import numpy as np
+
+from scripts.bench.compare import figure, interleave, random_sequences, report, side, timed
+from scripts.bench.sides.ours import LORA, datum, settings
+from scripts.bench.small_model import CONFIG, RANK, make_model
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.families import stacks_of
+from skyrl_tx_server.model.lora import adapter_size
+from skyrl_tx_server.ops import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
+
+BYTES_PER_S, FLOPS = 4.3e12, 790e12
+QWEN3 = replace(CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960)
+MODELS = {
+    "4b": replace(QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36),
+    "8b": replace(QWEN3, hidden_size=4096, intermediate_size=12_288, num_layers=36, tie_word_embeddings=False),
+    "tiny": replace(CONFIG, hidden_size=64, intermediate_size=128, num_layers=2, head_dim=16),
+}
+GROUP, ACTIVE = 16, 4
+
+
+@chz.chz
+class GpuConfig:
+    model: str = chz.field(default="4b", doc="4b, 8b or tiny")
+    rows: int = chz.field(default=64, doc="Rows decoded at once")
+    context: int = chz.field(default=2048, doc="Tokens of each row when decoding begins")
+    train_length: int = chz.field(default=4096, doc="Tokens of a training sequence and of a prompt to prefill")
+    repeats: int = 5
+    hf: str | None = chz.field(default=None, doc="Python with torch for CUDA, transformers and peft; none: without this peer")
+
+
+class Driver:
+    """An executor whose every call is made here. Adapters are called `adapter-0` and so on."""
+
+    def __init__(self, executor: DeviceExecutor) -> None:
+        self.executor = executor
+        self._tickets, self._seeds = itertools.count(), itertools.count()
+        self.run(CreateModel(model_id="model", lora=LORA))
+        for number in range(ACTIVE):
+            self.run(SaveSampler(model_id="model", name=None, weights=f"adapter-{number}"))
+
+    def run(self, op: Op) -> object:
+        steps = self.executor.run(op)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as finished:
+                return finished.value
+
+    def train(self, length: int, count: int) -> None:
+        data = tuple(datum(sequence) for sequence in self.fresh([length + 1] * count))
+        self.run(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY))
+
+    def fresh(self, lengths: Sequence[int]) -> list[list[int]]:
+        return random_sequences(lengths, seed=next(self._seeds))
+
+    def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
+        """Their tickets, once all are prefilled."""
+        tickets = []
+        for row, prompt in enumerate(prompts):
+            chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
+            op = Sample(weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen)
+            tickets.append(next(self._tickets))
+            while self.executor.admit(tickets[-1], op, first=0, count=1) is None:
+                pass
+        return tickets
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
+        self.admit(prompts, new=new)
+        while self.executor.rows_decoding:
+            self.executor.decode()
+
+    def block_s(self, prompts: Sequence[Sequence[int]], *, blocks: int, steps: int, adapters: int = 1) -> float:
+        """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
+        took: list[float] = []
+        for _ in range(2):
+            tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
+            took = [timed(self.executor.decode)().wall_s for _ in range(blocks)]
+            for ticket in tickets:
+                self.executor.release(ticket)
+        return median(took)
+
+
+def main(config: GpuConfig) -> None:
+    model = MODELS[config.model]
+    device = jax.local_devices()[0]
+    dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, {config.rows} rows of {config.context} tokens")
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
+        open_executor = partial(opened, model_dir, config, dtype)
+        with open_executor(decode_block=16) as driver:
+            training(config, model, driver)
+            prefill(config, model, driver)
+            block_s = decoding(config, model, driver)
+            against_hugging_face(config, model_dir, driver)
+        with open_executor(decode_block=64) as driver:
+            longer_s = driver.block_s(driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64)
+        gap_s = block_s - 16 * (longer_s - block_s) / 48  # what a block takes beyond its steps
+        figure("between decode blocks, share of a block of 16 steps", gap_s / block_s, at_most=0.03)
+
+
+@contextlib.contextmanager
+def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
+    longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
+    given = {"max_context_length": longest, "decode_slots": config.rows, "train_tokens_per_batch": config.train_length}
+    with tempfile.TemporaryDirectory() as folder:
+        yield Driver(
+            DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, exact_batches=False, **given))
+        )
+
+
+def training(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
+    length, count = config.train_length, 4
+    seconds = measured(partial(driver.train, length, count), config)
+    per_token = 4 * matrix_size(model) + 6 * adapter_size(model, RANK) + 6 * heads_size(model) * length
+    rate = count * length / seconds
+    figure(f"LoRA training of {length} tokens, tokens/s", rate)
+    figure(f"  share of {FLOPS / 1e12:.0f} TFLOP/s", rate * per_token / FLOPS, at_least=0.45)
+
+
+def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
+    length, count = config.train_length, 4
+    seconds = measured(lambda: driver.admit(driver.fresh([length] * count), new=1), config)
+    rate = count * length / seconds
+    figure(f"prefill of {length} tokens, tokens/s", rate)
+    figure(
+        f"  share of {FLOPS / 1e12:.0f} TFLOP/s", rate * (2 * matrix_size(model) + 2 * heads_size(model) * length) / FLOPS, at_least=0.55
+    )
+
+
+def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
+    """Seconds of a block of 16 steps over rows of different prompts."""
+    measure = partial(driver.block_s, blocks=config.repeats, steps=16)
+    alone_s = measure(driver.fresh([config.context] * config.rows))
+    itemsize = 4 if jax.local_devices()[0].platform == "cpu" else 2
+    of_cache = config.rows * config.context * 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    floor_s = itemsize * (matrix_size(model) + of_cache) / BYTES_PER_S
+    figure(f"decoding {config.rows} rows, tokens/s", config.rows * 16 / alone_s)
+    figure(f"  share of {BYTES_PER_S / 1e12:.1f} TB/s", floor_s / (alone_s / 16), at_least=0.6)
+    shared, own = config.context * 3 // 4, config.context - config.context * 3 // 4
+    groups = [beginning for beginning in driver.fresh([shared] * -(-config.rows // GROUP)) for _ in range(GROUP)][: config.rows]
+    together_s = measure([beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)])
+    figure("a block with 3/4 of the context shared by 16, against none", alone_s / together_s, at_least=1.5)
+    mixed_s = measure(driver.fresh([config.context] * config.rows), adapters=ACTIVE)
+    figure(f"a block with {ACTIVE} adapters, against one", mixed_s / alone_s, at_most=1.1)
+    return alone_s
+
+
+def against_hugging_face(config: GpuConfig, model_dir: Path, driver: Driver) -> None:
+    prompt, new, count = 256, 128, min(16, config.rows)
+    turns: dict[str, Callable] = {"ours": timed(lambda: driver.generate(driver.fresh([prompt] * count), new=new))}
+    with contextlib.ExitStack() as stack:
+        if config.hf is not None:
+            peer = stack.enter_context(side("HF", "hugging_face", model_dir, RANK, 8, "cuda", python=config.hf))
+            turns["HF"] = lambda: peer.call("sample", prompts=driver.fresh([prompt] * count), max_tokens=new)
+        report(f"generation, {count} x ({prompt} + {new})", interleave(turns, repeats=config.repeats), {"HF": 5.0})
+
+
+def measured(run: Callable[[], object], config: GpuConfig) -> float:
+    """Median seconds, compilation left out."""
+    run()
+    return median(timed(run)().wall_s for _ in range(config.repeats))
+
+
+def matrix_size(model: ModelConfig) -> int:
+    """Numbers that every token is multiplied with: the layers' matrices and the head."""
+    layers = sum(len(stack.layers) * prod(weight.shape) for stack in stacks_of(model) for weight in stack.weights.values() if weight.inputs)
+    return layers + model.vocab_size * model.hidden_size
+
+
+def heads_size(model: ModelConfig) -> int:
+    return model.num_layers * model.num_heads * model.head_dim
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(GpuConfig, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,136 @@
+"""Whether the sampler and the trainer agree in bfloat16: the KL divergence per token of what the engine samples and what it recomputes.
+
+    taskset -c 0,1 python -m scripts.check_bf16
+    python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
+
+A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is as sure of the next token as a
+trained model is. Samples come through the engine, some alone, some as a group, some continuing an earlier turn; `forward` then scores them.
+With d = trainer's - sampler's log-probability the estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL
+Divergence", k3). Exits with 1 where it is above 1e-4.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import chz
+import jax
+import numpy as np
+
+from scripts.bench.compare import figure, random_sequences
+from scripts.bench.sides.ours import Ours, running
+from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.model.weights import save_model
+from skyrl_tx_server.ops import (
+    AdamSettings,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LossFn,
+    OptimStep,
+    Sample,
+    SampleResult,
+    SamplingSettings,
+    TrainDatum,
+)
+
+BAR = 1e-4
+STEPS, LEARNING_RATE = 3, 2e-3
+LENGTHS = (40, 130, 260, 400)
+
+
+@chz.chz
+class Bf16Config:
+    layers: int = 4
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 128
+    new: int = chz.field(default=64, doc="Tokens sampled per sample and turn")
+    sureness: float = chz.field(default=8.0, doc="The final norm's weight; logits grow with it")
+    dtype: str = chz.field(default="bfloat16", doc="float32 shows what is left without rounding")
+
+
+def main(config: Bf16Config) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(config, Path(folder) / "model")
+        worst = 0.0
+        for exact in (True, False):
+            with running(model_dir, dtype=config.dtype, exact_batches=exact, max_context_length=1024, train_tokens_per_batch=2048) as ours:
+                train(ours)
+                for name, samples in sampled(ours, config).items():
+                    differences = np.concatenate([recomputed(ours, *sample) for sample in samples]).astype(np.float64)
+                    surprise = -np.concatenate([logprobs for _, _, logprobs in samples]).mean()
+                    divergence = float(np.mean(np.expm1(differences) - differences))
+                    title = f"{name}, exact_batches={str(exact).lower()}"
+                    figure(f"KL per token: {title}", divergence, at_most=BAR)
+                    spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {surprise:.2f}"
+                    figure(f"  mean and largest |d| of {len(differences)}, mean -log p", spread)
+                    worst = max(worst, divergence)
+    return int(worst > BAR)
+
+
+def make_model(config: Bf16Config, directory: Path) -> Path:
+    shape: ModelConfig = replace(
+        CONFIG,
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+    )
+    params = jax.jit(partial(init_params, shape))(jax.random.key(0))
+    save_model(replace(params, final_norm=params.final_norm * config.sureness), shape, directory)
+    return directory
+
+
+def train(ours: Ours) -> None:
+    for step in range(STEPS):
+        ours.train(random_sequences([300] * 4, seed=100 + step))
+        ours.engine.submit(OptimStep(model_id="model", adam=AdamSettings(learning_rate=LEARNING_RATE))).result()
+    ours.save()
+
+
+type Scored = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A prompt, its completion and the completion's log-probabilities as they were sampled."""
+
+
+def sampled(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
+    prompts = [np.array(prompt, np.int32) for prompt in random_sequences(LENGTHS, seed=7)]
+    first = sample(ours, prompts, config.new, num_samples=1)
+    continued = [np.concatenate([prompt, tokens, prompt[:20]]) for prompt, tokens, _ in first]
+    return {
+        "one sample of each prompt": first,
+        "groups of 8": sample(ours, prompts[:2], config.new, num_samples=8),
+        "a second turn": sample(ours, continued, config.new, num_samples=1),
+    }
+
+
+def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int) -> list[Scored]:
+    settings = SamplingSettings(max_tokens=new, seed=0, stop_at_eos=False)
+    ops = [Sample(weights=ours.weights, prompt=prompt, settings=settings, num_samples=num_samples) for prompt in prompts]
+    found: list[Scored] = []
+    for op, future in [(op, ours.engine.submit(op)) for op in ops]:
+        result = future.result()
+        assert isinstance(result, SampleResult)
+        found += [(op.prompt, sequence.tokens, sequence.logprobs) for sequence in result.sequences]
+    return found
+
+
+def recomputed(ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """The trainer's log-probabilities of a completion minus the sampler's."""
+    tokens = np.concatenate([prompt, completion])
+    datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
+    result = ours.engine.submit(ForwardBackward(model_id="model", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result()
+    assert isinstance(result, ForwardBackwardResult)
+    return result.logprobs[0][len(prompt) - 1 :] - logprobs
+
+
+if __name__ == "__main__":
+    sys.exit(main(chz.entrypoint(Bf16Config, argv=sys.argv[1:], allow_hyphens=True)))

@@ -1,0 +1,93 @@
+"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, and the paged kernel.
+
+    uv venv --python 3.12 CUDA
+    uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
+
+Prints how long each takes to compile, what XLA allots beside its inputs, and which of our kernels are in it. With
+XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count registers and spills.
+Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from scripts.bench.gpu import MODELS
+from scripts.bench.small_model import RANK
+from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.paged_kernel import paged_attention
+from skyrl_tx_server.model.transformer import Remat, init_params
+from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
+from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.train import forward_backward, train_batch
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
+"""
+"""In XLA's own format (xla/stream_executor/device_description.proto, GpuTargetConfigProto)."""
+
+
+@chz.chz
+class CheckConfig:
+    model: str = chz.field(default="4b", doc="4b, 8b or tiny, of scripts/bench/gpu.py")
+    length: int = chz.field(default=4096, doc="Tokens of the training stream")
+    rows: int = chz.field(default=64, doc="Rows of the decode batch, of 2,048 positions each")
+
+
+def main(config: CheckConfig) -> None:
+    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices
+    mesh = Mesh(np.array(devices), ("device",))
+    compile_for = partial(compiled, mesh)
+    model = MODELS[config.model]
+    params = jax.eval_shape(partial(init_params, model, dtype=jnp.dtype("bfloat16")), jax.random.key(0))
+    adapter, loss = zero_adapter(model, RANK), select_loss(LossFn.CROSS_ENTROPY, {})
+    shape = TrainShape(rows=1, length=config.length)
+    tokens = np.zeros(config.length, np.int32)
+    (packed,) = pack((TrainDatum(tokens=tokens, target_tokens=tokens),), [tokens == 0], TrainShapes(shapes=(shape,), budget=shape))
+    for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
+        step = partial(forward_backward, config=model, remat=remat)
+        compile_for(f"forward_backward, {config.length} tokens, keeping {remat}", step, adapter, adapter, params, train_batch(packed), loss)
+    heads, page = (model.num_kv_heads, model.head_dim), 128
+    pages = config.rows * 2048 // page
+    keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
+    tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
+    compile_for(f"paged attention, {config.rows} rows of 2,048", paged_attention, queries, keys, values, tables, lengths)
+
+
+def compiled(mesh: Mesh, name: str, function: Callable[..., object], *arguments: object) -> None:
+    """Compile and report; an error is the report of what does not compile."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), arguments)
+    began = time.perf_counter()
+    with use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None and text is not None
+    print(f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs")
+    kernels = {line.split('name = "')[1].split('"')[0] for line in text.splitlines() if "xla.gpu.triton" in line and 'name = "' in line}
+    print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(CheckConfig, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,0 +1,141 @@
+"""The GPU's kernels, run here by Pallas' interpreter and lowered for a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from skyrl_tx_server.model import tree_attention, tree_kernel
+from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
+from skyrl_tx_server.model.transformer import Remat, init_params
+from skyrl_tx_server.model.tree_layout import TreeLayout
+from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
+from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.train import forward_backward, train_batch
+from tests.server import tiny_qwen3
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+
+
+def forest(*, seed: int, rows: int) -> PackedBatch:
+    """Streams of 512 tokens in which some sequences begin alike, the last block padding."""
+    random = np.random.default_rng(seed)
+    sequences: list[np.ndarray] = []
+    for length in random.integers(20, 90, 6 * rows):
+        own = random.integers(0, 50, length)
+        if sequences and random.random() < 0.5:
+            own = np.concatenate([sequences[-1][: random.integers(16, 60)], own])
+        sequences.append(own.astype(np.int32))
+    data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
+    shape = TrainShape(rows=rows, length=512)
+    (batch,) = pack(data, [np.ones(len(datum.tokens), bool) for datum in data], TrainShapes(shapes=(shape,), budget=shape))
+    assert (batch.num_key_blocks[:, -1] == 0).any() and (batch.num_key_blocks > 1).any()
+    return batch
+
+
+def layout_of(batch: PackedBatch) -> TreeLayout:
+    return jax.tree.map(jnp.asarray, TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks))
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize(
+    ("seed", "rows", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    [(0, 2, 4, 2, 16, "float32", 1e-5), (1, 1, 3, 1, 24, "bfloat16", 0.04)],
+)
+def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
+    seed: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: str, tolerance: float
+) -> None:
+    layout = layout_of(forest(seed=seed, rows=rows))
+    q, grad_out = (normal(number, rows, 512, heads, head_dim, dtype=dtype) for number in (1, 2))
+    k, v = (normal(number, rows, 512, kv_heads, head_dim, dtype=dtype) for number in (3, 4))
+    expected, pull_back = jax.vjp(jax.jit(partial(tree_attention._attend, layout)), q, k, v)
+
+    @jax.jit
+    def by_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, log_total = tree_kernel.forward(layout, *arrays, interpret=True)
+        return out, *tree_kernel.backward(layout, *arrays, out, log_total, grad_out, interpret=True)
+
+    for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=tolerance, rtol=tolerance)
+
+
+def test_a_row_attends_to_its_pages_alone() -> None:
+    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every row's end."""
+    heads, kv_heads, head_dim, page = 6, 2, 24, 16
+    tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
+    lengths = np.array([48, 37, 1, 0, 64], np.int32)
+    q, keys, values = normal(0, 5, heads, head_dim), normal(1, 6, kv_heads, head_dim, page), normal(2, 6, kv_heads, page, head_dim)
+    expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
+    values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
+    keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
+    exact = jax.jit(partial(paged_attention, splits=3, interpret=True))(q, keys, values, tables, lengths)
+    for found, wanted in zip(exact, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
+    halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
+    rounded = jax.jit(partial(paged_attention, splits=1, interpret=True))(*halves, tables, lengths)
+    np.testing.assert_allclose(*(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)), atol=0.03)
+
+
+def reference(q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> Attended:
+    """One row and head after the other, in float64."""
+    out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
+    for row, head in np.ndindex(*q.shape[:2]):
+        of, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
+        if length == 0:
+            continue
+        own_keys = np.concatenate([keys[number, of] for number in tables[row]], axis=1)[:, :length]
+        own_values = np.concatenate([values[number, of] for number in tables[row]])[:length]
+        scores = q[row, head] @ own_keys * q.shape[2] ** -0.5 * np.log2(np.e)
+        weights = 2.0 ** (scores - np.ceil(scores.max()))
+        out[row, head], highest[row, head], total[row, head] = weights @ own_values, np.ceil(scores.max()), weights.sum()
+    return Attended(out, highest, total)  # type: ignore[arg-type]
+
+
+def test_rows_may_attend_to_a_shared_beginning_together() -> None:
+    rows, heads, kv_heads, head_dim, page = 3, 4, 2, 16, 16
+    q, keys, values = normal(0, rows, heads, head_dim), normal(1, 5, kv_heads, head_dim, page), normal(2, 5, kv_heads, page, head_dim)
+    alone = reference(
+        *(np.asarray(array) for array in (q, keys, values)), np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]]), np.array([48, 40, 33])
+    )
+    attend = jax.jit(partial(paged_attention, splits=2, interpret=True))
+    own = attend(q, keys, values, np.array([[2], [3], [4]], np.int32), np.array([16, 8, 1], np.int32))
+    by_head = q.reshape(rows, kv_heads, -1, head_dim).transpose(1, 0, 2, 3).reshape(1, -1, head_dim)
+    shared = attend(by_head, keys, values, np.array([[0, 1]], np.int32), np.array([32], np.int32))
+    shared = Attended(*(array.reshape(kv_heads, rows, heads // kv_heads, -1).swapaxes(0, 1).reshape(rows, heads, -1) for array in shared))
+    shared = shared._replace(highest=shared.highest[..., 0], total=shared.total[..., 0])
+    merged = merge(Attended(*(jnp.stack(parts) for parts in zip(shared, own, strict=True))))
+    np.testing.assert_allclose(merged.out / merged.total[..., None], alone.out / alone.total[..., None], atol=1e-5)
+
+
+@pytest.mark.filterwarnings(TRITON_IS_LEAVING)
+def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
+    batch = train_batch(forest(seed=0, rows=1))
+    config = replace(tiny_qwen3.CONFIG, head_dim=64)
+    params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
+    adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)
+    arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY, {}))
+    step = lowered(partial(forward_backward, config=config, remat=Remat.ACTIVATIONS), *arguments)
+    names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
+    assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept
+    pages = jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), np.zeros((4, 8), np.int32), np.zeros(4, np.int32)
+    assert 'name = "paged_attention"' in lowered(paged_attention, rows[0], *pages, *rows[1:])
+
+
+def lowered(function: Callable[..., object], *arguments: object) -> str:
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
