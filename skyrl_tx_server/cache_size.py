@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from skyrl_tx_server.batching import PAGE
@@ -32,7 +33,12 @@ class CacheSize:
     @property
     def copy_bytes(self) -> int:
         """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
-        return self.slots * self.context_pages * self.page_bytes
+        return 0 if kernel_decodes() else self.slots * self.context_pages * self.page_bytes
+
+
+def kernel_decodes() -> bool:
+    """On a GPU a kernel reads the pages as they lie; elsewhere they are copied side by side, once per block."""
+    return jax.default_backend() == "gpu"
 
 
 def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> CacheSize:
@@ -47,14 +53,15 @@ def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, d
     """As much of it as fits into the budget. ConfigError where that is not one sequence of a whole context."""
     asked = asked_cache(settings, config, context, dtype)
     room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
+    copied = 0 if kernel_decodes() else whole
     if settings.cache_tokens is None:
-        slots = min(asked.slots, room // (2 * whole + 1))
+        slots = min(asked.slots, room // (whole + 1 + copied))
         pages = 1 + slots * (whole + 1)
     else:
         pages = asked.pages
-        slots = min(asked.slots, (room - pages) // whole)
+        slots = min(asked.slots, (room - pages) // copied) if copied else asked.slots if pages <= room else 0
     if slots < 1:
-        needed = 2 * whole * asked.page_bytes / 2**30  # in pages, and as they are read
+        needed = (whole + copied) * asked.page_bytes / 2**30
         raise ConfigError(
             f"keys and values of one {context}-token sequence take {needed:.1f} GiB, {budget_bytes / 2**30:.1f} GiB are free for them: "
             "set a smaller max_context_length"

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import PAGE, PREFILL_LENGTHS, PREFILL_PIECE, bucket, pad_tokens, prefill_cost, score_lengths, segment_ends
-from skyrl_tx_server.cache_size import CacheSize
+from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
@@ -382,7 +382,7 @@ class DecodeSlots:
             rows.positions[slot] = row.length - 1
             rows.remaining[slot] = row.max_tokens - len(row.tokens)
             rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        longest = bucket(int(rows.positions.max()), self._ends)
+        longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
         self._cache, outputs = decode_block(
             self._cache,
             self._params,
@@ -391,7 +391,7 @@ class DecodeSlots:
             row_settings(self._rows, self._config.vocab_size),
             config=self._config,
             steps=self._block,
-            ends=self._ends[: 1 + self._ends.index(longest)],
+            ends=None if kernel_decodes() else self._ends[: 1 + longest],
             tempered=self._tempered,
         )
         host = to_host(outputs)

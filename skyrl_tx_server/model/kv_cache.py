@@ -97,7 +97,7 @@ def read_pages(config: ModelConfig, cache: KVCache, layer: Leaf, pages: jax.Arra
         return _read_own_pages(cache, layer, pages)
 
     def read(cache: KVCache, layer: jax.Array, pages: jax.Array) -> Segment:
-        own, here = _own(config, cache, pages)
+        own, here = own_pages(config, cache, pages)
         found = _read_own_pages(cache, layer, own)
         seen = jnp.repeat(here, PAGE)
         masked = Segment(keys=jnp.where(seen, found.keys, 0), values=jnp.where(seen[:, None], found.values, 0))
@@ -135,7 +135,7 @@ def copy_pages(cache: KVCache, sources_C: Leaf, targets_C: Leaf, count: Leaf, *,
 # --- on one device, or on one of several: the pages that lie there ----------------------------------------------------
 
 
-def _own(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(where a page lies here, or else the page that is nobody's; whether it does)"""
     own = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     here = (own >= 0) & (own < cache.keys.shape[1])
@@ -144,7 +144,7 @@ def _own(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Arra
 
 def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array) -> list[list[Segment]]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
-    own, _ = _own(config, cache, tables_BW)
+    own, _ = own_pages(config, cache, tables_BW)
 
     def segment(layer: int, first: int, end: int) -> Segment:
         pages = own[:, first // PAGE : end // PAGE]
@@ -172,7 +172,7 @@ def _write_own_rows(
         keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1) for leaf in (new.keys, new.values))
 
         def page(index: jax.Array, cache: KVCache) -> KVCache:
-            at, _ = _own(config, cache, tables_BW[b, index])
+            at, _ = own_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE, 0, PAGE - width)
             source = index * PAGE + first + jnp.arange(width) - start  # which new position belongs at each place
             here = (source >= 0) & (source < count)
@@ -192,7 +192,7 @@ def _merge(whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.A
 
 def _copy_own_pages(config: ModelConfig, cache: KVCache, sources_C: jax.Array, targets_C: jax.Array, count: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        (source, here), (target, _) = (_own(config, cache, pages[index]) for pages in (sources_C, targets_C))
+        (source, here), (target, _) = (own_pages(config, cache, pages[index]) for pages in (sources_C, targets_C))
 
         def moved(whole: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)

@@ -102,7 +102,7 @@ def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)
 
 def whole_maximum(scores: jax.Array) -> jax.Array:
     """Inside a kernel: each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
-    return jnp.ceil(scores.max(axis=1))
+    return jnp.ceil(scores.max(axis=-1))
 
 
 def _compiler_params(q: jax.Array) -> triton.CompilerParams:

@@ -10,7 +10,7 @@ key = fold_in(fold_in(seed, index), position).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.decode_attention import MASKED, attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import LayerParams, Stack
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, keep_cache, read_pages, read_rows, segment_of, stacked, write_row, write_rows
@@ -33,7 +34,6 @@ MAX_PROMPT_LOGITS = 1 << 24
 """Prompt logits held at once, 64 MiB in float32."""
 PAGES_AT_ONCE = 4
 """Of a cached prefix, in a prompt's attention to it."""
-MASKED = -1e30
 
 
 @jax.tree_util.register_dataclass
@@ -161,13 +161,13 @@ def decode_block(
     *,
     config: ModelConfig,
     steps: int,
-    ends: tuple[int, ...],
+    ends: tuple[int, ...] | None,
     tempered: bool,
 ) -> tuple[KVCache, BlockOutputs]:
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
     Attention reads each row's positions in segments that end at `ends`; every live row's position must lie within. However many segments
-    there are, a row's result is the same to the bit.
+    there are, a row's result is the same to the bit. With None a GPU's kernel reads the pages as they lie.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the pages are read and written once per block instead of once per step.
@@ -176,8 +176,9 @@ def decode_block(
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     layers = list(zip(stacks, by_layer(config, params.layers), bank_layers(bank, rows.adapters), strict=True))
-    past = read_rows(config, cache, rows.tables, ends)
-    past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *ends))]
+    tables, positions_B = jnp.asarray(rows.tables), jnp.asarray(rows.positions)
+    past = None if ends is None else read_rows(config, cache, tables, ends)
+    past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
     empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
     recent = [segment_of(empty, empty)] * config.num_layers
     outputs = BlockOutputs(tokens=jnp.full((batch, steps), -1, jnp.int32), logprobs=jnp.zeros((batch, steps), jnp.float32))
@@ -186,10 +187,16 @@ def decode_block(
         positions = rows.positions + index
         x = params.embed[state.tokens][:, None]
         rope = rope_tables(config, positions[:, None], x.dtype)
-        masks = [*past_masks, (jnp.arange(steps) <= index)[None, None, None]]
+        visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        for layer_past, layer_recent, (stack, layer_weights, layer_adapter) in zip(past, state.recent, layers, strict=True):
-            attend = partial(_attend_and_append, layer_past, layer_recent, masks, index)
+        for number, (stack, layer_weights, layer_adapter) in enumerate(layers):
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:
+                recent = _append(state.recent[number], index, k, v)
+                if past is None:
+                    return attend_over_pages(config, cache, number, q, tables, positions_B, recent, visible), recent
+                return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
+
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
@@ -260,16 +267,13 @@ def _filter(tempered: jax.Array, settings: RowSettings) -> jax.Array:
     return jnp.where(tempered >= threshold, tempered, MASKED)
 
 
-def _attend_and_append(
-    past: Sequence[Segment], recent: Segment, masks: Sequence[jax.Array], index: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, Segment]:
-    """Put each row's new key and value [B, 1, K, hd] at `index` of `recent`, then attend q [B, 1, H, hd] to `past` and `recent`."""
+def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Segment:
+    """Each row's new key and value [B, 1, K, hd] at `index` of `recent`."""
     new = segment_of(k, v)
-    recent = Segment(
+    return Segment(
         keys=jax.lax.dynamic_update_slice_in_dim(recent.keys, new.keys, index, axis=3),
         values=jax.lax.dynamic_update_slice_in_dim(recent.values, new.values, index, axis=2),
     )
-    return _attend(q, [*past, recent], masks), recent
 
 
 @jax.tree_util.register_dataclass
@@ -310,28 +314,6 @@ def _attend_to_pages(q: jax.Array, new: Segment, read: Callable[[jax.Array], Seg
     whole = past.with_segment(grouped, new, positions <= positions[:, None])  # padding comes last, where causality hides it
     attended = whole.values / whole.total[..., None]
     return attended.astype(q.dtype).transpose(2, 0, 1, 3).reshape(1, length, heads, head_dim)
-
-
-def _attend(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
-    """One query per row over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
-    batch, _, heads, head_dim = q.shape
-    kv_heads = segments[0].keys.shape[1]
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = [
-        jnp.where(mask, jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
-        for segment, mask in zip(segments, masks, strict=True)
-    ]
-    highest = jnp.stack([score.max(axis=-1) for score in scores]).max(axis=0)[..., None]
-    weights = [jnp.exp(score - highest) for score in scores]
-    total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
-    attended = sum(
-        (
-            jnp.einsum("bkgs,bksh->bkgh", weight.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
-            for weight, segment in zip(weights, segments, strict=True)
-        ),
-        start=jnp.zeros((), jnp.float32),
-    )
-    return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
 
 
 def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: Leaf) -> jax.Array:

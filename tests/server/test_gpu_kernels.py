@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model import tree_attention, tree_kernel
+from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
 from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.ops import LossFn, TrainDatum
 from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
+from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 from tests.server import tiny_qwen3
 
@@ -119,6 +125,38 @@ def test_rows_may_attend_to_a_shared_beginning_together() -> None:
     shared = shared._replace(highest=shared.highest[..., 0], total=shared.total[..., 0])
     merged = merge(Attended(*(jnp.stack(parts) for parts in zip(shared, own, strict=True))))
     np.testing.assert_allclose(merged.out / merged.total[..., None], alone.out / alone.total[..., None], atol=1e-5)
+
+
+def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
+    config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
+    cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
+    q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
+    tables, lengths = jnp.array([[1, 2], [3, 4], [5, 0]]), jnp.array([100, 64, 0])
+    visible = (jnp.arange(8) <= 3)[None, None, None]
+    past = read_rows(config, cache, tables, (2 * PAGE,))[1]
+    masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
+    expected = attend_over_segments(q, [*past, recent], masks)
+    found = attend_over_pages(config, cache, 1, q, tables, lengths, recent, visible, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings(TRITON_IS_LEAVING)
+def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -> None:
+    config = replace(tiny_qwen3.CONFIG, head_dim=64)
+    params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
+    bank = jax.tree.map(lambda leaf: np.stack([leaf] * 2), zero_adapter(config, tiny_qwen3.MAX_RANK))
+    cache = jax.eval_shape(partial(empty_cache, config=config, pages=40, dtype=np.dtype(jnp.bfloat16)))
+    rows = Rows(
+        tokens=np.zeros(4, np.int32),
+        positions=np.zeros(4, np.int32),
+        remaining=np.ones(4, np.int32),
+        tables=np.zeros((4, 9), np.int32),
+        adapters=users_of(np.zeros(4, np.int32)),
+        stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
+    )
+    block = partial(decode_block, config=config, steps=8, ends=None, tempered=False)
+    text = lowered(block, cache, params, bank, rows, row_settings([None] * 4, config.vocab_size))
+    assert text.count('name = "paged_attention"') == config.num_layers
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
