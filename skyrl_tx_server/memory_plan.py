@@ -81,12 +81,12 @@ def memory_plan(
     adapter, longest = adapter_size(config, max_lora_rank), shapes.shapes[-1]
     programs = (  # one runs at a time
         Share(
-            name=f"a training batch with streams of {longest.length} tokens, the largest program",
+            name=f"a training batch with streams of {longest.length} tokens",
             num_bytes=training_bytes(config, dtype, longest, max_lora_rank=max_lora_rank, remat=remat),
             lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
         ),
         Share(
-            name=f"the pages of {cache.slots} sequences of {context} tokens side by side while they decode, the largest program",
+            name=f"the pages of {cache.slots} sequences of {context} tokens side by side while they decode",
             num_bytes=cache.copy_bytes,
             lower="decode_slots or max_context_length",
         ),
