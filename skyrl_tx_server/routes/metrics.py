@@ -46,6 +46,14 @@ METRICS = (
     ),
     Metric(name="decode_slots", kind="gauge", help="Sequences that can be decoded at once", source="slots"),
     Metric(name="decode_slots_used", kind="gauge", help="Sequences being decoded", source="slots_used"),
+    Metric(
+        name="cache_pages",
+        kind="gauge",
+        help="Pages of 64 positions of keys and values: all, those nobody has, those kept for prompts that begin alike",
+        label="kind",
+        source={"all": "cache_pages", "free": "cache_pages_free", "remembered": "cache_pages_remembered"},
+    ),
+    Metric(name="preemptions_total", kind="counter", help="Sequences set aside for want of pages", source="preemptions"),
     Metric(name="decode_blocks_total", kind="counter", help="Decode blocks run", source="decode_blocks"),
     Metric(name="turn_seconds_total", kind="counter", help="Time the engine has spent, by what on", label="turn", source="turn_seconds"),
     Metric(
