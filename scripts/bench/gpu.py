@@ -134,9 +134,7 @@ def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int)
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
     given = {"max_context_length": longest, "decode_slots": config.rows, "train_tokens_per_batch": config.train_length}
     with tempfile.TemporaryDirectory() as folder:
-        yield Driver(
-            DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, exact_batches=False, **given))
-        )
+        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)))
 
 
 def training(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
