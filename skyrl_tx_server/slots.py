@@ -28,7 +28,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, empty_cache
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
-from skyrl_tx_server.model.transformer import Params
+from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
 from skyrl_tx_server.pages import Pages, Prefix
 from skyrl_tx_server.rows import Row, checked_max_tokens, row_settings, stop_tokens_of
@@ -80,6 +80,7 @@ class DecodeSlots:
         """Each of `groups` devices has slots and pages of this size."""
         self._config = config
         self._params = params
+        self._params_apart = layers_apart(config, params)
         self._bank = bank
         self._max_context_length = max_context_length
         self._dtype = np.dtype(dtype)
@@ -385,7 +386,7 @@ class DecodeSlots:
         longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
         self._cache, outputs = decode_block(
             self._cache,
-            self._params,
+            self._params_apart,
             self._bank.arrays,
             rows,
             row_settings(self._rows, self._config.vocab_size),

@@ -65,7 +65,7 @@ def add_latent_attention[Aux](
     query, compressed = project(normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"))
     if latent.query_rank is not None:
         query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
-        (query,) = project(query, params["q_b"], params["q_b"].shape[1:], module_of(adapter, "q_b"))
+        (query,) = project(query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
     query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotated = jnp.split(query, [latent.plain_dim], axis=-1)
     vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.width], axis=-1)
@@ -79,7 +79,7 @@ def add_latent_attention[Aux](
 def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
     """Queries [B, T, H, plain_dim] in the latent space [B, T, H, width]: each head's part of `kv_b` that makes keys, transposed."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthk,chk->bthc", plain, _by_head(config, params["kv_b"])[..., : latent.plain_dim])
+    out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.plain_dim])
     if module is None:
         return out
 
@@ -93,7 +93,7 @@ def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapte
 def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
     """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, width]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthc,chv->bthv", attended, _by_head(config, params["kv_b"])[..., latent.plain_dim :])
+    out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.plain_dim :])
     if module is None:
         return out
 
@@ -102,6 +102,11 @@ def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, a
         return (jnp.einsum("bthr,rhv->bthv", inner, _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype)),)
 
     return out + by_adapter(module, delta)[0]
+
+
+def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
+    """Each head's part of `kv_b`, [H, plain_dim + value_dim, width]."""
+    return params["kv_b"].reshape(config.num_heads, -1, _latent(config).width)
 
 
 def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:

@@ -67,29 +67,29 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     if config.mesh is None:
         return x + mix(normed, *weights, modules)
     rows = rows_spec(config.mesh, x.shape[0])
-    columns, inputs = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
+    first_axis, last_axis = PartitionSpec("expert", "tensor", None), PartitionSpec("expert", None, "tensor")
     shared = on_each(
         config,
         partial(_shared_mix, mix),
-        (rows, PartitionSpec(), columns, inputs, None if modules is None else _module_specs(modules, rows, columns, inputs)),
+        (rows, PartitionSpec(), first_axis, last_axis, None if modules is None else _module_specs(modules, rows, first_axis, last_axis)),
         rows,
     )
     return x + shared(normed, *weights, modules)
 
 
 class Router(NamedTuple):
-    weight: jax.Array  # [D, count]
+    weight: jax.Array  # [count, D]
     bias: jax.Array | None = None  # [count] float32, where experts are chosen by groups
 
 
 def route(experts: Experts, router: Router, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(weights in the tokens' dtype, experts) of tokens [N, D], both [N, per_token]; softmax and sigmoid in float32."""
     if experts.groups is None:
-        scores = jax.nn.softmax((tokens @ router.weight).astype(jnp.float32), axis=-1)
+        scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(scores, experts.per_token)
     else:
         assert router.bias is not None
-        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ router.weight.astype(jnp.float32))
+        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ router.weight.T.astype(jnp.float32))
         _, chosen = jax.lax.top_k(_within_groups(experts.groups, scores + router.bias), experts.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalized:
@@ -117,7 +117,7 @@ def _mix(
     modules: tuple[LowRank, LowRank] | None,
     first: jax.Array | int = 0,
 ) -> jax.Array:
-    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, D, 2F] and `down` [E, F, D] are, `first` being the first.
+    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first.
 
     The adapter's modules are one for the batch (A [E, in, ...]), or a bank with its users (A [S, L, E, in, ...]).
     """
@@ -160,8 +160,8 @@ def _shared_mix(
     return jax.lax.psum(mix(x, router, gate_up, down, modules, first), ("expert", "tensor"))
 
 
-def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, columns: PartitionSpec, inputs: PartitionSpec):
-    """A PartitionSpec in every leaf's place: B is divided like its weight's columns, A like its inputs."""
+def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, first_axis: PartitionSpec, last_axis: PartitionSpec):
+    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
     bank = () if modules[0].users is None else (None, None)
     whole = PartitionSpec("expert", None, None)
 
@@ -178,7 +178,7 @@ def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, columns
 
         return jax.tree_util.tree_map_with_path(spec, module)
 
-    return of(modules[0], whole, columns), of(modules[1], inputs, whole)
+    return of(modules[0], whole, last_axis), of(modules[1], first_axis, whole)
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
@@ -235,12 +235,12 @@ def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> 
 
 @jax.custom_vjp
 def _block_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
-    """blocks [n, block, in] @ weight[experts] [n, in, out], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
+    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[index].set(blocks[index] @ weight[experts[index]])
+        return out.at[index].set(blocks[index] @ weight[experts[index]].T)
 
-    return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[-1]), blocks.dtype))
+    return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[1]), blocks.dtype))
 
 
 def _products_forward(blocks, weight, experts, used):

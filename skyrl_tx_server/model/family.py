@@ -41,14 +41,14 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """One field of a layer's weights: Hugging Face's tensors side by side along the last axis, each transposed to [in, out].
+    """One field of a layer's weights: Hugging Face's tensors [out, in] one after the other along the outputs.
 
-    Where `tensor` divides the outputs of several tensors side by side, they are arranged so that each device's columns are a piece of
-    every one: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
+    Where `tensor` divides the outputs of several tensors, they are arranged so that each device's are a piece of every one:
+    q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
     """
 
     names: tuple[str, ...]  # below `model.layers.N.`; with {expert} where each expert has its own
-    widths: tuple[int, ...]  # of the last axis, one per name
+    widths: tuple[int, ...]  # outputs, one per name
     inputs: int = 0  # 0: a vector
     experts: int = 0  # 0: no expert axis, which else leads
     exact: bool = False  # float32, whatever the model's dtype
@@ -58,7 +58,7 @@ class Weight:
     @property
     def shape(self) -> tuple[int, ...]:
         lead = (self.experts,) if self.experts else ()
-        return (*lead, *((self.inputs,) if self.inputs else ()), sum(self.widths))
+        return (*lead, sum(self.widths), *((self.inputs,) if self.inputs else ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ def perceptron(
 ) -> jax.Array:
     """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
-    widths = (params[down].shape[0],) * 2
+    widths = (params[down].shape[1],) * 2
     parts = project(x, params[gate_up], widths, module_of(adapter, gate_up), shards=config.tensor_shards)
     gate, up = (checkpoint_name(part, "gate_up") for part in parts)
     return project(jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down))[0]

@@ -75,12 +75,13 @@ def _entry(bank: LowRank, entry: jax.Array) -> LowRank:
 def project(
     x: jax.Array, weight: jax.Array, widths: tuple[int, ...], module: LowRank | None, *, bias: jax.Array | None = None, shards: int = 1
 ) -> tuple[jax.Array, ...]:
-    """x [B, T, in] @ weight [in, sum(widths)] plus the adapter's delta, split into the parts of a fused projection.
+    """x [B, T, in] through weight [sum(widths), in] plus the adapter's delta, split into the parts of a fused projection.
 
     `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `shards` is into how many blocks the
-    weight's columns are arranged (see `family.Weight`).
+    weight's outputs are arranged (see `family.Weight`).
     """
-    outputs = split_parts(x @ weight if bias is None else x @ weight + bias, widths, shards)
+    fused = jnp.einsum("bti,oi->bto", x, weight)
+    outputs = split_parts(fused if bias is None else fused + bias, widths, shards)
     if module is None:
         return outputs
     return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))

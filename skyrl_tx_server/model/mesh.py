@@ -68,7 +68,7 @@ def weight_spec(weight: Weight) -> PartitionSpec:
     """Of a layer's field stacked over layers."""
     lead = (None, "expert") if weight.experts else (None,)
     inputs, outputs = {Split.INPUTS: ("tensor", "fsdp"), Split.OUTPUTS: ("fsdp", "tensor"), Split.NEITHER: (None, None)}[weight.split]
-    return PartitionSpec(*lead, inputs, outputs) if weight.inputs else PartitionSpec(*lead, outputs)
+    return PartitionSpec(*lead, outputs, inputs) if weight.inputs else PartitionSpec(*lead, outputs)
 
 
 def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:

@@ -7,12 +7,14 @@ angles, softmax and logits are computed in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import family_of, stacks_of
@@ -54,7 +56,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
     def stacked(stack: Stack, field: str) -> jax.Array:
         key, weight = next(remaining), stack.weights[field]
         shape, kept = (len(stack.layers), *weight.shape), jnp.float32 if weight.exact else dtype
-        return jnp.ones(shape, kept) if field.endswith("norm") else draw(key, shape, kept)
+        if field.endswith("norm"):
+            return jnp.ones(shape, kept)
+        if not weight.inputs:
+            return draw(key, shape, kept)
+        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(-1, -2)  # [in, out]: a seed keeps the model it always made
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
@@ -78,13 +84,30 @@ def layer[Aux](
     return family_of(config).layer(config, by_rows(config, x), gathered(config, stack.weights, params), adapter, rope, attend)
 
 
-def by_layer[Tree](config: ModelConfig, stacked: tuple[Tree, ...]) -> list[Tree]:
+def by_layer[Tree](stacked: tuple[Tree, ...]) -> list[Tree]:
     """Each layer's own part of what lies stacked over layers."""
     return [
-        jax.tree.map(partial(jax.lax.index_in_dim, index=index, keepdims=False), tree)
-        for stack, tree in zip(stacks_of(config), stacked, strict=True)
-        for index in range(len(stack.layers))
+        jax.tree.map(partial(jax.lax.index_in_dim, index=index, keepdims=False), tree) for tree in stacked for index in range(_depth(tree))
     ]
+
+
+def layers_apart(config: ModelConfig, params: Params) -> Params:
+    """The same weights with each layer in a stack of its own, for a program that runs `by_layer`: it would copy each out of its stack.
+
+    On a CPU they share the stacks' memory; elsewhere nothing is changed.
+    """
+    if config.mesh is not None or jax.default_backend() != "cpu":
+        return params
+
+    def one(leaf: jax.Array, index: int) -> jax.Array:
+        return jax.device_put(np.asarray(leaf)[index : index + 1])
+
+    layers = [jax.tree.map(partial(one, index=index), tree) for tree in params.layers for index in range(_depth(tree))]
+    return replace(params, layers=tuple(layers))
+
+
+def _depth(stacked: Any) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def hidden_states(

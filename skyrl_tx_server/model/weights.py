@@ -116,10 +116,11 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
 def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, np.ndarray]:
     """One field's tensors under Hugging Face's names."""
     tensors = {}
-    for name, part in zip(weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=-1), strict=True):
+    outputs = 2 if weight.experts else 1
+    for name, part in zip(weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=outputs), strict=True):
         for number, of_layer in zip(stack.layers, part, strict=True):
             for expert, tensor in enumerate(of_layer if weight.experts else of_layer[None]):
-                tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor.T)
+                tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor)
     return tensors
 
 
@@ -235,21 +236,21 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
 
 
 def _read_field(part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0) -> np.ndarray:
-    """A part of one layer's (and expert's) field, [in, out] or [out], in the arrangement that `Weight` describes."""
-    *rows, columns = index
+    """A part of one layer's (and expert's) field, [out, in] or [out], in the arrangement that `Weight` describes."""
+    outputs, *inputs = index
     parts = []
-    for name, width, own in _columns(weight, columns, shards):
+    for name, width, own in _outputs(weight, outputs, shards):
         shape = (width, weight.inputs) if weight.inputs else (width,)
-        parts.append(part_of(prefix + name.format(expert=expert), shape, (own, *rows)).T)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        parts.append(part_of(prefix + name.format(expert=expert), shape, (own, *inputs)))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _columns(weight: Weight, columns: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
-    """(name, its width, which of its columns) of the tensors that make up `columns` of a field, in order."""
+def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
+    """(name, its width, which of its outputs) of the tensors that make up `outputs` of a field, in order."""
     if len(weight.names) == 1:
-        yield weight.names[0], weight.widths[0], columns
+        yield weight.names[0], weight.widths[0], outputs
         return
     block = sum(weight.widths) // shards
-    for shard in range(columns.start // block, columns.stop // block):
+    for shard in range(outputs.start // block, outputs.stop // block):
         for name, width in zip(weight.names, weight.widths, strict=True):
             yield name, width, slice(shard * width // shards, (shard + 1) * width // shards)

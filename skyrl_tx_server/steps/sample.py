@@ -175,7 +175,7 @@ def decode_block(
     batch = rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    layers = list(zip(stacks, by_layer(config, params.layers), bank_layers(bank, rows.adapters), strict=True))
+    layers = list(zip(stacks, by_layer(params.layers), bank_layers(bank, rows.adapters), strict=True))
     tables, positions_B = jnp.asarray(rows.tables), jnp.asarray(rows.positions)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]

@@ -17,7 +17,7 @@ EXPERTS = Experts(count=COUNT, per_token=2, normalized=True)
 
 def weights(seed: int = 0):
     random = np.random.default_rng(seed)
-    shapes = (HIDDEN, COUNT), (COUNT, HIDDEN, 2 * WIDTH), (COUNT, WIDTH, HIDDEN)
+    shapes = (COUNT, HIDDEN), (COUNT, 2 * WIDTH, HIDDEN), (COUNT, HIDDEN, WIDTH)
     router, gate_up, down = ((0.5 * random.normal(size=shape)).astype(np.float32) for shape in shapes)
     return Router(router), gate_up, down
 
@@ -43,9 +43,9 @@ def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LowRank, L
         return jnp.concatenate([jnp.einsum("...er,ero->...eo", part, b) for part, b in zip(inner, module.b, strict=True)], axis=-1)
 
     each = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], COUNT, HIDDEN))
-    gate, up = jnp.split(jnp.einsum("...i,eio->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
+    gate, up = jnp.split(jnp.einsum("...i,eoi->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
     inner = jax.nn.silu(gate) * up
-    outputs = jnp.einsum("...ef,efo->...eo", inner, down) + low_rank(inner, modules[1])
+    outputs = jnp.einsum("...ef,eof->...eo", inner, down) + low_rank(inner, modules[1])
     scores, chosen = route(EXPERTS, router, x.reshape(-1, HIDDEN))
     picked = jnp.take_along_axis(outputs.reshape(-1, COUNT, HIDDEN), chosen[..., None], axis=1)
     return (picked * scores[..., None]).sum(1).reshape(x.shape)
@@ -102,7 +102,7 @@ def test_blocks_grow_with_what_an_expert_gets() -> None:
 def test_the_program_does_not_grow_with_the_experts() -> None:
     def operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
-        shapes = Router(jnp.zeros((HIDDEN, count))), jnp.zeros((count, HIDDEN, 2 * WIDTH)), jnp.zeros((count, WIDTH, HIDDEN))
+        shapes = Router(jnp.zeros((count, HIDDEN))), jnp.zeros((count, 2 * WIDTH, HIDDEN)), jnp.zeros((count, HIDDEN, WIDTH))
         return str(jax.make_jaxpr(lambda x, *shapes: _mix(experts, x, *shapes, None))(x, *shapes)).count(" = ")
 
     assert operations(4) == operations(64)

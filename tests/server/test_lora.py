@@ -70,7 +70,7 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
 def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
-    weight = random.normal(size=(CONFIG.hidden_size, sum(CONFIG.qkv_widths))).astype(np.float32)
+    weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
     layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     apply = jax.jit(lambda x, module: project(x, weight, CONFIG.qkv_widths, module))

@@ -20,7 +20,7 @@ from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.family import Split, Weight
 from skyrl_tx_server.model.low_rank import split_parts
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh, place, weight_spec
-from skyrl_tx_server.model.weights import _columns
+from skyrl_tx_server.model.weights import _outputs
 from tests.server.on_eight_devices import DENSE, SPARSE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,10 +83,10 @@ def test_more_devices_than_there_are_is_one_clear_line() -> None:
 
 
 def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
-    """The worked example of `Weight`: q has 4 columns, k and v 2 each, over two devices."""
+    """The worked example of `Weight`: q has 4 outputs, k and v 2 each, over two devices."""
     weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=Split.OUTPUTS)
-    assert weight_spec(weight) == PartitionSpec(None, "fsdp", "tensor")
-    pieces = [(name, own) for name, _, own in _columns(weight, slice(4, 8), shards=2)]
+    assert weight_spec(weight) == PartitionSpec(None, "tensor", "fsdp")
+    pieces = [(name, own) for name, _, own in _outputs(weight, slice(4, 8), shards=2)]
     assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]
     fused = np.array([["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]])
     numbered = np.arange(8)[None]

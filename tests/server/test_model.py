@@ -10,7 +10,7 @@ from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora import Adapter, init_adapter
-from skyrl_tx_server.model.transformer import Remat, head_logits, hidden_states
+from skyrl_tx_server.model.transformer import Remat, by_layer, head_logits, hidden_states, init_params, layers_apart
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES
@@ -143,3 +143,15 @@ def test_a_config_we_cannot_run_is_one_clear_line(tmp_path, changes: dict, messa
 def test_a_missing_model_directory_is_one_clear_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_model_config(tmp_path / "nothing")
+
+
+def test_layers_apart_are_the_same_layers_and_the_same_memory() -> None:
+    config = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3})
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
+    apart = layers_apart(config, params)
+    for whole, own in zip(by_layer(params.layers), by_layer(apart.layers), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, whole, own)
+    (stack,) = params.layers
+    matrix = stack["gate_up"]
+    starts = [layer["gate_up"].unsafe_buffer_pointer() - matrix.unsafe_buffer_pointer() for layer in apart.layers]
+    assert starts == [0, matrix.nbytes // 3, 2 * matrix.nbytes // 3]
