@@ -13,9 +13,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
 from skyrl_tx_server.model.mesh import BATCH, on_each
 from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
-from skyrl_tx_server.model.tree_kernel import LOG2E, whole_maximum
-
-MASKED = -1e30
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, power_maximum, whole_maximum
 
 
 def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
@@ -27,7 +25,7 @@ def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Seque
         jnp.where(mask, jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
         for segment, mask in zip(segments, masks, strict=True)
     ]
-    highest = jnp.stack([score.max(axis=-1) for score in scores]).max(axis=0)[..., None]
+    highest = jnp.stack([power_maximum(score) for score in scores]).max(axis=0)[..., None]
     weights = [jnp.exp(score - highest) for score in scores]
     total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(

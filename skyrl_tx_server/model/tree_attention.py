@@ -18,16 +18,15 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model import tree_kernel
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.softmax import MASKED, power_maximum
 from skyrl_tx_server.model.tree_layout import TreeLayout
-
-MASKED = -1e30
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], scaled, keys and values [N, K, n, hd]; K key-value heads with G
-    queries each."""
+    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K key-value heads with G queries
+    each."""
 
     q: jax.Array
     k: jax.Array
@@ -94,7 +93,7 @@ def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
             highest, total, attended = state
             j = layout.key_blocks[i, at]
             scores = _scores(layout, q, heads.k[j], i, j)
-            higher = jnp.maximum(highest, scores.max(axis=-1))
+            higher = jnp.maximum(highest, power_maximum(scores))
             weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
             new = _product("kgqs,ksh->kgqh", weights.astype(q.dtype), heads.v[j])
             return higher, shrink * total + weights.sum(axis=-1), shrink[..., None] * attended + new
@@ -135,12 +134,12 @@ def _stream_backward(
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
-    grad_q = _uncut(grads.q.astype(q.dtype)) * q.shape[-1] ** -0.5
-    return grad_q, _uncut(grads.k[:, :, None].astype(k.dtype)), _uncut(grads.v[:, :, None].astype(v.dtype))
+    scale = q.shape[-1] ** -0.5
+    grad_q, grad_k = _uncut((grads.q * scale).astype(q.dtype)), _uncut((grads.k[:, :, None] * scale).astype(k.dtype))
+    return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
 
 
 def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Heads:
-    q = q * q.shape[-1] ** -0.5
     return _Heads(q=_cut(layout, k, q), k=_cut(layout, k, k)[:, :, 0], v=_cut(layout, k, v)[:, :, 0])
 
 
@@ -161,7 +160,8 @@ def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
     ends = layout.ends.reshape(-1, block)[j]
-    return jnp.where((keys <= queries) & (queries < ends[None]), _product("kgqh,ksh->kgqs", q, k), MASKED)
+    scores = _product("kgqh,ksh->kgqs", q, k) * q.shape[-1] ** -0.5
+    return jnp.where((keys <= queries) & (queries < ends[None]), scores, MASKED)
 
 
 def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
