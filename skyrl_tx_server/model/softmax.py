@@ -1,5 +1,5 @@
-"""What every softmax over keys agrees on, whether it takes them at once or block by block: its weights are relative to a power of two.
-They then round alike in bfloat16, in whatever blocks, pages and order keys come.
+"""What every softmax over keys agrees on, whether it takes them at once or block by block: weights are powers of two relative to a whole
+number. They then round alike in bfloat16, in whatever blocks, pages and order keys come.
 """
 
 from __future__ import annotations
@@ -17,8 +17,3 @@ MASKED = -1e30
 def whole_maximum(scores: jax.Array) -> jax.Array:
     """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
     return jnp.ceil(scores.max(axis=-1))
-
-
-def power_maximum(scores: jax.Array) -> jax.Array:
-    """The same of natural scores, which XLA exponentiates in one multiplication less: rounded up to the logarithm of a power of two."""
-    return jnp.ceil(scores.max(axis=-1) * LOG2E) / LOG2E
