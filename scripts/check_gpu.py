@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 
 import chz
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.stages import Wrapped
 
 from scripts.bench.gpu import MODELS
 from scripts.bench.small_model import RANK
@@ -64,24 +64,24 @@ def main(config: CheckConfig) -> None:
     tokens = np.zeros(config.length, np.int32)
     (packed,) = pack((TrainDatum(tokens=tokens, target_tokens=tokens),), [tokens == 0], TrainShapes(shapes=(shape,), budget=shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
-        step = partial(forward_backward, config=model, remat=remat)
-        compile_for(f"forward_backward, {config.length} tokens, keeping {remat}", step, adapter, adapter, params, train_batch(packed), loss)
+        name = f"forward_backward, {config.length} tokens, keeping {remat}"
+        compile_for(name, forward_backward, adapter, adapter, params, train_batch(packed), loss, config=model, remat=remat)
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
-    compile_for(f"paged attention, {config.rows} rows of 2,048", paged_attention, queries, keys, values, tables, lengths)
+    compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, lengths)
 
 
-def compiled(mesh: Mesh, name: str, function: Callable[..., object], *arguments: object) -> None:
+def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:
     """Compile and report; an error is the report of what does not compile."""
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), arguments)
     began = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
-        program = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+        program = function.trace(*shapes, **options).lower(lowering_platforms=("cuda",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
     print(f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs")

@@ -13,9 +13,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
 from skyrl_tx_server.model.mesh import BATCH, on_each
 from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
-from skyrl_tx_server.model.tree_kernel import LOG2E, whole_maximum
-
-MASKED = -1e30
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 
 
 def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
@@ -23,12 +21,9 @@ def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Seque
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = [
-        jnp.where(mask, jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32) * head_dim**-0.5, MASKED)
-        for segment, mask in zip(segments, masks, strict=True)
-    ]
-    highest = jnp.stack([score.max(axis=-1) for score in scores]).max(axis=0)[..., None]
-    weights = [jnp.exp(score - highest) for score in scores]
+    scores = [_scores(grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
+    highest = jnp.stack([whole_maximum(score) for score in scores]).max(axis=0)[..., None]
+    weights = [jnp.exp2(score - highest) for score in scores]
     total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(
         (
@@ -83,10 +78,15 @@ def _attend_over_own_pages(
 def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, recent.keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores * (head_dim**-0.5 * LOG2E), MASKED)
+    scores = _scores(grouped, recent, visible)
     highest = whole_maximum(scores)
     weights = jnp.exp2(scores - highest[..., None])
     out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32)
     by_head = (batch, heads)
     return Attended(out.reshape(*by_head, head_dim), highest.reshape(by_head), weights.sum(axis=-1).reshape(by_head))
+
+
+def _scores(grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:
+    """[B, K, G, n] float32, to the base of two, of queries [B, K, G, hd]."""
+    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32)
+    return jnp.where(mask, scores * (grouped.shape[-1] ** -0.5 * LOG2E), MASKED)

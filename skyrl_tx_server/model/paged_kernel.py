@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.tree_kernel import LOG2E, MASKED, MIN_DIM, padded_heads, product, whole_maximum
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.tree_kernel import MIN_DIM, padded_heads, product
 
 
 class Attended(NamedTuple):

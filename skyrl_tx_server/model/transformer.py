@@ -24,6 +24,10 @@ from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
 from skyrl_tx_server.model.mesh import by_rows, gathered
 
+ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+"""Compiler options of every program that runs a model: bfloat16 is rounded where the program says so, not where a fusion happens to end, so
+that training and sampling, which fuse differently, agree (scripts/check_bf16.py)."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,16 +18,15 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model import tree_kernel
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 from skyrl_tx_server.model.tree_layout import TreeLayout
-
-MASKED = -1e30
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], scaled, keys and values [N, K, n, hd]; K key-value heads with G
-    queries each."""
+    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K key-value heads with G queries
+    each."""
 
     q: jax.Array
     k: jax.Array
@@ -48,7 +47,7 @@ def _attend(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax
 
 
 def _forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(outputs like q, log of each softmax's denominator [R, H, T] float32, which the kernel takes to the base of two)."""
+    """(outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
     return _by_platform(tree_kernel.forward, _stream_forward, layout, q, k, v)
 
 
@@ -84,7 +83,7 @@ def _by_platform[Output](kernel: Callable[..., Output], loop: Callable[..., Outp
 
 
 def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(outputs [T, H, hd], log of each softmax's denominator [H, T] float32)."""
+    """(outputs [T, H, hd], log2 of each softmax's denominator [H, T] float32)."""
     heads = _heads(layout, q, k, v)
 
     def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -94,15 +93,15 @@ def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
             highest, total, attended = state
             j = layout.key_blocks[i, at]
             scores = _scores(layout, q, heads.k[j], i, j)
-            higher = jnp.maximum(highest, scores.max(axis=-1))
-            weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+            higher = jnp.maximum(highest, whole_maximum(scores))
+            weights, shrink = jnp.exp2(scores - higher[..., None]), jnp.exp2(highest - higher)
             new = _product("kgqs,ksh->kgqh", weights.astype(q.dtype), heads.v[j])
             return higher, shrink * total + weights.sum(axis=-1), shrink[..., None] * attended + new
 
         start = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
         highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_keys, start)
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a block of padding sees nothing
-        return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(highest + jnp.log(total))
+        return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(highest + jnp.log2(total))
 
     empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
     out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
@@ -124,7 +123,7 @@ def _stream_backward(
             grad_q, grads_k, grads_v = state
             j = layout.key_blocks[i, at]
             k, v = heads.k[j], heads.v[j]
-            weights = jnp.exp(_scores(layout, q, k, i, j) - log_total[i][..., None])
+            weights = jnp.exp2(_scores(layout, q, k, i, j) - log_total[i][..., None])
             grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(q.dtype)
             grads_k = grads_k.at[j].add(_product("kgqs,kgqh->ksh", grad_scores, q))
             grads_v = grads_v.at[j].add(_product("kgqs,kgqh->ksh", weights.astype(q.dtype), grad))
@@ -135,12 +134,12 @@ def _stream_backward(
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
-    grad_q = _uncut(grads.q.astype(q.dtype)) * q.shape[-1] ** -0.5
-    return grad_q, _uncut(grads.k[:, :, None].astype(k.dtype)), _uncut(grads.v[:, :, None].astype(v.dtype))
+    scale = q.shape[-1] ** -0.5
+    grad_q, grad_k = _uncut((grads.q * scale).astype(q.dtype)), _uncut((grads.k[:, :, None] * scale).astype(k.dtype))
+    return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
 
 
 def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Heads:
-    q = q * q.shape[-1] ** -0.5
     return _Heads(q=_cut(layout, k, q), k=_cut(layout, k, k)[:, :, 0], v=_cut(layout, k, v)[:, :, 0])
 
 
@@ -157,11 +156,12 @@ def _uncut(array: jax.Array) -> jax.Array:
 
 
 def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """[K, G, n, n] float32 of query block i and key block j, masked where a query does not see a key."""
+    """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does not see a key."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
     ends = layout.ends.reshape(-1, block)[j]
-    return jnp.where((keys <= queries) & (queries < ends[None]), _product("kgqh,ksh->kgqs", q, k), MASKED)
+    scores = _product("kgqh,ksh->kgqs", q, k) * (q.shape[-1] ** -0.5 * LOG2E)
+    return jnp.where((keys <= queries) & (queries < ends[None]), scores, MASKED)
 
 
 def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:

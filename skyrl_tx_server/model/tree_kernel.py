@@ -1,13 +1,11 @@
 """`tree_attention` for a GPU: Pallas kernels, compiled by Triton, that keep a tile's scores in registers (Dao, arXiv:2307.08691).
 
 One program attends for a tile of one head's queries, or gathers the gradient of a tile of one head's keys, and goes through what they see
-or are seen by in the order of the stream: results are the same to the bit from run to run. Products add up in float32. Weights are powers
-of two relative to a whole number (`whole_maximum`): they round alike in bfloat16 in whatever tiles, pages and order keys come.
+or are seen by in the order of the stream: results are the same to the bit from run to run. Products add up in float32.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,10 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 from skyrl_tx_server.model.tree_layout import TreeLayout
 
-LOG2E = math.log2(math.e)
-MASKED = -1e30
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The least a matrix product takes of any axis, and the widest head of which a tile fits on chip."""
 QUERY_TILE, TILE = 128, 64
@@ -98,11 +95,6 @@ def padded_heads(array: jax.Array) -> jax.Array:
 def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)) -> jax.Array:
     """Inside a kernel: two matrices multiplied over one axis of each, in float32."""
     return jax.lax.dot_general(left, right, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def whole_maximum(scores: jax.Array) -> jax.Array:
-    """Inside a kernel: each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
-    return jnp.ceil(scores.max(axis=-1))
 
 
 def _compiler_params(q: jax.Array) -> triton.CompilerParams:

@@ -20,14 +20,15 @@ import jax.numpy as jnp
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.decode_attention import MASKED, attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import LayerParams, Stack
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, keep_cache, read_pages, read_rows, segment_of, stacked, write_row, write_rows
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
-from skyrl_tx_server.model.transformer import Params, by_layer, head_logits, layer
+from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, by_layer, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -105,7 +106,7 @@ class _BlockState:
     outputs: BlockOutputs
 
 
-@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
 def prefill(
     cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PromptOutputs]:
@@ -151,7 +152,7 @@ def prefill(
     return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -279,7 +280,7 @@ def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Se
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attended:
-    """A softmax on its way, for T queries of G heads to each of K key-value heads, all float32."""
+    """A softmax to the base of two on its way, for T queries of G heads to each of K key-value heads, all float32."""
 
     highest: jax.Array  # [K, G, T]
     total: jax.Array  # [K, G, T]
@@ -288,9 +289,9 @@ class _Attended:
     def with_segment(self, q: jax.Array, segment: Segment, visible: jax.Array) -> _Attended:
         """More positions; q [K, G, T, hd], `visible` broadcasts to [T, n]."""
         scores = jnp.einsum("kgth,khs->kgts", q, segment.keys[0], preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, MASKED)
-        highest = jnp.maximum(self.highest, scores.max(axis=-1))
-        weights, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(self.highest - highest)
+        scores = jnp.where(visible, scores * (q.shape[-1] ** -0.5 * LOG2E), MASKED)
+        highest = jnp.maximum(self.highest, whole_maximum(scores))
+        weights, shrink = jnp.exp2(scores - highest[..., None]), jnp.exp2(self.highest - highest)
         new = jnp.einsum("kgts,ksh->kgth", weights.astype(q.dtype), segment.values[0], preferred_element_type=jnp.float32)
         return _Attended(highest=highest, total=shrink * self.total + weights.sum(axis=-1), values=shrink[..., None] * self.values + new)
 

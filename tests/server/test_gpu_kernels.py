@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.stages import Wrapped
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model import tree_attention, tree_kernel
@@ -154,8 +154,8 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
         adapters=users_of(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
-    block = partial(decode_block, config=config, steps=8, ends=None, tempered=False)
-    text = lowered(block, cache, params, bank, rows, row_settings([None] * 4, config.vocab_size))
+    arguments = (cache, params, bank, rows, row_settings([None] * 4, config.vocab_size))
+    text = lowered(decode_block, *arguments, config=config, steps=8, ends=None, tempered=False)
     assert text.count('name = "paged_attention"') == config.num_layers
 
 
@@ -166,14 +166,14 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)
     arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY, {}))
-    step = lowered(partial(forward_backward, config=config, remat=Remat.ACTIVATIONS), *arguments)
+    step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
     assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept
     pages = jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16)
     rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), np.zeros((4, 8), np.int32), np.zeros(4, np.int32)
-    assert 'name = "paged_attention"' in lowered(paged_attention, rows[0], *pages, *rows[1:])
+    assert 'name = "paged_attention"' in lowered(jax.jit(paged_attention), rows[0], *pages, *rows[1:])
 
 
-def lowered(function: Callable[..., object], *arguments: object) -> str:
+def lowered(program: Wrapped, *arguments: object, **options: object) -> str:
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        return program.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()

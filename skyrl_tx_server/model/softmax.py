@@ -1,0 +1,19 @@
+"""What every softmax over keys agrees on, whether it takes them at once or block by block: weights are powers of two relative to a whole
+number. They then round alike in bfloat16, in whatever blocks, pages and order keys come.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30
+"""The score of a key that is not seen."""
+
+
+def whole_maximum(scores: jax.Array) -> jax.Array:
+    """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
+    return jnp.ceil(scores.max(axis=-1))
