@@ -25,7 +25,7 @@ from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostEr
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, empty_cache
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
@@ -323,16 +323,16 @@ class DecodeSlots:
             length=np.array(end - begin, np.int32),
             cached=np.array(begin, np.int32),
             table=self._table(placed.slots[0], placed.tables[0]),
+            before=self._copies(placed.before),
+            after=self._copies(placed.after),
             adapter_index=np.array(adapter_slot, np.int32),
             want_logprobs=np.array(wants_logprobs),
         )
         settings = row_settings([*rows, *[None] * (self.num_slots - len(rows))], self._config.vocab_size)
         try:
-            self._copy(placed.before)
             self._cache, outputs = prefill(
                 self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, tempered=self._tempered
             )
-            self._copy(placed.after)
             outputs = to_host(outputs)
         except Exception as error:
             self._give_back(placed)
@@ -342,12 +342,11 @@ class DecodeSlots:
             group.remember(self._bank.key(weights), tokens[:end], pages)
         return outputs
 
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Pages into pages, from the first of each pair to the second."""
-        if pairs:
-            padded = np.zeros((self._table_width * self._groups + self.num_slots, 2), np.int32)
-            padded[: len(pairs)] = pairs
-            self._cache = copy_pages(self._cache, padded[:, 0], padded[:, 1], np.int32(len(pairs)), config=self._config)
+    def _copies(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+        """As many as one piece can need, padded."""
+        padded = np.full((self._table_width * self._groups + self.num_slots, 2), -1, np.int32)
+        padded[: len(pairs)] = np.reshape(pairs, (-1, 2))
+        return padded
 
     def _table(self, slot: int, pages: Sequence[int]) -> np.ndarray:
         table = np.full(self._table_width, self._group(slot).nowhere, np.int32)

@@ -347,7 +347,7 @@ class DeviceError(RuntimeError):
 
 
 def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The second of several micro-batches fails after it has destroyed the buffer donated to it."""
+    """The second of several micro-batches fails after it has destroyed the sum it was to add to."""
     create(engine, "a"), create(engine, "untouched")
     for model_id in ("a", "untouched"):
         accumulate(engine, model_id, data())
