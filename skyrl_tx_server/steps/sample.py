@@ -80,7 +80,7 @@ class Prompt:
 class PromptOutputs:
     """What a prefill returns to the host."""
 
-    logprobs: jax.Array  # [T] float32 of `targets`; zeros when not wanted
+    logprobs: Leaf  # [T] float32 of `targets`; zeros when not wanted
     first_tokens: jax.Array  # [B] int32, what each row that begins here samples after the piece
     first_logprobs: jax.Array  # [B] float32
 
