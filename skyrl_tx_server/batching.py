@@ -10,9 +10,10 @@ import numpy as np
 
 PAGE = 64
 """Positions of a page of the key-value cache."""
-PREFILL_LENGTHS = (128, 256, 512)
-PREFILL_PIECE = PREFILL_LENGTHS[-1]
-"""Tokens of a prompt computed in one turn; a longer one takes several, with others' turns in between."""
+PREFILL_LENGTHS = (128, 512)
+"""Tokens of a prompt that one program computes."""
+PREFILL_PART, PREFILL_PIECE = PREFILL_LENGTHS
+"""A prompt is computed in pieces, one in a turn with others' turns in between; a short piece in parts, one after the other."""
 MIN_SEGMENT = 512
 
 
@@ -22,7 +23,7 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
     >>> score_lengths(2000)
     (128, 256, 512, 1024, 2000)
     """
-    lengths = [min(PREFILL_LENGTHS[0], max_context_length)]
+    lengths = [min(PREFILL_PART, max_context_length)]
     while lengths[-1] < max_context_length:
         lengths.append(min(2 * lengths[-1], max_context_length))
     return tuple(lengths)
@@ -49,13 +50,23 @@ def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def prefill_cost(length: int) -> int:
-    """How many tokens are computed for `length` of a prompt, piece by piece.
+    """How many tokens are computed for `length` of a prompt, padding among them.
 
     >>> prefill_cost(100), prefill_cost(512), prefill_cost(600)
     (128, 512, 640)
     """
-    pieces, rest = divmod(length, PREFILL_PIECE)
-    return pieces * PREFILL_PIECE + (bucket(rest, PREFILL_LENGTHS) if rest else 0)
+    return -(-length // PREFILL_PART) * PREFILL_PART
+
+
+def prefill_parts(first: int, end: int) -> list[tuple[int, int]]:
+    """The tokens `first .. end` of a piece in as few parts as need the least padding.
+
+    >>> prefill_parts(0, 400), prefill_parts(50, 350)
+    ([(0, 400)], [(50, 178), (178, 306), (306, 350)])
+    """
+    if prefill_cost(end - first) >= max(PREFILL_LENGTHS):
+        return [(first, end)]
+    return [(begin, min(begin + PREFILL_PART, end)) for begin in range(first, end, PREFILL_PART)]
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:

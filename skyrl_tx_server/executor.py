@@ -1,8 +1,8 @@
 """The executor: sole owner of the devices. Base weights, live models, sampler snapshots and decode slots, one method per operation.
 
-What a failed step may have destroyed is never the only copy: `forward_backward` gathers its gradient in a buffer of its own and adds it
-to the model's when the whole operation is through, and the optimizer step leaves its inputs alone, so after an error a model is exactly
-what it was before the operation.
+What a failed step may have destroyed is never the only copy: `forward_backward` goes on from the model's gradient in buffers of its own,
+which become the model's when the whole operation is through, and the optimizer step leaves its inputs alone, so after an error a model is
+exactly what it was before the operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skyrl_tx_server.live_models import LiveModel, LiveModels
 from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask
+from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh, to_host
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
@@ -69,7 +69,6 @@ from skyrl_tx_server.steps.train import (
     forward,
     forward_backward,
     init_adam,
-    no_gradient,
     place_adam,
     train_batch,
 )
@@ -81,9 +80,6 @@ DEFAULT_MAX_CONTEXT_LENGTH = 32768
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
 CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 ACTIVATIONS_SHARE_OF_MEMORY = 0.1
-
-
-_add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
 
 
 class DeviceExecutor:
@@ -104,6 +100,7 @@ class DeviceExecutor:
         self._train_shapes = _train_shapes(settings, context)
         self._remat = _remat(settings, self._config, dtype, hosts.agreed(lambda: _memory_bytes(settings)))
         self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
+        self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self._snapshots = SnapshotBank(
             self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, read=self._read
         )
@@ -206,7 +203,7 @@ class DeviceExecutor:
             logprobs, total = yield from self._forward(op.model_id, batches, loss)
             return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
         outputs: list[TokenOutputs] = []
-        gradient = no_gradient(self._models.get(op.model_id).adapter, config=self._config)
+        gradient = self._models.get(op.model_id).gradient or self._no_gradient
         for packed in batches:
             if outputs:
                 yield
@@ -215,8 +212,7 @@ class DeviceExecutor:
                 model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
             )
             outputs.append(to_host(output))
-        summed = gradient if model.gradient is None else _add(model.gradient, gradient)
-        self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(summed)))
+        self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
         return ForwardBackwardResult(logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)})
 
     def _forward(
@@ -233,7 +229,7 @@ class DeviceExecutor:
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
-        gradient = model.gradient if model.gradient is not None else no_gradient(model.adapter, config=self._config)
+        gradient = model.gradient or self._no_gradient
         adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
         grad_norm, all_finite = to_host(report).tolist()
         if not math.isfinite(grad_norm) or not all_finite:

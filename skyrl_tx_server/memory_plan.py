@@ -25,8 +25,9 @@ from skyrl_tx_server.steps.train import forward_backward, train_batch
 
 COPIES_PER_MODEL = 5
 """Adapter, summed gradient, the gradient of the operation under way, and Adam's two moments."""
-COPIES_PER_STEP = 4
-"""Of the model that takes an optimizer step: new adapter and moments beside the old ones, and its gradient without what is not trained."""
+COPIES_PER_STEP = 5
+"""Of the model that takes an optimizer step: new adapter and moments beside the old ones, and its gradient without what is not trained;
+and the zeros that stand for a gradient where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import PAGE, PREFILL_LENGTHS, PREFILL_PIECE, bucket, pad_tokens, prefill_cost, score_lengths, segment_ends
+from skyrl_tx_server.batching import (
+    PAGE,
+    PREFILL_LENGTHS,
+    PREFILL_PIECE,
+    bucket,
+    pad_tokens,
+    prefill_cost,
+    prefill_parts,
+    score_lengths,
+    segment_ends,
+)
 from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, empty_cache
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params, layers_apart
@@ -153,7 +163,7 @@ class DecodeSlots:
             ]
             outputs = self._prefill(placed, op.weights, op.prompt, rows, adapter_slot, wants_logprobs=wants_logprobs)
             if wants_logprobs:
-                begun.logprobs[placed.cached + 1 : placed.length + 1] = outputs.logprobs[: placed.length - placed.cached]
+                begun.logprobs[placed.cached + 1 : placed.length + 1] = outputs.logprobs
                 begun.done = placed.length
             if placed.length < len(op.prompt):
                 self._give_back(placed)
@@ -317,38 +327,41 @@ class DecodeSlots:
         wants_logprobs: bool,
     ) -> PromptOutputs:
         """The placed piece of `tokens` into its pages, which are remembered; after the last piece `rows` begin."""
-        begin, end = placed.cached, placed.length
-        prompt = Prompt(
-            tokens=pad_tokens(tokens[begin:end], PREFILL_LENGTHS),
-            targets=pad_tokens(tokens[begin + 1 : end + 1], (bucket(end - begin, PREFILL_LENGTHS),)),
-            length=np.array(end - begin, np.int32),
-            cached=np.array(begin, np.int32),
-            table=self._table(placed.slots[0], placed.tables[0]),
-            adapter_index=np.array(adapter_slot, np.int32),
-            want_logprobs=np.array(wants_logprobs),
-        )
         settings = row_settings([*rows, *[None] * (self.num_slots - len(rows))], self._config.vocab_size)
+        parts = prefill_parts(placed.cached, placed.length)
+        outputs: list[PromptOutputs] = []
         try:
-            self._copy(placed.before)
-            self._cache, outputs = prefill(
-                self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, tempered=self._tempered
-            )
-            self._copy(placed.after)
+            for begin, end in parts:
+                prompt = Prompt(
+                    tokens=pad_tokens(tokens[begin:end], PREFILL_LENGTHS),
+                    targets=pad_tokens(tokens[begin + 1 : end + 1], (bucket(end - begin, PREFILL_LENGTHS),)),
+                    length=np.array(end - begin, np.int32),
+                    cached=np.array(begin, np.int32),
+                    table=self._table(placed.slots[0], placed.tables[0]),
+                    before=self._copies(placed.before if begin == placed.cached else ()),
+                    after=self._copies(placed.after if end == placed.length else ()),
+                    adapter_index=np.array(adapter_slot, np.int32),
+                    want_logprobs=np.array(wants_logprobs),
+                )
+                self._cache, output = prefill(
+                    self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, tempered=self._tempered
+                )
+                outputs.append(output)
             outputs = to_host(outputs)
         except Exception as error:
             self._give_back(placed)
             self._recover(error)
             raise
         for group, pages in {self._group(slot): pages for slot, pages in zip(placed.slots, placed.tables, strict=True)}.items():
-            group.remember(self._bank.key(weights), tokens[:end], pages)
-        return outputs
+            group.remember(self._bank.key(weights), tokens[: placed.length], pages)
+        logprobs = [output.logprobs[: end - begin] for (begin, end), output in zip(parts, outputs, strict=True)]
+        return replace(outputs[-1], logprobs=np.concatenate(logprobs))
 
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Pages into pages, from the first of each pair to the second."""
-        if pairs:
-            padded = np.zeros((self._table_width * self._groups + self.num_slots, 2), np.int32)
-            padded[: len(pairs)] = pairs
-            self._cache = copy_pages(self._cache, padded[:, 0], padded[:, 1], np.int32(len(pairs)), config=self._config)
+    def _copies(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+        """As many as one piece can need, padded."""
+        padded = np.full((self._table_width * self._groups + self.num_slots, 2), -1, np.int32)
+        padded[: len(pairs)] = np.reshape(pairs, (-1, 2))
+        return padded
 
     def _table(self, slot: int, pages: Sequence[int]) -> np.ndarray:
         table = np.full(self._table_width, self._group(slot).nowhere, np.int32)

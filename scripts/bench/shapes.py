@@ -42,9 +42,8 @@ def main(config: ShapesConfig) -> None:
         model_dir, cache = make_model(Path(folder) / "model", layers=config.layers), Path(folder) / "xla"
         cold, warm = (measured(model_dir, cache) for _ in range(2))
         print(f"{REQUESTS} random requests, context {CONTEXT}, {config.layers} layers")
-        figure("programs: " + ", ".join(f"{name} {count}" for name, count in cold["programs"].items()), sum(cold["programs"].values()))
-        large = {name: count for name, count in cold["programs"].items() if cold["seconds"][name] / count > 0.2}
-        figure("of them large: " + ", ".join(large), sum(large.values()), at_most=12)
+        names = ", ".join(f"{name} {count}" for name, count in cold["programs"].items())
+        figure(f"programs: {names}", sum(cold["programs"].values()), at_most=12)
         figure("compiled by 200 further requests", cold["later"], at_most=0)
         figure("seconds in programs, cold", sum(cold["seconds"].values()))
         ratio = sum(warm["seconds"].values()) / sum(cold["seconds"].values())

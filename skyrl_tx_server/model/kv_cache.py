@@ -123,13 +123,12 @@ def write_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Lea
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
-def copy_pages(cache: KVCache, sources_C: Leaf, targets_C: Leaf, count: Leaf, *, config: ModelConfig) -> KVCache:
-    """The first `count` of `sources_C` into those of `targets_C`, one after the other."""
+def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: Leaf) -> KVCache:
+    """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all after it are none."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
-        copy = on_each(config, copy, (PAGES, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
-    return copy(cache, jnp.asarray(sources_C), jnp.asarray(targets_C), jnp.asarray(count))
+        copy = on_each(config, copy, (PAGES, EVERYWHERE), PAGES)
+    return copy(cache, jnp.asarray(copies_C2))
 
 
 # --- on one device, or on one of several: the pages that lie there ----------------------------------------------------
@@ -191,9 +190,9 @@ def _merge(whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.A
     return jax.lax.dynamic_update_slice(whole, jnp.where(here, window, jax.lax.dynamic_slice(whole, at, window.shape)), at)
 
 
-def _copy_own_pages(config: ModelConfig, cache: KVCache, sources_C: jax.Array, targets_C: jax.Array, count: jax.Array) -> KVCache:
+def _copy_own_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:
     def copy(index: jax.Array, cache: KVCache) -> KVCache:
-        (source, here), (target, _) = (own_pages(config, cache, pages[index]) for pages in (sources_C, targets_C))
+        (source, here), (target, _) = (own_pages(config, cache, page) for page in copies_C2[index])
 
         def moved(whole: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(whole, source, 1, axis=1)
@@ -203,4 +202,4 @@ def _copy_own_pages(config: ModelConfig, cache: KVCache, sources_C: jax.Array, t
 
         return jax.tree.map(moved, cache)
 
-    return jax.lax.fori_loop(0, count, copy, cache)
+    return jax.lax.fori_loop(0, jnp.sum(copies_C2[:, 0] >= 0), copy, cache)

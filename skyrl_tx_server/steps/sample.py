@@ -23,7 +23,18 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import LayerParams, Stack
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, keep_cache, read_pages, read_rows, segment_of, stacked, write_row, write_rows
+from skyrl_tx_server.model.kv_cache import (
+    KVCache,
+    Segment,
+    copy_pages,
+    keep_cache,
+    read_pages,
+    read_rows,
+    segment_of,
+    stacked,
+    write_row,
+    write_rows,
+)
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
@@ -59,6 +70,8 @@ class Prompt:
     length: Leaf  # [] int32, tokens that count in `tokens`
     cached: Leaf  # [] int32
     table: Leaf  # [W] int32, its pages
+    before: Leaf  # [C, 2] int32, pages to copy into others before it is run, as `copy_pages` has them
+    after: Leaf  # [C, 2] int32, and after it
     adapter_index: Leaf  # [] int32, slot of the bank
     want_logprobs: Leaf  # [] bool
 
@@ -68,7 +81,7 @@ class Prompt:
 class PromptOutputs:
     """What a prefill returns to the host."""
 
-    logprobs: jax.Array  # [T] float32 of `targets`; zeros when not wanted
+    logprobs: Leaf  # [T] float32 of `targets`; zeros when not wanted
     first_tokens: jax.Array  # [B] int32, what each row that begins here samples after the piece
     first_logprobs: jax.Array  # [B] float32
 
@@ -111,6 +124,7 @@ def prefill(
     cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PromptOutputs]:
     """Run a piece of a prompt once, write its keys and values into its pages, and sample what each of B rows begins with after it."""
+    cache = copy_pages(config, cache, prompt.before)
     adapter = jax.tree.map(lambda leaf: leaf[prompt.adapter_index], bank)
     tokens = jnp.asarray(prompt.tokens)[None]
     length = tokens.shape[1]
@@ -132,7 +146,8 @@ def prefill(
         x, segments = jax.lax.scan(partial(body, stack), x, (layers, weights, modules))
         written.append(segments)
     new = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *written)
-    cache = keep_cache(config, write_row(config, cache, new, prompt.table, prompt.cached, prompt.length))
+    cache = write_row(config, cache, new, prompt.table, prompt.cached, prompt.length)
+    cache = keep_cache(config, copy_pages(config, cache, prompt.after))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(

@@ -92,7 +92,7 @@ def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
     return AdamState(step=place_whole(config, state.step), first=first, second=second)
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames=("grad_sum",), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=ROUND_AS_WRITTEN)
 def forward_backward(
     adapter: Adapter,
     grad_sum: Adapter,
@@ -103,7 +103,10 @@ def forward_backward(
     config: ModelConfig,
     remat: Remat = Remat.LAYERS,
 ) -> tuple[Adapter, TokenOutputs]:
-    """Add this batch's gradient to `grad_sum`; losses are summed over tokens, as Tinker defines them."""
+    """`grad_sum` and this batch's gradient, added; losses are summed over tokens, as Tinker defines them.
+
+    Nothing is donated: `grad_sum` may be what a model goes back to when the operation fails, or the zeros that every model begins with.
+    """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
         return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
@@ -124,12 +127,6 @@ def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelec
 
     losses, logprobs = jax.lax.map(run, chunks)
     return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
-
-
-@partial(jax.jit, static_argnames=("config",))
-def no_gradient(adapter: Adapter, *, config: ModelConfig) -> Adapter:
-    """Zeros where `adapter`'s gradient will lie, made on the devices."""
-    return keep_adapter(config, jax.tree.map(jnp.zeros_like, adapter))
 
 
 @jax.jit

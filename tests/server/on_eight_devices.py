@@ -134,7 +134,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     @partial(jax.jit, static_argnames=("config",))
     def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, list[list[Segment]], Segment]:
         cache = write_row(config, cache, prompt, tables[0], np.int32(0), np.int32(140))
-        cache = copy_pages(cache, tables[0], tables[2], np.int32(3), config=config)  # to the other devices
+        cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
         return cache, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[2]))

@@ -1,6 +1,7 @@
 """The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a failure."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from skyrl_tx_server import compilations
 from skyrl_tx_server import executor as executor_module
 from skyrl_tx_server import slots as slots_module
 from skyrl_tx_server.batching import PAGE
@@ -168,6 +170,26 @@ def draw(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
 
 def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
     return run(engine, SaveSampler(model_id=model_id, name=None, weights=weights))
+
+
+def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
+    """Gradients made, added and applied, groups whose members part within a page, conversations that go on: no program of their own."""
+    before = Counter(compilations.programs())
+    # as no other test has it, which would have compiled it already
+    with running(model_dir, checkpoints_dir, max_lora_rank=5, decode_slots=5, max_context_length=250, train_tokens_per_batch=128) as engine:
+        for model_id in ("a", "b"):
+            create(engine, model_id)
+            accumulate(engine, model_id, data(5))
+            accumulate(engine, model_id, data(seed=1))
+            run(engine, ForwardBackward(model_id=model_id, data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+            step(engine, model_id), step(engine, model_id)
+            snapshot(engine, model_id, model_id)
+        for length, weights in ((30, "a"), (140, "b"), (200, "b"), (200, None)):
+            settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
+            prompt = np.arange(length, dtype=np.int32)
+            run(engine, Sample(weights=weights, prompt=prompt, settings=settings, num_samples=3, prompt_logprobs=length == 140))
+    used = {name.removeprefix("jit(").removesuffix(")"): count for name, count in (Counter(compilations.programs()) - before).items()}
+    assert used == dict.fromkeys(("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"), 1)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -347,7 +369,7 @@ class DeviceError(RuntimeError):
 
 
 def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The second of several micro-batches fails after it has destroyed the buffer donated to it."""
+    """The second of several micro-batches fails after it has destroyed the sum it was to add to."""
     create(engine, "a"), create(engine, "untouched")
     for model_id in ("a", "untouched"):
         accumulate(engine, model_id, data())
