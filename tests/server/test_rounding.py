@@ -21,6 +21,7 @@ from tests.server.tiny_qwen3 import CONFIG
 
 PIECE, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
+NO_COPIES = np.full((1, 2), -1, np.int32)
 SETTINGS = row_settings([None], CONFIG.vocab_size)
 
 
@@ -41,6 +42,8 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
             length=np.int32(len(own)),
             cached=np.int32(cached),
             table=TABLE,
+            before=NO_COPIES,
+            after=NO_COPIES,
             adapter_index=np.int32(0),
             want_logprobs=np.bool_(True),
         )
