@@ -27,7 +27,7 @@ from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.live_models import LiveModel, LiveModels
-from skyrl_tx_server.memory_plan import MemoryPlan, memory_plan
+from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
@@ -104,11 +104,12 @@ class DeviceExecutor:
         self._snapshots = SnapshotBank(
             self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, read=self._read
         )
+        cache_budget = hosts.agreed(lambda: _cache_budget_bytes(settings, self._config, dtype))
         self._slots = DecodeSlots(
             self._config,
             self._params,
             self._snapshots,
-            size=fitting_cache(settings, self._config, context, dtype, hosts.agreed(lambda: _cache_budget_bytes(settings))),
+            size=fitting_cache(settings, self._config, context, dtype, cache_budget),
             groups=settings.mesh.batch,
             max_context_length=context,
             block=settings.decode_block,
@@ -427,9 +428,9 @@ def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: n
     return tokens * (kept + one_layer) * dtype.itemsize
 
 
-def _cache_budget_bytes(settings: EngineSettings) -> float:
-    on_cpu = jax.default_backend() == "cpu"
-    return _memory_bytes(settings) * (CACHE_SHARE_OF_CPU_MEMORY if on_cpu else CACHE_SHARE_OF_FREE_DEVICE_MEMORY)
+def _cache_budget_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> float:
+    share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
+    return (_memory_bytes(settings) - copied_layers_bytes(config, dtype)) * share
 
 
 def _device_memory() -> dict[str, object]:

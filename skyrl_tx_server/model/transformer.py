@@ -95,12 +95,15 @@ def by_layer[Tree](stacked: tuple[Tree, ...]) -> list[Tree]:
     ]
 
 
-def layers_apart(config: ModelConfig, params: Params) -> Params:
-    """The same weights with each layer in a stack of its own, for a program that runs `by_layer`: it would copy each out of its stack.
+def layers_share_memory(config: ModelConfig) -> bool:
+    """Whether arrays of single layers may lie in their stack's memory, as they may on a CPU."""
+    return config.mesh is None and jax.default_backend() == "cpu"
 
-    On a CPU they share the stacks' memory; elsewhere nothing is changed.
-    """
-    if config.mesh is not None or jax.default_backend() != "cpu":
+
+def layers_apart(config: ModelConfig, params: Params) -> Params:
+    """The same weights with each layer in a stack of its own, where that costs no memory (`layers_share_memory`), for a program that runs
+    `by_layer`: it would copy each out of its stack."""
+    if not layers_share_memory(config):
         return params
 
     def one(leaf: jax.Array, index: int) -> jax.Array:
