@@ -5,16 +5,50 @@ those of training are in `packing`. Host numpy only, no jax.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 PAGE = 64
 """Positions of a page of the key-value cache."""
-PREFILL_LENGTHS = (128, 512)
-"""Tokens of a prompt that one program computes."""
-PREFILL_PART, PREFILL_PIECE = PREFILL_LENGTHS
-"""A prompt is computed in pieces, one in a turn with others' turns in between; a short piece in parts, one after the other."""
 MIN_SEGMENT = 512
+MIN_SCORED = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillShapes:
+    """A prompt is computed in pieces, one in a turn with others' turns in between; a piece in parts, each by one of two programs."""
+
+    short: int
+    long: int
+    piece: int
+
+    def cost(self, length: int) -> int:
+        """How many tokens are computed for `length` of a prompt, padding among them.
+
+        >>> CPU_PREFILL.cost(100), CPU_PREFILL.cost(512), CPU_PREFILL.cost(600)
+        (128, 512, 640)
+        """
+        return -(-length // self.short) * self.short
+
+    def parts(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The tokens `first .. end` of a piece in as few parts as need the least padding.
+
+        >>> CPU_PREFILL.parts(0, 400), CPU_PREFILL.parts(50, 250)
+        ([(0, 256), (256, 320), (320, 384), (384, 400)], [(50, 250)])
+        """
+        size = self.long if self.cost(end - first) >= self.long else self.short
+        return [(first, min(first + size, end)), *(self.parts(first + size, end) if first + size < end else [])]
+
+    def padded(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of a part as long as its program takes them."""
+        return pad_tokens(tokens, (self.short, self.long))
+
+
+CPU_PREFILL = PrefillShapes(short=64, long=256, piece=512)
+"""Time goes by the token."""
+GPU_PREFILL = PrefillShapes(short=256, long=1024, piece=1024)
+"""A part reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s, bfloat16); not measured."""
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
@@ -23,7 +57,7 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
     >>> score_lengths(2000)
     (128, 256, 512, 1024, 2000)
     """
-    lengths = [min(PREFILL_PART, max_context_length)]
+    lengths = [min(MIN_SCORED, max_context_length)]
     while lengths[-1] < max_context_length:
         lengths.append(min(2 * lengths[-1], max_context_length))
     return tuple(lengths)
@@ -47,26 +81,6 @@ def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     padded = np.zeros(bucket(len(tokens), lengths), np.int32)
     padded[: len(tokens)] = tokens
     return padded
-
-
-def prefill_cost(length: int) -> int:
-    """How many tokens are computed for `length` of a prompt, padding among them.
-
-    >>> prefill_cost(100), prefill_cost(512), prefill_cost(600)
-    (128, 512, 640)
-    """
-    return -(-length // PREFILL_PART) * PREFILL_PART
-
-
-def prefill_parts(first: int, end: int) -> list[tuple[int, int]]:
-    """The tokens `first .. end` of a piece in as few parts as need the least padding.
-
-    >>> prefill_parts(0, 400), prefill_parts(50, 350)
-    ([(0, 400)], [(50, 178), (178, 306), (306, 350)])
-    """
-    if prefill_cost(end - first) >= max(PREFILL_LENGTHS):
-        return [(first, end)]
-    return [(begin, min(begin + PREFILL_PART, end)) for begin in range(first, end, PREFILL_PART)]
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:

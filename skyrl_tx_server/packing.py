@@ -13,7 +13,7 @@ it needs. Sequences share an entry too where token, target and every loss input 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -127,13 +127,14 @@ def check_data(data: Sequence[TrainDatum], *, vocab_size: int, max_context_lengt
 
 
 def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: TrainShapes) -> list[PackedBatch]:
-    """Lay checked data out in few micro-batches. `trained`, [N] bool for each datum, says which positions have a gradient."""
+    """Lay checked data out in micro-batches, so that few tokens are computed: in long streams, where sequences share most, or in shorter
+    ones, where less is padding. `trained`, [N] bool for each datum, says which positions have a gradient."""
     width = _target_width(data)
-    full = shapes.full(max(len(datum.tokens) for datum in data))
-    clusters = list(_clusters(_in_order(data, trained, width or 1), full))
-    streams: dict[TrainShape, list[_Cluster]] = {}
-    for shape, stream in _streams(clusters, shapes.shapes, full):
-        streams.setdefault(shape, []).append(stream)
+    longest = max(len(datum.tokens) for datum in data)
+    sequences = _in_order(data, trained, width or 1)
+    limits = [shape for shape in shapes.shapes if longest <= shape.length <= shapes.full(longest).length]
+    plans = [_by_shape(_streams(list(_clusters(sequences, limit)), shapes.shapes, limit)) for limit in reversed(limits)]
+    streams = min(plans, key=_computed_tokens)
     return [
         _lay_out(of_shape[first : first + shape.rows], shape, width)
         for shape, of_shape in streams.items()
@@ -291,6 +292,18 @@ def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: T
             (good if fills else poor).append(stream)
         yield from ((shape, _cluster([sequence for cluster in stream for sequence in cluster.sequences])) for stream in good or poor)
         clusters = [cluster for stream in poor for cluster in stream] if good else []
+
+
+def _by_shape(streams: Iterable[tuple[TrainShape, _Cluster]]) -> dict[TrainShape, list[_Cluster]]:
+    found: dict[TrainShape, list[_Cluster]] = {}
+    for shape, stream in streams:
+        found.setdefault(shape, []).append(stream)
+    return found
+
+
+def _computed_tokens(streams: Mapping[TrainShape, Sequence[_Cluster]]) -> int:
+    """Padding among them."""
+    return sum(-(-len(of_shape) // shape.rows) * shape.tokens for shape, of_shape in streams.items())
 
 
 def _first_fit(clusters: Sequence[_Cluster], shape: TrainShape) -> list[list[_Cluster]]:

@@ -19,17 +19,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import (
-    PAGE,
-    PREFILL_LENGTHS,
-    PREFILL_PIECE,
-    bucket,
-    pad_tokens,
-    prefill_cost,
-    prefill_parts,
-    score_lengths,
-    segment_ends,
-)
+from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes, bucket, score_lengths, segment_ends
 from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
@@ -218,6 +208,10 @@ class DecodeSlots:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
+    @property
+    def _shapes(self) -> PrefillShapes:
+        return GPU_PREFILL if kernel_decodes() else CPU_PREFILL
+
     def _group(self, slot: int) -> Pages:
         """The pages on the device where a slot lies."""
         return self._pages[slot * self._groups // self.num_slots]
@@ -227,9 +221,9 @@ class DecodeSlots:
         the last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not."""
         snapshot = self._bank.key(weights)
         found, home = max(((pages.find(snapshot, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
-        if prefill_cost(len(tokens) - found.length) == prefill_cost(len(tokens)):
+        if self._shapes.cost(len(tokens) - found.length) == self._shapes.cost(len(tokens)):
             found = Prefix()
-        length = min(found.length + PREFILL_PIECE, len(tokens))
+        length = min(found.length + self._shapes.piece, len(tokens))
         free = sorted((slot for slot, row in enumerate(self._rows) if row is None), key=lambda slot: self._group(slot) is not home)
         slots = free[: count if length == len(tokens) else 1]
         home.share(found.pages)  # or they might be given up for what comes now
@@ -328,13 +322,13 @@ class DecodeSlots:
     ) -> PromptOutputs:
         """The placed piece of `tokens` into its pages, which are remembered; after the last piece `rows` begin."""
         settings = row_settings([*rows, *[None] * (self.num_slots - len(rows))], self._config.vocab_size)
-        parts = prefill_parts(placed.cached, placed.length)
+        parts, following = self._shapes.parts(placed.cached, placed.length), np.append(tokens[1:], 0)
         outputs: list[PromptOutputs] = []
         try:
             for begin, end in parts:
                 prompt = Prompt(
-                    tokens=pad_tokens(tokens[begin:end], PREFILL_LENGTHS),
-                    targets=pad_tokens(tokens[begin + 1 : end + 1], (bucket(end - begin, PREFILL_LENGTHS),)),
+                    tokens=self._shapes.padded(tokens[begin:end]),
+                    targets=self._shapes.padded(following[begin:end]),
                     length=np.array(end - begin, np.int32),
                     cached=np.array(begin, np.int32),
                     table=self._table(placed.slots[0], placed.tables[0]),

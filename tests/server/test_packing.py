@@ -113,6 +113,17 @@ def test_a_group_costs_its_prompt_once() -> None:
     assert batch.num_key_blocks[0].tolist() == [1, 2, 3, 3]  # the last four responses see none of the first four
 
 
+def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_ones() -> None:
+    """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in another."""
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, 50, (2, 256))
+    sequences = [np.r_[prompt, random.integers(0, 50, 240)].astype(np.int32) for prompt in prompts for _ in range(4)]
+    data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
+    batches = packed(data, train_shapes(max_context_length=1024, tokens_per_batch=4096))
+    assert [batch.tokens.shape for batch in batches] == [(1, 1024)] * 3
+    assert sorted(place.datum for batch in batches for place in batch.placements) == list(range(8))
+
+
 def test_ragged_sequences_fill_their_streams() -> None:
     lengths = tuple(int(length) for length in np.clip(np.random.default_rng(0).lognormal(5.4, 0.7, 32), 8, 1025))
     shapes = train_shapes(max_context_length=2048, tokens_per_batch=2048)

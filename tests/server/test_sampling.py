@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server import batching as batching_module
 from skyrl_tx_server import slots as slots_module
-from skyrl_tx_server.batching import PREFILL_PIECE
+from skyrl_tx_server.batching import CPU_PREFILL
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor import DeviceExecutor
@@ -50,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         run(engine, CreateModel(model_id=name, lora=LoraSpec(rank=4, seed=seed)))
         for _ in range(2):
             run(engine, ForwardBackward(model_id=name, data=(datum_of(tokens(40, seed)),), loss_fn=LossFn.CROSS_ENTROPY))
-            run(engine, OptimStep(model_id=name, adam=AdamSettings(learning_rate=3e-2)))
+            run(engine, OptimStep(model_id=name, adam=AdamSettings(learning_rate=1e-2)))
         run(engine, SaveSampler(model_id=name, name=None, weights=name))
     yield engine
     engine.stop()
@@ -150,14 +149,13 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
     assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
 
 
-@pytest.mark.parametrize("piece", [PREFILL_PIECE, 128])
+@pytest.mark.parametrize("piece", [CPU_PREFILL.piece, 128])
 def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, piece: int, monkeypatch: pytest.MonkeyPatch):
     """Its samples' logprobs are forward's, and only what was in the cache before it came counts as a hit.
 
-    Both sides of this model are up to 3e-4 away from a float64 pass, whose mean error is 3e-6: it has been trained at a rate of 3e-2.
+    The model has been trained at a high rate, which magnifies what float32 rounds off on either side.
     """
-    for module in (batching_module, slots_module):
-        monkeypatch.setattr(module, "PREFILL_PIECE", piece)
+    monkeypatch.setattr(slots_module, "CPU_PREFILL", replace(CPU_PREFILL, piece=piece))
     prompt = tokens(560, seed=piece)
     prefilled = engine.stats()["tokens_prefilled"]
     running = engine.submit(request(tokens(20), max_tokens=100))
