@@ -184,7 +184,7 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
             run(engine, ForwardBackward(model_id=model_id, data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
             step(engine, model_id), step(engine, model_id)
             snapshot(engine, model_id, model_id)
-        for length, weights in ((30, "a"), (140, "b"), (200, "b"), (200, None)):
+        for length, weights in ((30, "a"), (140, "b"), (190, "b"), (190, None)):
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
             prompt = np.arange(length, dtype=np.int32)
             run(engine, Sample(weights=weights, prompt=prompt, settings=settings, num_samples=3, prompt_logprobs=length == 140))
