@@ -62,7 +62,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL, once it says that it is ready."""
     options = {"base_model": model_dir, "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 4}
-    options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints", "compilation_cache_dir": tmp_path.parent / "xla"}
+    options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
+    options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session
     command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
