@@ -430,7 +430,7 @@ def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: n
 
 def _cache_budget_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> float:
     share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
-    return (_memory_bytes(settings) - copied_layers_bytes(config, dtype)) * share
+    return max(0.0, _memory_bytes(settings) - copied_layers_bytes(config, dtype)) * share
 
 
 def _device_memory() -> dict[str, object]:

@@ -87,9 +87,9 @@ def memory_plan(
             lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
         ),
         Share(
-            name=f"what a decode block copies: layers out of their stacks, pages of {cache.slots} sequences of {context} tokens",
+            name=f"what a decode block copies, with {cache.slots} sequences of {context} tokens",
             num_bytes=cache.copy_bytes + copied_layers_bytes(config, dtype),
-            lower="decode_slots or max_context_length",
+            lower="decode_slots or max_context_length" if cache.copy_bytes else "",
         ),
     )
     return MemoryPlan(

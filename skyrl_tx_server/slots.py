@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes, bucket, score_lengths, segment_ends
+from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes, bucket, pad_tokens, score_lengths, segment_ends
 from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
@@ -321,14 +321,15 @@ class DecodeSlots:
         wants_logprobs: bool,
     ) -> PromptOutputs:
         """The placed piece of `tokens` into its pages, which are remembered; after the last piece `rows` begin."""
-        settings = row_settings([*rows, *[None] * (self.num_slots - len(rows))], self._config.vocab_size)
-        parts, following = self._shapes.parts(placed.cached, placed.length), np.append(tokens[1:], 0)
+        parts = self._shapes.parts(placed.cached, placed.length)
         outputs: list[PromptOutputs] = []
         try:
             for begin, end in parts:
+                own, begins = self._shapes.padded(tokens[begin:end]), rows if end == len(tokens) else ()
+                settings = row_settings([*begins, *[None] * (self.num_slots - len(begins))], self._config.vocab_size)
                 prompt = Prompt(
-                    tokens=self._shapes.padded(tokens[begin:end]),
-                    targets=self._shapes.padded(following[begin:end]),
+                    tokens=own,
+                    targets=pad_tokens(tokens[begin + 1 : end + 1], (len(own),)),
                     length=np.array(end - begin, np.int32),
                     cached=np.array(begin, np.int32),
                     table=self._table(placed.slots[0], placed.tables[0]),

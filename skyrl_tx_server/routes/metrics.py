@@ -49,7 +49,7 @@ METRICS = (
     Metric(
         name="cache_pages",
         kind="gauge",
-        help="Pages of 64 positions of keys and values: all, those nobody has, those kept for prompts that begin alike",
+        help="Pages for keys and values: all, those nobody has, those kept for prompts that begin alike",
         label="kind",
         source={"all": "cache_pages", "free": "cache_pages_free", "remembered": "cache_pages_remembered"},
     ),
