@@ -194,6 +194,8 @@ class Bubblewrap:
 
     async def _confirm_alive(self) -> None:
         """A command vanished without a status: either it alone was killed from inside, or the sandbox is dying with it."""
+        if not self.is_alive:  # `_watch` has been: it would not see the probe
+            raise self._death()
         probe = Request(self._requests, next(self._numbers), ":", None)
         self._pending.add(probe)
         try:
@@ -219,7 +221,10 @@ class Bubblewrap:
         """Fail what waits for an answer when the sandbox dies by itself."""
         await self._process.wait()
         for request in self._pending:
-            request.fail(SandboxError(f"the sandbox died (status {self._process.returncode})"))
+            request.fail(self._death())
+
+    def _death(self) -> SandboxError:
+        return SandboxError(f"the sandbox died (status {self._process.returncode})")
 
 
 def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, share_network: bool, limits: Limits) -> list[str]:

@@ -333,6 +333,8 @@ async def test_a_cancelled_command_ends_and_one_in_a_dying_sandbox_fails() -> No
             await waiting
         with pytest.raises(SandboxError, match="gone"):
             await running.run("true")
+        with pytest.raises(SandboxError, match="the sandbox died"):  # what a command ends with whose end was seen after that
+            await running._confirm_alive()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="not root: the other tests already run as an ordinary user")
