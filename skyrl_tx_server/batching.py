@@ -15,40 +15,40 @@ MIN_SEGMENT = 512
 MIN_SCORED = 128
 
 
+BLOCK = 64
+"""Tokens of a prompt that are computed as one; a prompt is cut into such blocks from where the cache leaves it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """A prompt is computed in pieces, one in a turn with others' turns in between; a piece in parts, each by one of two programs."""
+    """How many blocks, of one prompt or of several, are computed together in a pass: each number is a program."""
 
     short: int
     long: int
-    piece: int
+    long_from: int  # blocks for which a long pass takes less time than short ones
+    turn: int  # blocks between two turns of others
 
-    def cost(self, length: int) -> int:
-        """How many tokens are computed for `length` of a prompt, padding among them.
+    def passes(self, blocks: int) -> list[int]:
+        """How many of so many blocks go into each pass; the last may hold more.
 
-        >>> CPU_PREFILL.cost(100), CPU_PREFILL.cost(512), CPU_PREFILL.cost(600)
-        (128, 512, 640)
+        >>> CPU_PREFILL.passes(1), CPU_PREFILL.passes(6), CPU_PREFILL.passes(8), GPU_PREFILL.passes(6)
+        ([1], [4, 1, 1], [4, 4], [4, 4])
         """
-        return -(-length // self.short) * self.short
-
-    def parts(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The tokens `first .. end` of a piece in as few parts as need the least padding.
-
-        >>> CPU_PREFILL.parts(0, 400), CPU_PREFILL.parts(50, 250)
-        ([(0, 256), (256, 320), (320, 384), (384, 400)], [(50, 250)])
-        """
-        size = self.long if self.cost(end - first) >= self.long else self.short
-        return [(first, min(first + size, end)), *(self.parts(first + size, end) if first + size < end else [])]
-
-    def padded(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens of a part as long as its program takes them."""
-        return pad_tokens(tokens, (self.short, self.long))
+        if not blocks:
+            return []
+        size = self.long if blocks >= self.long_from else self.short
+        return [size, *self.passes(max(0, blocks - size))]
 
 
-CPU_PREFILL = PrefillShapes(short=64, long=256, piece=512)
-"""Time goes by the token."""
-GPU_PREFILL = PrefillShapes(short=256, long=1024, piece=1024)
-"""A part reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s, bfloat16); not measured."""
+CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, turn=8)
+"""Time goes by the token, a little less so in a long pass."""
+GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
+"""A pass reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s, bfloat16); not measured."""
+
+
+def blocks_of(length: int) -> int:
+    """Blocks that hold `length` tokens."""
+    return -(-length // BLOCK)
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
 from skyrl_tx_server.ops import Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
-from skyrl_tx_server.scheduler import Admit, Decode, Scheduler, Step, Turn
+from skyrl_tx_server.scheduler import Admit, Decode, Prefill, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,11 @@ class Executor(Protocol):
         """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
         ...
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
-        """Give samples first .. first + count - 1 a slot each. CapacityError: no room now. RowsLostError: see there.
+    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+        """Compute the first of these, or the first several together, and give their samples a slot each: an admission for each that was
+        taken. None: a piece of a long prompt has been computed and there is more; ask again.
 
-        None: a piece of a long prompt has been computed and there is more; ask again.
+        CapacityError: no room for the first now. RowsLostError: see there. After any other error nothing has changed.
         """
         ...
 
@@ -235,9 +236,9 @@ class Engine:
                     case Step():
                         kind = "step"
                         self._step(turn)
-                    case Admit():
+                    case Prefill():
                         kind = "prefill"
-                        self._admit(turn)
+                        self._prefill(turn.admits)
                     case Decode():
                         kind = "decode"
                         self._decode()
@@ -281,37 +282,60 @@ class Engine:
         with self._work:
             self._scheduler.finish(step)
 
-    def _admit(self, admit: Admit) -> None:
+    def _prefill(self, offered: Sequence[Admit]) -> None:
+        admits = [admit for admit in offered if self._still_wanted(admit.ticket)]
+        if not admits:
+            return
+        try:
+            admissions = self._executor.admit(admits)
+        except CapacityError as error:
+            if self._executor.rows_decoding:  # a row that finishes makes room
+                with self._work:
+                    self._scheduler.hold(admits)
+            else:
+                self._put_back(admits[1:])
+                self._fail_sample(admits[0].ticket, error)
+        except RowsLostError as error:
+            self._fail_all_samples(error, *(admit.ticket for admit in admits))
+        except Exception as error:
+            self._put_back(admits[1:])
+            if len(admits) > 1:  # who is at fault fails alone
+                self._prefill(admits[:1])
+            else:
+                self._fail_sample(admits[0].ticket, error)
+        else:
+            self._put_back(admits[len(admissions) :])
+            for admit, admission in zip(admits, admissions, strict=False):
+                self._admitted(admit, admission)
+
+    def _still_wanted(self, ticket: int) -> bool:
+        with self._work:
+            future = self._futures.get(ticket)
+            withdrawn = future is None or future.cancelled()
+        return ticket in self._sampling or not withdrawn or self._begin(ticket)
+
+    def _put_back(self, admits: Sequence[Admit]) -> None:
+        with self._work:
+            self._scheduler.put_back(admits)
+
+    def _admitted(self, admit: Admit, admission: Admission | None) -> None:
         if admit.ticket not in self._sampling:
             if not self._begin(admit.ticket):
+                self._executor.release(admit.ticket)
                 with self._work:
                     self._scheduler.drop_sample(admit.ticket)
                 return
             self._sampling[admit.ticket] = _Sampling(op=admit.op, watcher=self._watchers.pop(admit.ticket, None))
-        sampling = self._sampling[admit.ticket]
-        try:
-            admission = self._executor.admit(admit.ticket, admit.op, first=admit.first, count=admit.count)
-        except CapacityError as error:
-            if self._executor.rows_decoding:  # a row that finishes makes room
-                with self._work:
-                    self._scheduler.hold(admit)
-            else:
-                self._fail_sample(admit.ticket, error)
-        except RowsLostError as error:
-            self._fail_all_samples(error)
-        except Exception as error:
-            self._fail_sample(admit.ticket, error)
+        if admission is None:
+            with self._work:
+                self._scheduler.resume(admit)
         else:
-            if admission is None:
-                with self._work:
-                    self._scheduler.resume(admit)
-                self._report([admit.ticket])
-                return
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
             self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
+            sampling = self._sampling[admit.ticket]
             sampling.admission = sampling.admission or admission
             self._collect(admission.finished)
-            self._report([admit.ticket])
+        self._report([admit.ticket])
 
     def _decode(self) -> None:
         self._counts["decode_blocks"] += 1
@@ -365,16 +389,17 @@ class Engine:
                     sampling.reported[row.index] = len(row.tokens)
 
     def _fail_sample(self, ticket: int, error: Exception) -> None:
-        self._sampling.pop(ticket, None)
+        if self._sampling.pop(ticket, None) is None and not self._begin(ticket):
+            return
         self._executor.release(ticket)
         with self._work:
             self._scheduler.drop_sample(ticket)
             self._scheduler.row_finished()
         self._fail(ticket, error, what="Sample")
 
-    def _fail_all_samples(self, error: Exception) -> None:
-        """Every request that has begun shares the fate of the lost cache; those still waiting do not."""
-        for ticket in list(self._sampling):
+    def _fail_all_samples(self, error: Exception, *beginning: int) -> None:
+        """Every request that has begun, or was about to, shares the fate of the lost cache; those still waiting do not."""
+        for ticket in {**dict.fromkeys(self._sampling), **dict.fromkeys(beginning)}:
             self._fail_sample(ticket, error)
 
     def _begin(self, ticket: int) -> bool:

@@ -57,6 +57,7 @@ from skyrl_tx_server.ops import (
 )
 from skyrl_tx_server.packing import PackedBatch, TrainShapes, check_data, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.peft_files import write_adapter
+from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import LossSelection, check_loss_inputs, select_loss, trained_positions
@@ -137,8 +138,8 @@ class DeviceExecutor:
     def rows_decoding(self) -> int:
         return self._slots.rows_decoding
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
-        return self._slots.admit(ticket, op, first=first, count=count)
+    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+        return self._slots.admit(admits)
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:
         return self._slots.decode()

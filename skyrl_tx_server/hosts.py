@@ -30,7 +30,8 @@ from typing import Any, Protocol
 
 from skyrl_tx_server.engine import Admission, EngineInfo, Executor, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import ServerError
-from skyrl_tx_server.ops import Op, OpResult, Sample
+from skyrl_tx_server.ops import Op, OpResult
+from skyrl_tx_server.scheduler import Admit
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Admit:
-    ticket: int
-    op: Sample
-    first: int
-    count: int
+    admits: Sequence[Admit]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +125,7 @@ class _Worker:
         """The call's result; None of an operation that has more steps to go."""
         match call:
             case _Admit():
-                return self.executor.admit(call.ticket, call.op, first=call.first, count=call.count)
+                return self.executor.admit(call.admits)
             case _Decode():
                 return self.executor.decode()
             case _Release():
@@ -271,8 +269,8 @@ class LedExecutor:
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
-        return self._leader.together(_Admit(ticket=ticket, op=op, first=first, count=count), self._worker)  # type: ignore[return-value]
+    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+        return self._leader.together(_Admit(admits=admits), self._worker)  # type: ignore[return-value]
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:
         return self._leader.together(_Decode(), self._worker)  # type: ignore[return-value]

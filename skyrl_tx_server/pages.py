@@ -79,7 +79,7 @@ class Pages:
         rest = tokens[len(path) * PAGE :]
         parent = path[-1] if path else self._roots.get(weights)
         common, best = max(
-            ((_common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())),
+            ((common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())),
             key=lambda each: each[0],
             default=(0, None),
         )
@@ -97,7 +97,7 @@ class Pages:
             node = path[-1]
         for index in range(len(path), -(-len(tokens) // PAGE)):
             chunk = tokens[index * PAGE : (index + 1) * PAGE]
-            if any(_common_length(child.tokens, chunk) == len(chunk) for child in node.children.values()):
+            if any(common_length(child.tokens, chunk) == len(chunk) for child in node.children.values()):
                 break  # part of what is remembered already
             node = self._extended(node, pages[index], chunk) or self._added(node, pages[index], chunk)
             path.append(node)
@@ -151,7 +151,7 @@ class Pages:
         return True
 
 
-def _common_length(left: np.ndarray, right: np.ndarray) -> int:
+def common_length(left: np.ndarray, right: np.ndarray) -> int:
     """How many leading tokens the two share."""
     shorter = min(len(left), len(right))
     different = np.flatnonzero(left[:shorter] != right[:shorter])

@@ -12,12 +12,15 @@ Rules, each with its test:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_tx_server.ops import DropSnapshot, Op, Sample, SaveSampler
 
 PREFILLS_PER_TURN = 4
-"""Prompts prefilled before a decode block while training waits; without waiting training every free slot is filled first."""
+"""Prefills before a decode block while training waits; without waiting training every free slot is filled first."""
+PROMPTS_PER_PREFILL = 16
+"""Are offered to be computed together: as many as the largest pass has blocks (see `batching`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +42,18 @@ class Admit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill:
+    """Admit as many of these, in their order, as are computed together. The others go back by `put_back`."""
+
+    admits: tuple[Admit, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
     """Run one decode block over all occupied slots."""
 
 
-Turn = Step | Admit | Decode
+Turn = Step | Prefill | Decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,21 +84,22 @@ class Scheduler:
     def next(self, *, free_slots: int, rows_decoding: int) -> Turn | None:
         """The next turn; None when there is nothing to do until something is added or a row finishes."""
         step = self._runnable_step()
-        admit = None if self._decode_next and rows_decoding else self._admission(free_slots)
+        admits = () if self._decode_next and rows_decoding else self._admissions(free_slots)
         if step is not None and self._prefills >= PREFILLS_PER_TURN:
-            admit = None
+            admits = ()
             if not rows_decoding:  # every prefilled request was already over: the prefills were sampling's turn
                 self._training_next = True
-        if step is not None and (self._training_next or not (admit or rows_decoding)):
+        if step is not None and (self._training_next or not (admits or rows_decoding)):
             self._training_next = False
             self._prefills = 0
             line = _line_of(step.op)
             self._lines[line] = self._lines.pop(line)
             return step
-        if admit is not None:
+        if admits:
             self._prefills += 1
-            self._take(admit)
-            return admit
+            for admit in admits:
+                self._take(admit)
+            return Prefill(admits=admits)
         if rows_decoding:
             self._training_next = True
             self._decode_next = False
@@ -104,14 +115,19 @@ class Scheduler:
         if not line:
             del self._lines[_line_of(step.op)]
 
-    def hold(self, admit: Admit) -> None:
-        """The executor has no room for `admit` now: keep its place at the head of the queue until a row finishes."""
-        self._put_back(admit)
+    def put_back(self, admits: Sequence[Admit]) -> None:
+        """These keep their places at the head of the queue."""
+        again = {admit.ticket: _Waiting(ticket=admit.ticket, op=admit.op, first=admit.first) for admit in admits}
+        self._samples = deque((*again.values(), *(waiting for waiting in self._samples if waiting.ticket not in again)))
+
+    def hold(self, admits: Sequence[Admit]) -> None:
+        """The executor has no room for the first of these now: they keep their places until a row finishes."""
+        self.put_back(admits)
         self._samples_held = True
 
     def resume(self, admit: Admit) -> None:
         """A piece of the prompt of `admit` is done: it stays at the head of the queue, but running samples come first."""
-        self._put_back(admit)
+        self.put_back([admit])
         self._decode_next = True
 
     def row_finished(self) -> None:
@@ -119,7 +135,7 @@ class Scheduler:
 
     def drop_sample(self, ticket: int) -> None:
         """Forget what still waits of a failed request."""
-        self._drop_waiting(ticket)
+        self._samples = deque(waiting for waiting in self._samples if waiting.ticket != ticket)
 
     @property
     def num_waiting_samples(self) -> int:
@@ -141,14 +157,18 @@ class Scheduler:
             case _:
                 return True
 
-    def _admission(self, free_slots: int) -> Admit | None:
-        if not free_slots or self._samples_held:
-            return None
+    def _admissions(self, free_slots: int) -> tuple[Admit, ...]:
+        admits: list[Admit] = []
+        if self._samples_held:
+            return ()
         for waiting in self._samples:
+            if not free_slots or len(admits) == PROMPTS_PER_PREFILL:
+                break
             if waiting.op.weights is None or not self._being_saved(waiting.op.weights, waiting.ticket):
                 count = min(free_slots, waiting.op.num_samples - waiting.first)
-                return Admit(ticket=waiting.ticket, op=waiting.op, first=waiting.first, count=count)
-        return None
+                admits.append(Admit(ticket=waiting.ticket, op=waiting.op, first=waiting.first, count=count))
+                free_slots -= count
+        return tuple(admits)
 
     def _being_saved(self, weights: str, ticket: int) -> bool:
         return any(
@@ -163,13 +183,6 @@ class Scheduler:
             del self._samples[at]
         else:
             self._samples[at] = replace(self._samples[at], first=admit.first + admit.count)
-
-    def _put_back(self, admit: Admit) -> None:
-        self._drop_waiting(admit.ticket)
-        self._samples.appendleft(_Waiting(ticket=admit.ticket, op=admit.op, first=admit.first))
-
-    def _drop_waiting(self, ticket: int) -> None:
-        self._samples = deque(waiting for waiting in self._samples if waiting.ticket != ticket)
 
 
 def _line_of(op: Op) -> str:

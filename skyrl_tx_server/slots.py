@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes, bucket, pad_tokens, score_lengths, segment_ends
+from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, bucket, score_lengths, segment_ends
 from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
@@ -30,10 +30,12 @@ from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
-from skyrl_tx_server.pages import Pages, Prefix
+from skyrl_tx_server.pages import Pages, Prefix, common_length
+from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
 from skyrl_tx_server.rows import Row, checked_max_tokens, row_settings, stop_tokens_of
+from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.snapshots import SnapshotBank
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, PromptOutputs, Rows, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, PassOutputs, Rows, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import load_tokenizer
 
@@ -48,15 +50,13 @@ class _Begun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Placed:
-    """Where the next piece of a text goes: its tokens `cached` to `length`."""
+class _Joining:
+    """A request whose prompt is being computed."""
 
-    cached: int
-    length: int
-    slots: list[int]
-    tables: list[list[int]]  # the pages of each slot's row; the first is computed
-    before: list[tuple[int, int]]  # pages to copy into others: of the prefix
-    after: list[tuple[int, int]]  # and of what was computed
+    admit: Admit
+    piece: Piece
+    topk: TopkLogprobs | None  # of the prompt
+    targets: Cells | None
 
 
 class DecodeSlots:
@@ -97,6 +97,13 @@ class DecodeSlots:
         self._set_aside_count = 0
         self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
+        self._layout = Layout(
+            shapes=GPU_PREFILL if kernel_decodes() else CPU_PREFILL,
+            num_slots=len(self._rows),
+            table_width=self._table_width,
+            max_copies=self._table_width * groups + len(self._rows),
+            vocab_size=config.vocab_size,
+        )
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self._forget_everything()
 
@@ -118,63 +125,96 @@ class DecodeSlots:
             "preemptions": self._set_aside_count,
         }
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission | None:
-        """Prefill `op`'s prompt, give `count` rows a slot and sample the first token of each; None after a piece of a long prompt."""
+    def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
+        """Compute the prompts of the first few of `admits` together, give their rows a slot each and sample the first token of each row;
+        None for a long prompt of which only a piece was computed."""
+        if self._aside:
+            raise CapacityError("samples that were set aside for want of pages come first")
+        joining: list[_Joining] = []
+        try:
+            for admit in admits:
+                one = self._next_piece(admit, [other.piece for other in joining])
+                if one is None:
+                    break
+                joining.append(one)
+        except CapacityError:
+            if not joining:
+                raise
+        except Exception:
+            for one in joining:
+                self._give_back(one.piece)
+                self._bank.unpin(one.piece.weights)
+            raise
+        try:
+            outputs = self._prefill([one.piece for one in joining])
+            return [self._settle(one, own) for one, own in zip(joining, outputs, strict=True)]
+        finally:
+            for one in joining:
+                self._bank.unpin(one.piece.weights)
+
+    def _next_piece(self, admit: Admit, beside: Sequence[Piece]) -> _Joining | None:
+        """None where it does not go with those `beside` it. Its weights are pinned."""
+        op = admit.op
         max_tokens = checked_max_tokens(op, self._config, self._max_context_length)
         stop_tokens = stop_tokens_of(op.settings, self._config)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        if self._aside:
-            raise CapacityError("samples that were set aside for want of pages come first")
-        wants_logprobs = op.prompt_logprobs and first == 0
+        wants_logprobs = op.prompt_logprobs and admit.first == 0
+        begun = self._begun.get(admit.ticket)
+        # what is in the cache has no logprobs any more
+        limit = len(op.prompt) - 1 if not wants_logprobs else begun.done if begun else 0
+        seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
         adapter_slot = self._bank.pin(op.weights)
-        try:
-            begun = self._begun.get(ticket)
-            # what is in the cache has no logprobs any more
-            limit = len(op.prompt) - 1 if not wants_logprobs else begun.done if begun else 0
-            placed = self._place(op.weights, op.prompt, limit=limit, count=count)
-            if begun is None:
-                begun = self._begun[ticket] = _Begun(hit_tokens=placed.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
-            seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
-            rows = [
-                Row(
-                    ticket=ticket,
-                    index=index,
-                    weights=op.weights,
-                    adapter_slot=adapter_slot,
-                    settings=op.settings,
-                    seed=seed,
-                    stop_tokens=stop_tokens,
-                    prompt=op.prompt,
-                    max_tokens=max_tokens,
-                    topk=op.topk_sample_logprobs,
-                )
-                for index in range(first, first + count)
-            ]
-            outputs = self._prefill(placed, op.weights, op.prompt, rows, adapter_slot, wants_logprobs=wants_logprobs)
-            if wants_logprobs:
-                begun.logprobs[placed.cached + 1 : placed.length + 1] = outputs.logprobs
-                begun.done = placed.length
-            if placed.length < len(op.prompt):
-                self._give_back(placed)
-                return None
-            for slot, row, pages in zip(placed.slots, rows, placed.tables, strict=True):
-                self._bank.pin(row.weights)
-                self._join(slot, row, pages)
-        finally:
-            self._bank.unpin(op.weights)
-        del self._begun[ticket]
-        topk, targets = self._score_prompt(op, adapter_slot) if first == 0 else (None, None)
-        finished = [
-            self._extend(slot, [int(outputs.first_tokens[row])], [float(outputs.first_logprobs[row])])
-            for row, slot in enumerate(placed.slots)
+        rows = [
+            Row(
+                ticket=admit.ticket,
+                index=index,
+                weights=op.weights,
+                adapter_slot=adapter_slot,
+                settings=op.settings,
+                seed=seed,
+                stop_tokens=stop_tokens,
+                prompt=op.prompt,
+                max_tokens=max_tokens,
+                topk=op.topk_sample_logprobs,
+            )
+            for index in range(admit.first, admit.first + admit.count)
         ]
+        piece = None
+        try:
+            piece = self._place(op.prompt, rows, limit=limit, wants_logprobs=wants_logprobs, beside=beside)
+            topk, targets = self._score_prompt(op, adapter_slot) if piece is not None and piece.rows and admit.first == 0 else (None, None)
+        except Exception:
+            if piece is not None:
+                self._give_back(piece)
+            self._bank.unpin(op.weights)
+            raise
+        if piece is None:
+            self._bank.unpin(op.weights)
+            return None
+        return _Joining(admit=admit, piece=piece, topk=topk, targets=targets)
+
+    def _settle(self, one: _Joining, outputs: PieceOutputs) -> Admission | None:
+        """The piece of a request has been computed: its rows begin, or it asks again."""
+        piece, op, ticket = one.piece, one.admit.op, one.admit.ticket
+        if ticket not in self._begun:
+            self._begun[ticket] = _Begun(hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
+        begun = self._begun[ticket]
+        if piece.wants_logprobs:
+            begun.logprobs[piece.cached + 1 : piece.length + 1] = outputs.logprobs
+            begun.done = piece.length
+        if not piece.rows:
+            self._give_back(piece)
+            return None
+        del self._begun[ticket]
+        for row in piece.rows:
+            self._bank.pin(row.weights)
         return Admission(
-            prompt_logprobs=_prompt_logprobs(op, begun.logprobs) if wants_logprobs else None,
+            prompt_logprobs=_prompt_logprobs(op, begun.logprobs) if piece.wants_logprobs else None,
             prompt_cache_hit_tokens=begun.hit_tokens,
-            finished=[row for row in finished if row is not None],
-            topk_prompt_logprobs=topk,
-            target_prompt_logprobs=targets,
+            finished=self._join(piece, outputs),
+            topk_prompt_logprobs=one.topk,
+            target_prompt_logprobs=one.targets,
         )
 
     def decode(self) -> Sequence[FinishedRow | FailedRow]:
@@ -208,24 +248,34 @@ class DecodeSlots:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _shapes(self) -> PrefillShapes:
-        return GPU_PREFILL if kernel_decodes() else CPU_PREFILL
-
     def _group(self, slot: int) -> Pages:
         """The pages on the device where a slot lies."""
         return self._pages[slot * self._groups // self.num_slots]
 
-    def _place(self, weights: str | None, tokens: np.ndarray, *, limit: int, count: int, spare: int = 0) -> _Placed:
-        """Pages for the next piece of `tokens`, of which at most `limit` may come from the cache, and for the `count` rows that begin after
-        the last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not."""
+    def _place(
+        self, tokens: np.ndarray, rows: Sequence[Row], *, limit: int, wants_logprobs: bool, beside: Sequence[Piece] = (), spare: int = 0
+    ) -> Piece | None:
+        """Pages for the next piece of `tokens`, of which at most `limit` may come from the cache, and for the rows that begin after the
+        last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not. None where the turn is full with
+        the pieces `beside` it, or where less would have to be computed after them."""
+        weights, adapter_slot = rows[0].weights, rows[0].adapter_slot
         snapshot = self._bank.key(weights)
         found, home = max(((pages.find(snapshot, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
-        if self._shapes.cost(len(tokens) - found.length) == self._shapes.cost(len(tokens)):
+        if blocks_of(len(tokens) - found.length) == blocks_of(len(tokens)):
             found = Prefix()
-        length = min(found.length + self._shapes.piece, len(tokens))
-        free = sorted((slot for slot, row in enumerate(self._rows) if row is None), key=lambda slot: self._group(slot) is not home)
-        slots = free[: count if length == len(tokens) else 1]
+        room = self._layout.shapes.turn - sum(len(piece.blocks) for piece in beside)
+        alike = (piece for piece in beside if piece.weights == weights)
+        shared = max((common_length(piece.tokens[: piece.length], tokens[:limit]) for piece in alike), default=0)
+        if not room or blocks_of(len(tokens) - shared) < blocks_of(len(tokens) - found.length):
+            return None
+        length = min(found.length + room * BLOCK, len(tokens))
+        rows = rows if length == len(tokens) else ()
+        reserved = {slot for piece in beside for slot in piece.slots if piece.rows}
+        free = sorted(
+            (slot for slot, row in enumerate(self._rows) if row is None and slot not in reserved),
+            key=lambda slot: self._group(slot) is not home,
+        )
+        slots = free[: len(rows) or 1]
         home.share(found.pages)  # or they might be given up for what comes now
         taken: list[tuple[Pages, Sequence[int]]] = [(home, found.pages)]
 
@@ -260,10 +310,22 @@ class DecodeSlots:
             group.give_back(take(group, (), spare))
             taken.pop()
         home.give_back(found.pages)
-        return _Placed(cached=found.length, length=length, slots=slots, tables=tables, before=before, after=after)
+        return Piece(
+            tokens=tokens,
+            cached=found.length,
+            length=length,
+            weights=weights,
+            adapter_slot=adapter_slot,
+            wants_logprobs=wants_logprobs,
+            slots=slots,
+            tables=tables,
+            before=before,
+            after=after,
+            rows=rows,
+        )
 
-    def _give_back(self, placed: _Placed) -> None:
-        for slot, pages in zip(placed.slots, placed.tables, strict=True):
+    def _give_back(self, piece: Piece) -> None:
+        for slot, pages in zip(piece.slots, piece.tables, strict=True):
             self._group(slot).give_back(pages)
 
     def _make_room(self) -> None:
@@ -297,66 +359,38 @@ class DecodeSlots:
         text = row.text
         running = sum(other is not None for other in self._rows)
         try:
-            placed = self._place(row.weights, text, limit=len(text) - 1, count=1, spare=running + 1)
+            piece = self._place(text, [row], limit=len(text) - 1, wants_logprobs=False, spare=running + 1)
         except CapacityError:
             return None
-        outputs = self._prefill(placed, row.weights, text, [row], row.adapter_slot, wants_logprobs=False)
-        if placed.length < len(text):
-            self._give_back(placed)
+        assert piece is not None, "nothing is beside it"
+        (outputs,) = self._prefill([piece])
+        if not piece.rows:
+            self._give_back(piece)
             return None
         del self._aside[0]
-        self._join(placed.slots[0], row, placed.tables[0])
-        return self._extend(placed.slots[0], [int(outputs.first_tokens[0])], [float(outputs.first_logprobs[0])])
+        return next(iter(self._join(piece, outputs)), None)
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
-    def _prefill(
-        self,
-        placed: _Placed,
-        weights: str | None,
-        tokens: np.ndarray,
-        rows: Sequence[Row],
-        adapter_slot: int,
-        *,
-        wants_logprobs: bool,
-    ) -> PromptOutputs:
-        """The placed piece of `tokens` into its pages, which are remembered; after the last piece `rows` begin."""
-        parts = self._shapes.parts(placed.cached, placed.length)
-        outputs: list[PromptOutputs] = []
+    def _prefill(self, pieces: Sequence[Piece]) -> list[PieceOutputs]:
+        """The pieces into their pages, which are remembered, and the first tokens of the rows that begin. Pages go back on any error."""
+        outputs: list[PassOutputs] = []
         try:
-            for begin, end in parts:
-                own, begins = self._shapes.padded(tokens[begin:end]), rows if end == len(tokens) else ()
-                settings = row_settings([*begins, *[None] * (self.num_slots - len(begins))], self._config.vocab_size)
-                prompt = Prompt(
-                    tokens=own,
-                    targets=pad_tokens(tokens[begin + 1 : end + 1], (len(own),)),
-                    length=np.array(end - begin, np.int32),
-                    cached=np.array(begin, np.int32),
-                    table=self._table(placed.slots[0], placed.tables[0]),
-                    before=self._copies(placed.before if begin == placed.cached else ()),
-                    after=self._copies(placed.after if end == placed.length else ()),
-                    adapter_index=np.array(adapter_slot, np.int32),
-                    want_logprobs=np.array(wants_logprobs),
-                )
+            for run, settings in self._layout.passes(pieces):
                 self._cache, output = prefill(
-                    self._cache, self._params, self._bank.arrays, prompt, settings, config=self._config, tempered=self._tempered
+                    self._cache, self._params, self._bank.arrays, run, settings, config=self._config, tempered=self._tempered
                 )
                 outputs.append(output)
             outputs = to_host(outputs)
         except Exception as error:
-            self._give_back(placed)
+            for piece in pieces:
+                self._give_back(piece)
             self._recover(error)
             raise
-        for group, pages in {self._group(slot): pages for slot, pages in zip(placed.slots, placed.tables, strict=True)}.items():
-            group.remember(self._bank.key(weights), tokens[: placed.length], pages)
-        logprobs = [output.logprobs[: end - begin] for (begin, end), output in zip(parts, outputs, strict=True)]
-        return replace(outputs[-1], logprobs=np.concatenate(logprobs))
-
-    def _copies(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-        """As many as one piece can need, padded."""
-        padded = np.full((self._table_width * self._groups + self.num_slots, 2), -1, np.int32)
-        padded[: len(pairs)] = np.reshape(pairs, (-1, 2))
-        return padded
+        for piece in pieces:
+            for group, pages in {self._group(slot): pages for slot, pages in zip(piece.slots, piece.tables, strict=True)}.items():
+                group.remember(self._bank.key(piece.weights), piece.tokens[: piece.length], pages)
+        return self._layout.outputs(pieces, outputs)
 
     def _table(self, slot: int, pages: Sequence[int]) -> np.ndarray:
         table = np.full(self._table_width, self._group(slot).nowhere, np.int32)
@@ -438,9 +472,14 @@ class DecodeSlots:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _join(self, slot: int, row: Row, pages: list[int]) -> None:
-        row.pages = pages
-        self._rows[slot] = row
+    def _join(self, piece: Piece, outputs: PieceOutputs) -> list[FinishedRow | FailedRow]:
+        """The rows of a piece take their slots, with their first tokens; what becomes of those that are over with them."""
+        for slot, row, pages in zip(piece.slots, piece.rows, piece.tables, strict=True):
+            row.pages = list(pages)
+            self._rows[slot] = row
+        firsts = zip(piece.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
+        over = [self._extend(slot, [token], [logprob]) for slot, token, logprob in firsts]
+        return [row for row in over if row is not None]
 
     def _vacate(self, slot: int) -> None:
         """The row of `slot` leaves; what it computed stays for others to begin from."""

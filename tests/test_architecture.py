@@ -97,6 +97,7 @@ SERVER_JAX = [
     {"steps", "packing", "compilations", "hosts"},
     {"snapshots", "live_models", "cache_size", "memory_plan"},
     {"rows"},
+    {"prefilling"},
     {"slots"},
     {"executor", "rendezvous"},
 ]

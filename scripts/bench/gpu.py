@@ -37,6 +37,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.lora import adapter_size
 from skyrl_tx_server.ops import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
+from skyrl_tx_server.scheduler import PROMPTS_PER_PREFILL, Admit
 
 BYTES_PER_S, FLOPS = 4.3e12, 790e12
 QWEN3 = replace(CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960)
@@ -85,13 +86,17 @@ class Driver:
 
     def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
         """Their tickets, once all are prefilled."""
-        tickets = []
+        waiting: list[Admit] = []
         for row, prompt in enumerate(prompts):
             chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
             op = Sample(weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen)
-            tickets.append(next(self._tickets))
-            while self.executor.admit(tickets[-1], op, first=0, count=1) is None:
-                pass
+            waiting.append(Admit(ticket=next(self._tickets), op=op, first=0, count=1))
+        tickets = [admit.ticket for admit in waiting]
+        while waiting:
+            admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])
+            waiting = [admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None] + waiting[
+                len(admissions) :
+            ]
         return tickets
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:

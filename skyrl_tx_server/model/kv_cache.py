@@ -48,7 +48,7 @@ EVERYWHERE = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """Of both arrays of the cache: pages over the batch's devices, heads over `tensor`."""
 ROWS, STACKED_ROWS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
-ONE_ROW, STACKED_ROW = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor")
+EACH_ROW = PartitionSpec(None, "tensor")
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
@@ -91,32 +91,32 @@ def read_rows(config: ModelConfig, cache: KVCache, tables_BW: Leaf, ends: Sequen
     return read(cache, jnp.asarray(tables_BW))
 
 
-def read_pages(config: ModelConfig, cache: KVCache, layer: Leaf, pages: jax.Array) -> Segment:
-    """One layer's positions in the given pages of one row, B = 1."""
+def read_pages(config: ModelConfig, cache: KVCache, layer: Leaf, pages_BP: jax.Array) -> Segment:
+    """One layer's positions in the given pages of each row."""
     if config.mesh is None:
-        return _read_own_pages(cache, layer, pages)
+        return _read_own_pages(cache, layer, pages_BP)
 
     def read(cache: KVCache, layer: jax.Array, pages: jax.Array) -> Segment:
         own, here = own_pages(config, cache, pages)
         found = _read_own_pages(cache, layer, own)
-        seen = jnp.repeat(here, PAGE)
-        masked = Segment(keys=jnp.where(seen, found.keys, 0), values=jnp.where(seen[:, None], found.values, 0))
+        seen = jnp.repeat(here, PAGE, axis=1)[:, None]
+        masked = Segment(keys=jnp.where(seen[:, :, None], found.keys, 0), values=jnp.where(seen[..., None], found.values, 0))
         return jax.lax.psum(masked, BATCH)
 
-    return on_each(config, read, (PAGES, EVERYWHERE, EVERYWHERE), ONE_ROW)(cache, jnp.asarray(layer), pages)
+    return on_each(config, read, (PAGES, EVERYWHERE, EVERYWHERE), EACH_ROW)(cache, jnp.asarray(layer), pages_BP)
 
 
-def write_row(config: ModelConfig, cache: KVCache, new: Segment, table_W: Leaf, start: Leaf, count: Leaf) -> KVCache:
-    """Put the first `count` positions of `new` (one row, stacked over layers) at position `start` of the row that `table_W` describes."""
-    tables, starts, counts = (jnp.asarray(each)[None] for each in (table_W, start, count))
-    write = partial(_write_own_rows, config)
+def write_layer(config: ModelConfig, cache: KVCache, layer: Leaf, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
+    """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
+    describes."""
+    write = partial(_write_own_layer, config)
     if config.mesh is not None:
-        write = on_each(config, write, (PAGES, STACKED_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
-    return write(cache, new, tables, starts, counts)
+        write = on_each(config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
+    return write(cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
 def write_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
-    """The same for every row of a batch."""
+    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`."""
     write, rows = partial(_write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
@@ -154,11 +154,26 @@ def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tab
     return [[segment(layer, first, end) for first, end in pairwise((0, *ends))] for layer in range(cache.keys.shape[0])]
 
 
-def _read_own_pages(cache: KVCache, layer: Leaf, own: jax.Array) -> Segment:
-    keys, values = cache.keys[layer, own], cache.values[layer, own]  # [n, K, hd, PAGE], [n, K, PAGE, hd]
-    _, heads, head_dim, _ = keys.shape
+def _read_own_pages(cache: KVCache, layer: Leaf, own_BP: jax.Array) -> Segment:
+    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
+    batch, _, heads, head_dim, _ = keys.shape
     return Segment(
-        keys=keys.transpose(1, 2, 0, 3).reshape(1, heads, head_dim, -1), values=values.transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
+        keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
+        values=values.transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, head_dim),
+    )
+
+
+def _write_own_layer(
+    config: ModelConfig, cache: KVCache, layer: jax.Array, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+) -> KVCache:
+    own, _ = own_pages(config, cache, tables_BW)
+    columns = jnp.arange(new.keys.shape[-1])
+    positions = starts_B[:, None] + columns
+    pages = jnp.where(columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0)
+    places = positions % PAGE
+    return KVCache(
+        keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2)),
+        values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3)),
     )
 
 

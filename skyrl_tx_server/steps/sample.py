@@ -1,4 +1,4 @@
-"""The sampling programs: prefill a piece of a prompt into its pages, decode a block of steps over all rows.
+"""The sampling programs: prefill blocks of prompts into their pages, decode a block of steps over all rows.
 
 Every setting of a row is an array, so requests with different settings share a batch and compile nothing. A sampled token's logprob is of
 the model's own distribution (temperature 1), or of the `tempered` one it was drawn from where the server is set to that; filters (top-k,
@@ -10,7 +10,6 @@ key = fold_in(fold_in(seed, index), position).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +17,6 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.families import stacks_of
@@ -28,24 +26,22 @@ from skyrl_tx_server.model.kv_cache import (
     Segment,
     copy_pages,
     keep_cache,
-    read_pages,
     read_rows,
     segment_of,
     stacked,
-    write_row,
+    write_layer,
     write_rows,
 )
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
-from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.softmax import MASKED
 from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, by_layer, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
 """Prompt logits held at once, 64 MiB in float32."""
-PAGES_AT_ONCE = 4
-"""Of a cached prefix, in a prompt's attention to it."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,27 +58,28 @@ class RowSettings:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """A piece of a prompt, after its first `cached` tokens, whose keys and values lie in its pages already."""
+class Pass:
+    """N blocks of T tokens of prompts, which are computed together. What comes before them lies in their pages already."""
 
-    tokens: Leaf  # [T] int32, right-padded
-    targets: Leaf  # [T] int32, the token after each; 0 after the prompt's last
-    length: Leaf  # [] int32, tokens that count in `tokens`
-    cached: Leaf  # [] int32
-    table: Leaf  # [W] int32, its pages
+    tokens: Leaf  # [N, T] int32, right-padded
+    targets: Leaf  # [N, T] int32, the token after each; 0 after a prompt's last
+    blocks: Blocks
+    adapters: Users  # of the bank, by block
     before: Leaf  # [C, 2] int32, pages to copy into others before it is run, as `copy_pages` has them
     after: Leaf  # [C, 2] int32, and after it
-    adapter_index: Leaf  # [] int32, slot of the bank
     want_logprobs: Leaf  # [] bool
+    lasts: Leaf  # [B] int32, where in [N * T] lies the token before the first of each row that begins
+    begins: Leaf  # [B] bool
+    row_adapters: Users  # of the bank, by row
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptOutputs:
-    """What a prefill returns to the host."""
+class PassOutputs:
+    """What a pass returns to the host."""
 
-    logprobs: Leaf  # [T] float32 of `targets`; zeros when not wanted
-    first_tokens: jax.Array  # [B] int32, what each row that begins here samples after the piece
+    logprobs: Leaf  # [N, T] float32 of `targets`; zeros when not wanted
+    first_tokens: jax.Array  # [B] int32, what each row that begins samples first
     first_logprobs: jax.Array  # [B] float32
 
 
@@ -121,50 +118,50 @@ class _BlockState:
 
 @partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
 def prefill(
-    cache: KVCache, params: Params, bank: Adapter, prompt: Prompt, settings: RowSettings, *, config: ModelConfig, tempered: bool
-) -> tuple[KVCache, PromptOutputs]:
-    """Run a piece of a prompt once, write its keys and values into its pages, and sample what each of B rows begins with after it."""
-    cache = copy_pages(config, cache, prompt.before)
-    adapter = jax.tree.map(lambda leaf: leaf[prompt.adapter_index], bank)
-    tokens = jnp.asarray(prompt.tokens)[None]
-    length = tokens.shape[1]
+    cache: KVCache, params: Params, bank: Adapter, run: Pass, settings: RowSettings, *, config: ModelConfig, tempered: bool
+) -> tuple[KVCache, PassOutputs]:
+    """Compute blocks of prompts, put their keys and values into their pages, and sample the first token of the B rows that begin."""
+    cache = keep_cache(config, copy_pages(config, cache, run.before))
+    tokens, blocks = jnp.asarray(run.tokens), run.blocks
     x = params.embed[tokens]
-    rope = rope_tables(config, prompt.cached + jnp.arange(length)[None], x.dtype)
+    positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
+    rope = rope_tables(config, positions, x.dtype)
 
-    def body(stack: Stack, x: jax.Array, weights: tuple[jax.Array, LayerParams, LayerAdapter]) -> tuple[jax.Array, Segment]:
-        index, own, modules = weights
+    def body(
+        stack: Stack, modules: LayerAdapter, state: tuple[jax.Array, KVCache], weights: tuple[jax.Array, LayerParams]
+    ) -> tuple[tuple[jax.Array, KVCache], None]:
+        x, cache = state
+        index, own = weights
+        adapter = {field: replace(module, users=run.adapters, layer=index - stack.layers.start) for field, module in modules.items()}
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Segment]:
-            new = segment_of(k, v)
-            return _attend_to_pages(q, new, partial(read_pages, config, cache, index), prompt), new
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
+            written = write_layer(config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths)
+            return attend_to_pages(config, written, index, blocks, q), written
 
-        return layer(config, stack, x, own, modules, rope, attend)
+        return layer(config, stack, x, own, adapter, rope, attend), None
 
-    written = []
-    for stack, weights, modules in zip(stacks_of(config), params.layers, adapter.layers, strict=True):
+    for stack, weights, modules in zip(stacks_of(config), params.layers, bank.layers, strict=True):
         layers = jnp.arange(stack.layers.start, stack.layers.stop)
-        x, segments = jax.lax.scan(partial(body, stack), x, (layers, weights, modules))
-        written.append(segments)
-    new = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *written)
-    cache = write_row(config, cache, new, prompt.table, prompt.cached, prompt.length)
-    cache = keep_cache(config, copy_pages(config, cache, prompt.after))
+        (x, cache), _ = jax.lax.scan(partial(body, stack, modules), (x, cache), (layers, weights))
+    cache = keep_cache(config, copy_pages(config, cache, run.after))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(
-        prompt.want_logprobs,
-        lambda: _prompt_logprobs(config, params, adapter, hidden, prompt.targets),
-        lambda: jnp.zeros(length, jnp.float32),
+        run.want_logprobs,
+        lambda: _prompt_logprobs(config, params, replace(bank, head=replace(bank.head, users=run.adapters)), hidden, run.targets),
+        lambda: jnp.zeros(tokens.shape, jnp.float32),
     )
-    last = jax.lax.dynamic_slice_in_dim(hidden, prompt.length - 1, 1, axis=1)
-    logits = head_logits(config, params, adapter, last)[:, 0]
-    rows = settings.top_p.shape[0]
-    first_tokens, first_logprobs = choose(
-        jnp.broadcast_to(logits, (rows, logits.shape[1])),
-        settings,
-        jnp.broadcast_to(prompt.cached + prompt.length, (rows,)),
-        tempered=tempered,
+
+    def first() -> tuple[jax.Array, jax.Array]:
+        adapter = replace(bank, head=replace(bank.head, users=run.row_adapters))
+        logits = head_logits(config, params, adapter, hidden.reshape(-1, 1, hidden.shape[-1])[run.lasts])[:, 0]
+        return choose(logits, settings, positions.reshape(-1)[run.lasts] + 1, tempered=tempered)
+
+    rows = jnp.asarray(run.begins)
+    first_tokens, first_logprobs = jax.lax.cond(
+        rows.any(), first, lambda: (jnp.zeros(rows.shape, jnp.int32), jnp.zeros(rows.shape, jnp.float32))
     )
-    return cache, PromptOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
+    return cache, PassOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
 @partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
@@ -292,56 +289,17 @@ def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Se
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Attended:
-    """A softmax to the base of two on its way, for T queries of G heads to each of K key-value heads, all float32."""
-
-    highest: jax.Array  # [K, G, T]
-    total: jax.Array  # [K, G, T]
-    values: jax.Array  # [K, G, T, hd]
-
-    def with_segment(self, q: jax.Array, segment: Segment, visible: jax.Array) -> _Attended:
-        """More positions; q [K, G, T, hd], `visible` broadcasts to [T, n]."""
-        scores = jnp.einsum("kgth,khs->kgts", q, segment.keys[0], preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * (q.shape[-1] ** -0.5 * LOG2E), MASKED)
-        highest = jnp.maximum(self.highest, whole_maximum(scores))
-        weights, shrink = jnp.exp2(scores - highest[..., None]), jnp.exp2(self.highest - highest)
-        new = jnp.einsum("kgts,ksh->kgth", weights.astype(q.dtype), segment.values[0], preferred_element_type=jnp.float32)
-        return _Attended(highest=highest, total=shrink * self.total + weights.sum(axis=-1), values=shrink[..., None] * self.values + new)
-
-
-def _attend_to_pages(q: jax.Array, new: Segment, read: Callable[[jax.Array], Segment], prompt: Prompt) -> jax.Array:
-    """Causal attention of a piece, q [1, T, H, hd], over the cached positions, which `read` finds by their pages, and over itself."""
-    length, heads, head_dim = q.shape[1:]
-    grouped = q[0].reshape(length, new.keys.shape[1], -1, head_dim).transpose(1, 2, 0, 3)
-    at_once = PAGES_AT_ONCE * PAGE
-    table = jnp.pad(jnp.asarray(prompt.table), (0, PAGES_AT_ONCE), mode="edge")
-    columns = jnp.arange(at_once)
-
-    def add(index: jax.Array, state: _Attended) -> _Attended:
-        pages = jax.lax.dynamic_slice_in_dim(table, index * PAGES_AT_ONCE, PAGES_AT_ONCE)
-        return state.with_segment(grouped, read(pages), (index * at_once + columns < prompt.cached)[None])
-
-    rows = jnp.zeros(grouped.shape[:-1], jnp.float32)
-    nothing = _Attended(highest=jnp.full_like(rows, MASKED), total=rows, values=jnp.zeros(grouped.shape, jnp.float32))
-    past = jax.lax.fori_loop(0, -(-prompt.cached // at_once), add, nothing)
-    positions = jnp.arange(length)
-    whole = past.with_segment(grouped, new, positions <= positions[:, None])  # padding comes last, where causality hides it
-    attended = whole.values / whole.total[..., None]
-    return attended.astype(q.dtype).transpose(2, 0, 1, 3).reshape(1, length, heads, head_dim)
-
-
 def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: Leaf) -> jax.Array:
-    """[T] log p(targets) after every position of hidden [1, T, D]."""
-    length = hidden.shape[1]
-    chunk = min(length, max(1, MAX_PROMPT_LOGITS // config.vocab_size))
+    """[N, T] log p(targets) after every position of hidden [N, T, D]."""
+    blocks, length = hidden.shape[:2]
+    chunk = min(length, max(1, MAX_PROMPT_LOGITS // (blocks * config.vocab_size)))
     count = -(-length // chunk)
-    targets = jnp.pad(targets, (0, count * chunk - length)).reshape(count, chunk)
-    states = jnp.pad(hidden[0], ((0, count * chunk - length), (0, 0))).reshape(count, 1, chunk, -1)
+    padding = (0, count * chunk - length)
+    targets = jnp.pad(targets, ((0, 0), padding)).reshape(blocks, count, chunk)
+    states = jnp.pad(hidden, ((0, 0), padding, (0, 0))).reshape(blocks, count, chunk, -1)
 
     def of(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logits = head_logits(config, params, adapter, part[0])[0]
-        return jnp.take_along_axis(logits, part[1][:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+        logits = head_logits(config, params, adapter, part[0])
+        return jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
 
-    return jax.lax.map(of, (states, targets)).reshape(-1)[:length]
+    return jax.lax.map(of, (states.swapaxes(0, 1), targets.swapaxes(0, 1))).swapaxes(0, 1).reshape(blocks, -1)[:, :length]

@@ -32,6 +32,7 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
+from skyrl_tx_server.scheduler import Admit
 
 
 @dataclass(kw_only=True)
@@ -96,7 +97,10 @@ class FakeExecutor:
             case Sample():
                 raise AssertionError("a Sample is admitted, not run")
 
-    def admit(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+    def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
+        return [self.admit_one(admits[0].ticket, admits[0].op, first=admits[0].first, count=admits[0].count)]
+
+    def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
         self._enter(f"admit {op.weights} {first}+{count}")
         if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")

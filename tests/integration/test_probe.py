@@ -52,9 +52,9 @@ class Defective:
         result = yield from self.real.run(op)
         return self.after(self.real, op, result)
 
-    def admit(self, ticket, op, *, first, count):
-        admission = self.real.admit(ticket, self.before(self.real, op), first=first, count=count)
-        return replace(admission, finished=self._rows(admission.finished))
+    def admit(self, admits):
+        admissions = self.real.admit([replace(admit, op=self.before(self.real, admit.op)) for admit in admits])
+        return [admission and replace(admission, finished=self._rows(admission.finished)) for admission in admissions]
 
     def decode(self):
         return self._rows(self.real.decode())

@@ -142,10 +142,10 @@ def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, e
 
 def test_a_sample_without_room_waits_for_a_row_to_finish():
     class OneAtATime(FakeExecutor):
-        def admit(self, ticket, op, *, first, count):
+        def admit(self, admits):
             if self.rows_decoding:
                 raise CapacityError("bank is full")
-            return super().admit(ticket, op, first=first, count=count)
+            return super().admit(admits)
 
     with running(OneAtATime()) as engine:
         futures = [engine.submit(sample(last)) for last in (1, 2, 3)]

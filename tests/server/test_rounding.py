@@ -5,24 +5,27 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.batching import PAGE, PrefillShapes
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.ops import LossFn, SamplingSettings, TrainDatum
 from skyrl_tx_server.packing import TrainShape, TrainShapes, pack, unpack
-from skyrl_tx_server.rows import row_settings
+from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
+from skyrl_tx_server.rows import Row, row_settings
 from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Prompt, PromptOutputs, Rows, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward, train_batch
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
 PIECE, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
-NO_COPIES = np.full((1, 2), -1, np.int32)
-SETTINGS = row_settings([None], CONFIG.vocab_size)
+LAYOUT = Layout(
+    shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2), num_slots=1, table_width=4, max_copies=1, vocab_size=CONFIG.vocab_size
+)
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
@@ -31,37 +34,52 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     adapter = tiny_qwen3.adapter()
     bank = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
     prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH).astype(np.int32)
+    row = Row(
+        ticket=1,
+        index=0,
+        weights=None,
+        adapter_slot=0,
+        settings=SamplingSettings(temperature=0.0),
+        seed=0,
+        stop_tokens=(),
+        prompt=prompt,
+        max_tokens=NEW,
+        topk=0,
+    )
 
-    def run_piece(cache: KVCache, cached: int) -> tuple[KVCache, PromptOutputs]:
-        tokens, targets = np.zeros((2, PIECE), np.int32)
-        own, following = prompt[cached : cached + PIECE], prompt[cached + 1 : cached + PIECE + 1]
-        tokens[: len(own)], targets[: len(following)] = own, following
-        piece = Prompt(
-            tokens=tokens,
-            targets=targets,
-            length=np.int32(len(own)),
-            cached=np.int32(cached),
-            table=TABLE,
-            before=NO_COPIES,
-            after=NO_COPIES,
-            adapter_index=np.int32(0),
-            want_logprobs=np.bool_(True),
+    def run_piece(cache: KVCache, cached: int) -> tuple[KVCache, PieceOutputs]:
+        piece = Piece(
+            tokens=prompt,
+            cached=cached,
+            length=min(cached + PIECE, LENGTH),
+            weights=None,
+            adapter_slot=0,
+            wants_logprobs=True,
+            slots=(0,),
+            tables=(TABLE,),
+            before=(),
+            after=(),
+            rows=[row] if cached + PIECE >= LENGTH else (),
         )
-        return prefill(cache, params, bank, piece, SETTINGS, config=CONFIG, tempered=False)
+        ((run, settings),) = LAYOUT.passes([piece])
+        cache, outputs = prefill(cache, params, bank, run, settings, config=CONFIG, tempered=False)
+        return cache, LAYOUT.outputs([piece], [to_host(outputs)])[0]
 
     cache, first = run_piece(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
     cache, second = run_piece(cache, PIECE)
     rows = Rows(
-        tokens=np.asarray(second.first_tokens),
+        tokens=np.array(second.first_tokens, np.int32),
         positions=np.array([LENGTH], np.int32),
         remaining=np.array([NEW], np.int32),
         tables=TABLE[None],
         adapters=users_of(np.zeros(1, np.int32)),
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
     )
-    _, block = decode_block(cache, params, bank, rows, SETTINGS, config=CONFIG, steps=NEW, ends=(4 * PAGE,), tempered=False)
+    _, block = decode_block(
+        cache, params, bank, rows, row_settings([row], CONFIG.vocab_size), config=CONFIG, steps=NEW, ends=(4 * PAGE,), tempered=False
+    )
     tokens = np.concatenate([prompt, second.first_tokens, block.tokens[0]])
-    sampled = np.concatenate([first.logprobs, second.logprobs[: LENGTH - PIECE - 1], second.first_logprobs, block.logprobs[0]])
+    sampled = np.concatenate([first.logprobs, second.logprobs[:-1], second.first_logprobs, block.logprobs[0]])
     np.testing.assert_allclose(sampled, trained(params, adapter, tokens), atol=1e-4)
 
 

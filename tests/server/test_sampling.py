@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server import slots as slots_module
 from skyrl_tx_server.batching import CPU_PREFILL
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import UserError
@@ -30,6 +29,7 @@ from skyrl_tx_server.ops import (
     StopReason,
     TrainDatum,
 )
+from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.steps.sample import RowSettings, choose
 from skyrl_tx_server.stop_strings import find_stop
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
@@ -149,14 +149,15 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
     assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
 
 
-@pytest.mark.parametrize("piece", [CPU_PREFILL.piece, 128])
-def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, piece: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("blocks", [CPU_PREFILL.turn, 2])
+def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monkeypatch: pytest.MonkeyPatch):
     """Its samples' logprobs are forward's, and only what was in the cache before it came counts as a hit.
 
     The model has been trained at a high rate, which magnifies what float32 rounds off on either side.
     """
-    monkeypatch.setattr(slots_module, "CPU_PREFILL", replace(CPU_PREFILL, piece=piece))
-    prompt = tokens(560, seed=piece)
+    slots = engine._executor._slots
+    monkeypatch.setattr(slots, "_layout", replace(slots._layout, shapes=replace(CPU_PREFILL, turn=blocks)))
+    prompt = tokens(560, seed=blocks)
     prefilled = engine.stats()["tokens_prefilled"]
     running = engine.submit(request(tokens(20), max_tokens=100))
     result = run(engine, request(prompt, num_samples=3))
@@ -369,11 +370,12 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
-    executor.admit(1, request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)
+    executor.admit([Admit(ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)])
     (finished,) = executor.decode()
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
-    top = executor.admit(2, whole, first=0, count=1).topk_prompt_logprobs
+    (admission,) = executor.admit([Admit(ticket=2, op=whole, first=0, count=1)])
+    top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)):
         tempered = top.logprobs[at] / 0.5
         tempered -= np.log(np.exp(tempered).sum())

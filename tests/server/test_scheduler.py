@@ -13,7 +13,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, Admit, Decode, Scheduler, Step
+from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, Admit, Decode, Prefill, Scheduler, Step
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -42,6 +42,15 @@ def run_steps(scheduler: Scheduler) -> list[int]:
         order.append(turn.ticket)
         scheduler.finish(turn)
     return order
+
+
+def next_turn(scheduler: Scheduler, *, free_slots: int, rows_decoding: int) -> Step | Admit | Decode | None:
+    """Of an executor that computes one prompt at a time."""
+    turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
+    if not isinstance(turn, Prefill):
+        return turn
+    scheduler.put_back(turn.admits[1:])
+    return turn.admits[0]
 
 
 def test_nothing_to_do_is_none():
@@ -83,84 +92,107 @@ def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
 
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
-    assert scheduler.next(free_slots=2, rows_decoding=0) == Admit(ticket=1, op=scheduler._samples[0].op, first=0, count=2)
-    assert isinstance(scheduler.next(free_slots=0, rows_decoding=2), Decode)
-    rest = scheduler.next(free_slots=2, rows_decoding=0)
+    assert next_turn(scheduler, free_slots=2, rows_decoding=0) == Admit(ticket=1, op=scheduler._samples[0].op, first=0, count=2)
+    assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
+    rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
     assert isinstance(rest, Admit) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
-    second = scheduler.next(free_slots=1, rows_decoding=1)
+    second = next_turn(scheduler, free_slots=1, rows_decoding=1)
     assert isinstance(second, Admit) and (second.ticket, second.first, second.count) == (2, 0, 1)
+
+
+def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
+    scheduler = queue(
+        sample(num_samples=3), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample(num_samples=2), sample()
+    )
+    save = scheduler.next(free_slots=5, rows_decoding=0)
+    offered = scheduler.next(free_slots=5, rows_decoding=0)
+    assert isinstance(save, Step) and isinstance(offered, Prefill)
+    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(1, 0, 3), (4, 0, 2)]  # 3 waits for its snapshot
+    scheduler.put_back(offered.admits[1:])
+    scheduler.finish(save)
+    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    assert isinstance(offered, Prefill)
+    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(4, 0, 2)]
+    assert isinstance(scheduler.next(free_slots=0, rows_decoding=5), Decode)
+    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    assert isinstance(offered, Prefill)
+    assert [admit.ticket for admit in offered.admits] == [3, 5]
+
+    scheduler = queue(*[sample() for _ in range(PROMPTS_PER_PREFILL + 1)])
+    offered = scheduler.next(free_slots=100, rows_decoding=0)
+    assert isinstance(offered, Prefill) and len(offered.admits) == PROMPTS_PER_PREFILL
 
 
 def test_all_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
-    turns = [scheduler.next(free_slots=8 - n, rows_decoding=n) for n in range(9)]
+    turns = [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(9)]
     assert [type(turn) for turn in turns] == [Admit] * 8 + [Decode]
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
-    turns = [scheduler.next(free_slots=8, rows_decoding=0)]
+    turns = [next_turn(scheduler, free_slots=8, rows_decoding=0)]
     scheduler.finish(turns[0])
-    turns += [scheduler.next(free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
+    turns += [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
     assert [type(turn) for turn in turns] == [Step] + [Admit] * PREFILLS_PER_TURN + [Decode, Step]
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
-    first = scheduler.next(free_slots=4, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
     assert isinstance(first, Step)
     scheduler.finish(first)
-    turns = [scheduler.next(free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
+    turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
     assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Step]
 
 
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample())
-    first = scheduler.next(free_slots=4, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
     assert isinstance(first, Step) and first.ticket == 1
     scheduler.finish(first)
-    passing = scheduler.next(free_slots=4, rows_decoding=0)
+    passing = next_turn(scheduler, free_slots=4, rows_decoding=0)
     assert isinstance(passing, Admit) and passing.ticket == 4
-    scheduler.next(free_slots=3, rows_decoding=1)
-    save = scheduler.next(free_slots=3, rows_decoding=1)
+    next_turn(scheduler, free_slots=3, rows_decoding=1)
+    save = next_turn(scheduler, free_slots=3, rows_decoding=1)
     assert isinstance(save, Step) and save.ticket == 2
     scheduler.finish(save)
-    waited = scheduler.next(free_slots=3, rows_decoding=1)
+    waited = next_turn(scheduler, free_slots=3, rows_decoding=1)
     assert isinstance(waited, Admit) and waited.ticket == 3
 
 
 def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
-    assert scheduler.next(free_slots=0, rows_decoding=0) is None
-    assert isinstance(scheduler.next(free_slots=1, rows_decoding=0), Admit)
-    drop = scheduler.next(free_slots=0, rows_decoding=1)
+    assert next_turn(scheduler, free_slots=0, rows_decoding=0) is None
+    assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), Admit)
+    drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
     assert isinstance(drop, Step) and drop.ticket == 2
 
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     scheduler = queue(sample("s"), sample())
-    admit = scheduler.next(free_slots=2, rows_decoding=1)
+    admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
     assert isinstance(admit, Admit)
-    scheduler.hold(admit)
-    assert isinstance(scheduler.next(free_slots=2, rows_decoding=1), Decode)
+    scheduler.hold([admit])
+    assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
     scheduler.row_finished()
-    assert scheduler.next(free_slots=2, rows_decoding=1) == admit
+    assert next_turn(scheduler, free_slots=2, rows_decoding=1) == admit
 
 
 def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block():
     scheduler = queue(sample(), sample())
     for _ in range(3):
-        admit = scheduler.next(free_slots=2, rows_decoding=1)
+        admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
         assert isinstance(admit, Admit) and admit.ticket == 1
         scheduler.resume(admit)
-        assert isinstance(scheduler.next(free_slots=2, rows_decoding=1), Decode)
-    admit = scheduler.next(free_slots=2, rows_decoding=0)
+        assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
+    admit = next_turn(scheduler, free_slots=2, rows_decoding=0)
     assert isinstance(admit, Admit) and admit.ticket == 1
     scheduler.resume(admit)
-    last = scheduler.next(free_slots=2, rows_decoding=0)  # nobody to wait for
+    last = next_turn(scheduler, free_slots=2, rows_decoding=0)  # nobody to wait for
     assert isinstance(last, Admit) and last.ticket == 1
 
 
 def test_a_dropped_request_does_not_enter():
     scheduler = queue(sample(num_samples=3), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
     scheduler.drop_sample(1)
-    assert isinstance(scheduler.next(free_slots=4, rows_decoding=0), Step)
+    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
     assert scheduler.num_waiting_samples == 0

@@ -1,0 +1,108 @@
+"""Prompts are computed in whatever company: neither who is computed together nor where a prompt is cut changes a bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx_server.batching import CPU_PREFILL, PAGE, PrefillShapes
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.ops import SamplingSettings
+from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
+from skyrl_tx_server.rows import Row
+from skyrl_tx_server.steps.sample import prefill
+from tests.fakes import tiny_model
+
+CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
+PAGES_EACH = 6
+LAYOUT = Layout(shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size)
+PARAMS = jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0))
+rng = np.random.default_rng(0)
+BANK = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10), zero_adapter(CONFIG, 4))
+
+
+def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> Piece:
+    tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
+    settings = SamplingSettings(temperature=1.0, seed=slot)
+    row = Row(
+        ticket=slot,
+        index=0,
+        weights=None,
+        adapter_slot=slot % 3,
+        settings=settings,
+        seed=slot,
+        stop_tokens=(),
+        prompt=tokens,
+        max_tokens=1,
+        topk=0,
+    )
+    return Piece(
+        tokens=tokens,
+        cached=cached,
+        length=end or length,
+        weights=None,
+        adapter_slot=slot % 3,
+        wants_logprobs=True,
+        slots=(slot,),
+        tables=(range(1 + slot * PAGES_EACH, 1 + (slot + 1) * PAGES_EACH),),
+        before=(),
+        after=(),
+        rows=[row] if end is None else (),
+    )
+
+
+def compute(cache: KVCache, pieces: Sequence[Piece], layout: Layout = LAYOUT) -> tuple[KVCache, list[PieceOutputs]]:
+    outputs = []
+    for run, settings in layout.passes(pieces):
+        cache, output = prefill(cache, PARAMS, BANK, run, settings, config=CONFIG, tempered=False)
+        outputs.append(to_host(output))
+    return cache, layout.outputs(pieces, outputs)
+
+
+def fresh() -> KVCache:
+    return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_EACH, dtype=np.dtype("float32"))
+
+
+def written(cache: KVCache, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values of a piece's whole text, of every layer."""
+    pages, length = np.array(piece.tables[0]), piece.length
+    keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
+    keys = keys.transpose(0, 2, 3, 1, 4).reshape(*keys.shape[:1], *keys.shape[2:4], -1)[..., :length]
+    return keys, values.transpose(0, 2, 1, 3, 4).reshape(values.shape[0], values.shape[2], -1, values.shape[-1])[:, :, :length]
+
+
+def assert_same(one: tuple[KVCache, Piece, PieceOutputs], other: tuple[KVCache, Piece, PieceOutputs]) -> None:
+    for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
+        np.testing.assert_array_equal(left, right)
+    np.testing.assert_array_equal(one[2].logprobs, other[2].logprobs)
+    assert (one[2].first_tokens, one[2].first_logprobs) == (other[2].first_tokens, other[2].first_logprobs)
+
+
+@pytest.mark.parametrize("lengths", [(50, 64, 20, 1), (130, 90, 40, 200, 30)])
+def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ...]) -> None:
+    """Each under its own adapter; passes of four blocks and of one."""
+    together = [piece(length, slot) for slot, length in enumerate(lengths)]
+    cache, outputs = compute(fresh(), together)
+    for one, own in zip(together, outputs, strict=True):
+        alone, (expected,) = compute(fresh(), [one])
+        assert_same((cache, one, own), (alone, one, expected))
+
+
+@pytest.mark.parametrize("shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, turn=8)])
+@pytest.mark.parametrize("cut", [PAGE, 70, 299])
+def test_a_prompt_in_pieces_is_computed_as_it_is_whole(cut: int, shapes: PrefillShapes) -> None:
+    layout = replace(LAYOUT, shapes=shapes)
+    whole, (expected,) = compute(fresh(), [piece(300, 0)])
+    cache, (first,) = compute(fresh(), [piece(300, 0, end=cut)], layout)
+    rest = piece(300, 0, cached=cut)
+    cache, (second, _) = compute(cache, [rest, piece(20, 1)], layout)
+    second = replace(second, logprobs=np.concatenate([first.logprobs, second.logprobs]))
+    assert_same((cache, rest, second), (whole, rest, expected))
