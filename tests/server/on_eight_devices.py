@@ -19,7 +19,7 @@ from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, copy_pages, empty_cache, read_pages, read_rows, write_row, write_rows
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, copy_pages, empty_cache, read_pages, read_rows, write_layer, write_rows
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.transformer import Remat, init_params
@@ -126,18 +126,20 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         return random.normal(size=shape).astype(np.float32)
 
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
-    prompt = Segment(keys=values(layers, 1, heads, head_dim, 150), values=values(layers, 1, heads, 150, head_dim))
+    prompts = Segment(keys=values(layers, 2, heads, head_dim, 150), values=values(layers, 2, heads, 150, head_dim))
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
 
     @partial(jax.jit, static_argnames=("config",))
     def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, list[list[Segment]], Segment]:
-        cache = write_row(config, cache, prompt, tables[0], np.int32(0), np.int32(140))
+        for layer in range(layers):
+            own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
+            cache = write_layer(config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50]))
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
-        return cache, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[2]))
+        return cache, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[[2, 0]]))
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
         cache, rows, pages = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
