@@ -1,4 +1,5 @@
-"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, and the paged kernel.
+"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, a prefill pass, a decode
+block, and the paged kernel.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import chz
@@ -25,12 +27,19 @@ from jax.stages import Wrapped
 
 from scripts.bench.gpu import MODELS
 from scripts.bench.small_model import RANK
+from skyrl_tx_server.batching import BLOCK, GPU_PREFILL, PAGE
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.paged_kernel import paged_attention
-from skyrl_tx_server.model.transformer import Remat, init_params
+from skyrl_tx_server.model.prefill_attention import Blocks
+from skyrl_tx_server.model.transformer import Params, Remat, init_params
 from skyrl_tx_server.ops import LossFn, TrainDatum
 from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
+from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Pass, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
 H200 = """
@@ -66,6 +75,7 @@ def main(config: CheckConfig) -> None:
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, train_batch(packed), loss, config=model, remat=remat)
+    sampling(config, model, params, compile_for)
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
@@ -73,6 +83,44 @@ def main(config: CheckConfig) -> None:
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
     compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, lengths)
+
+
+def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]) -> None:
+    """A long prefill pass and a decode block over rows of 2,048 positions."""
+    width, copies = 2048 // PAGE + 1, np.full((config.rows, 2), -1, np.int32)
+    pages = config.rows * width
+    cache = jax.eval_shape(partial(empty_cache, config=model, pages=pages, dtype=np.dtype("bfloat16")))
+    bank = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((4, *np.shape(leaf)), jnp.bfloat16), zero_adapter(model, RANK))
+    settings = row_settings([None] * config.rows, model.vocab_size)
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int32)
+
+    for blocks in (GPU_PREFILL.short, GPU_PREFILL.long):
+        run = Pass(
+            tokens=zeros(blocks, BLOCK),
+            targets=zeros(blocks, BLOCK),
+            blocks=Blocks(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
+            adapters=users_of(zeros(blocks)),
+            before=copies,
+            after=copies,
+            want_logprobs=np.bool_(False),
+            lasts=zeros(config.rows),
+            begins=zeros(config.rows) == 0,
+            row_adapters=users_of(zeros(config.rows)),
+        )
+        name = f"prefill, {blocks} blocks of {BLOCK} tokens"
+        compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
+    rows = Rows(
+        tokens=zeros(config.rows),
+        positions=zeros(config.rows),
+        remaining=zeros(config.rows),
+        tables=zeros(config.rows, width),
+        adapters=users_of(zeros(config.rows)),
+        stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
+    )
+    name = f"a decode block of 16 steps, {config.rows} rows"
+    compile_for(name, decode_block, cache, params, bank, rows, settings, config=model, steps=16, ends=None, tempered=False)
 
 
 def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:

@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -150,6 +150,51 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
     with running(OneAtATime()) as engine:
         futures = [engine.submit(sample(last)) for last in (1, 2, 3)]
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
+
+
+class Together(FakeExecutor):
+    """Computes two prompts at once. One of the weights "poison" spoils its company; `withdraw` goes while it is computed."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(num_slots=8, gate=threading.Event(), **options)
+        self.offered: list[list[int]] = []
+        self.withdraw: Callable[[], object] = lambda: None
+
+    def admit(self, admits):
+        self.gate.wait()
+        self.offered.append([int(admit.op.prompt[-1]) for admit in admits])
+        if any(admit.op.weights == "poison" for admit in admits):
+            raise RuntimeError("boom")
+        admissions = [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count) for admit in admits[:2]]
+        self.withdraw()
+        return admissions
+
+
+def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
+    executor = Together()
+    with running(executor) as engine:
+        held = engine.submit(create("holds the thread until all have been submitted"))
+        futures = [engine.submit(sample(last, weights="poison" if last == 2 else None)) for last in (1, 2, 3, 4, 5)]
+        executor.gate.set()
+        held.result(TIMEOUT_S)
+        assert "boom" in str(futures.pop(1).exception(TIMEOUT_S))
+        assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in futures] == [2, 4, 5, 6]
+        assert engine.stats()["ops_pending"] == 0
+    assert executor.offered == [[1, 2, 3, 4, 5], [1], [2, 3, 4, 5], [2], [3, 4, 5], [5]]
+
+
+def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind():
+    executor = Together()
+    with running(executor) as engine:
+        held = engine.submit(create("holds the thread until all have been submitted"))
+        computed, kept, waiting = [engine.submit(sample(last)) for last in (1, 2, 3)]
+        executor.withdraw = lambda: (computed.cancel(), waiting.cancel())
+        executor.gate.set()
+        held.result(TIMEOUT_S)
+        assert int(kept.result(TIMEOUT_S).sequences[0].tokens[0]) == 3
+        assert computed.cancelled() and waiting.cancelled()
+        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"]) == (0, 0)
+    assert executor.offered == [[1, 2, 3]]
 
 
 def test_a_withdrawn_operation_never_runs():
