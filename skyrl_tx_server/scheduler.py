@@ -117,8 +117,10 @@ class Scheduler:
 
     def put_back(self, admits: Sequence[Admit]) -> None:
         """These keep their places at the head of the queue."""
-        again = {admit.ticket: _Waiting(ticket=admit.ticket, op=admit.op, first=admit.first) for admit in admits}
-        self._samples = deque((*again.values(), *(waiting for waiting in self._samples if waiting.ticket not in again)))
+        for admit in reversed(admits):
+            if admit.first + admit.count < admit.op.num_samples:  # the rest of it still waits
+                del self._samples[self._place_of(admit.ticket)]
+            self._samples.appendleft(_Waiting(ticket=admit.ticket, op=admit.op, first=admit.first))
 
     def hold(self, admits: Sequence[Admit]) -> None:
         """The executor has no room for the first of these now: they keep their places until a row finishes."""
@@ -178,11 +180,14 @@ class Scheduler:
         )
 
     def _take(self, admit: Admit) -> None:
-        at = next(i for i, waiting in enumerate(self._samples) if waiting.ticket == admit.ticket)
+        at = self._place_of(admit.ticket)
         if admit.first + admit.count == admit.op.num_samples:
             del self._samples[at]
         else:
             self._samples[at] = replace(self._samples[at], first=admit.first + admit.count)
+
+    def _place_of(self, ticket: int) -> int:
+        return next(at for at, waiting in enumerate(self._samples) if waiting.ticket == ticket)
 
 
 def _line_of(op: Op) -> str:

@@ -97,11 +97,13 @@ class DecodeSlots:
         self._set_aside_count = 0
         self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
+        shapes = GPU_PREFILL if kernel_decodes() else CPU_PREFILL
         self._layout = Layout(
-            shapes=GPU_PREFILL if kernel_decodes() else CPU_PREFILL,
+            shapes=shapes,
             num_slots=len(self._rows),
             table_width=self._table_width,
-            max_copies=self._table_width * groups + len(self._rows),
+            # a page for each row that parts from another in it, and whole tables where they do so on different devices
+            max_copies=len(self._rows) + shapes.long * (1 if groups == 1 else self._table_width * groups),
             vocab_size=config.vocab_size,
         )
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
