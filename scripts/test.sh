@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 .venv/bin/ruff check .
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # as collected: the longest files come first
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # as collected: integration, the longest, first
