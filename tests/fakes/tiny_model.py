@@ -13,6 +13,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # an XLA flag for servers in processes of their own
 CONFIG = ModelConfig(
     vocab_size=260,  # 256 bytes and a few that mean nothing
     hidden_size=32,

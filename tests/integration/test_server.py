@@ -25,8 +25,10 @@ from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
+from tests.fakes.tiny_model import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session
     command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         ready = process.stdout.readline()
@@ -172,7 +174,8 @@ async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.
 def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(model_dir: Path, tmp_path: Path) -> None:
     """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
-    run = subprocess.run([sys.executable, "-m", "scripts.bench.server_kill_points", *options], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.bench.server_kill_points", *options]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from src.envs.bubblewrap import missing_programs
 from src.journal import groups_trained
-from tests.fakes.tiny_model import CONFIG, make_model
+from tests.fakes.tiny_model import CONFIG, QUICK_TO_COMPILE, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "datasets" / "quickstart"
@@ -41,7 +42,8 @@ def start_server(model_dir: Path, checkpoints_dir: Path, *, port: int = 0) -> tu
     options = {"base_model": model_dir, "model_alias": "local/tiny", "port": port, "max_lora_rank": 8, "decode_slots": 8}
     options |= {"checkpoints_dir": checkpoints_dir, "train_tokens_per_batch": 2048}
     command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     said = []
     for line in process.stdout:

@@ -21,10 +21,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.fakes.tiny_model import CONFIG, make_model
+from tests.fakes.tiny_model import CONFIG, QUICK_TO_COMPILE, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--xla_backend_optimization_level=0"  # quick to compile
 TIMEOUT_S = 240
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -43,7 +42,7 @@ class Process:
 
     def __init__(self, options: dict[str, object], devices: int) -> None:
         command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
-        flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
+        flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         self.child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.checkpoints = Path(str(options["checkpoints_dir"]))

@@ -21,6 +21,7 @@ from skyrl_tx_server.model.family import Split, Weight
 from skyrl_tx_server.model.low_rank import split_parts
 from skyrl_tx_server.model.mesh import check_divisible, make_mesh, place, weight_spec
 from skyrl_tx_server.model.weights import _outputs
+from tests.fakes.tiny_model import QUICK_TO_COMPILE
 from tests.server.on_eight_devices import DENSE, SPARSE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
+    flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     program = [sys.executable, "-m", "tests.server.on_eight_devices", str(tmp_path_factory.mktemp("models"))]
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -10,7 +10,7 @@ from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora import Adapter, init_adapter
-from skyrl_tx_server.model.transformer import Remat, by_layer, head_logits, hidden_states, init_params, layers_apart
+from skyrl_tx_server.model.transformer import Params, Remat, by_layer, head_logits, hidden_states, init_params, layers_apart
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES
@@ -66,14 +66,12 @@ def test_a_fresh_adapter_changes_nothing() -> None:
 def test_what_is_recomputed_does_not_change_the_gradient() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
-    def loss(adapter: Adapter, remat: Remat) -> jax.Array:
-        hidden = hidden_states(
-            CONFIG, tiny_qwen3.params(), adapter, tokens, tokens % 10, within_segments(np.ones_like(tokens)), remat=remat
-        )
+    def loss(adapter: Adapter, params: Params, remat: Remat) -> jax.Array:
+        hidden = hidden_states(CONFIG, params, adapter, tokens, tokens % 10, within_segments(np.ones_like(tokens)), remat=remat)
         return jnp.sum(jnp.sin(hidden))
 
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    kept, *recomputed = (jax.tree.leaves(gradient(tiny_qwen3.adapter(), remat)) for remat in Remat)
+    gradient = jax.jit(jax.grad(loss), static_argnums=2)
+    kept, *recomputed = (jax.tree.leaves(gradient(tiny_qwen3.adapter(), tiny_qwen3.params(), remat)) for remat in Remat)
     for leaves in recomputed:
         for leaf, expected in zip(leaves, kept, strict=True):
             np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)

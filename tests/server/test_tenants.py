@@ -58,9 +58,9 @@ def lora(tenant: int) -> LoraSpec:
 
 
 def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
-    """Several micro-batches, so that other models' turns come in between."""
+    """Several micro-batches, so that other models' turns come in between; all of one shape, so that few programs are compiled."""
     rng = np.random.default_rng((tenant, step))
-    sequences = [rng.integers(0, 256, rng.integers(20, 200)).astype(np.int32) for _ in range(6)]
+    sequences = [rng.integers(0, 256, rng.integers(110, 200)).astype(np.int32) for _ in range(6)]
     return tuple(
         TrainDatum(
             tokens=tokens[:-1],

@@ -319,7 +319,7 @@ async def test_an_environments_own_timeout_is_its_own_failure():
 
 
 async def test_an_episode_past_its_deadline_keeps_its_turns():
-    trajectory, _, _ = await play([replace(OB, reward=0.5)], ["AB", "C"], settings=replace(SETTINGS, timeout_s=0.05), hang_at=2)
+    trajectory, _, _ = await play([replace(OB, reward=0.5)], ["AB", "C"], settings=replace(SETTINGS, timeout_s=0.5), hang_at=2)
     assert (trajectory.stop_reason, len(trajectory.turns), trajectory.reward) == (StopReason.TIMEOUT, 1, 0.5)
     failure, _, _ = await play([], [], settings=replace(SETTINGS, timeout_s=0.05), hang_at=0)
     assert isinstance(failure, TrialFailure) and "did not start within 0.05 s" in failure.message
