@@ -23,7 +23,7 @@ from skyrl_tx_server.ops import (
 )
 from tests.fakes.executor import FakeExecutor
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 @contextmanager
