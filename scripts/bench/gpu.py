@@ -159,6 +159,8 @@ def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
     figure(
         f"  share of {FLOPS / 1e12:.0f} TFLOP/s", rate * (2 * matrix_size(model) + 2 * heads_size(model) * length) / FLOPS, at_least=0.55
     )
+    one, many = (measured(lambda n=n: driver.admit(driver.fresh([48] * n), new=1), config) for n in (1, min(16, config.rows)))
+    figure(f"prefill of {min(16, config.rows)} prompts of 48 tokens against one", many / one)
 
 
 def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
