@@ -412,7 +412,7 @@ def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, avail
 
 
 def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> int:
-    """On one device, of the matrix products that the layers of a training batch keep, and of one layer that is computed again: an estimate
+    """On one device, of what the layers of a training batch keep, matrix products for the most part, and of one layer that is computed again: an estimate
     without a compilation, and the same wherever it is made."""
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared
@@ -424,7 +424,7 @@ def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: n
         alike = config.num_layers - experts.dense_layers
         gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
     products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
-    kept = config.num_layers * config.hidden_size + products // config.tensor_shards
+    kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
     return tokens * (kept + one_layer) * dtype.itemsize
 

@@ -73,7 +73,8 @@ def add_latent_attention[Aux](
     query = jnp.concatenate([_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1)
     attended, aux = attend(query * _score_scale(config), key, key)
     values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
-    return x + project(values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0], aux
+    added = project(values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    return checkpoint_name(x + added, "residual"), aux
 
 
 def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:

@@ -158,7 +158,8 @@ def add_attention[Aux](
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
-    return x + project(attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0], aux
+    added = project(attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    return checkpoint_name(x + added, "residual"), aux
 
 
 def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:

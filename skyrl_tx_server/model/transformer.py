@@ -151,5 +151,5 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
 def _remat(body: Callable, remat: Remat) -> Callable:
     if remat is Remat.NOTHING:
         return body
-    saved = () if remat is Remat.LAYERS else ("qkv", "attended", "gate_up")
+    saved = () if remat is Remat.LAYERS else ("qkv", "attended", "residual", "gate_up")
     return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
