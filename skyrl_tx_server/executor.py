@@ -412,8 +412,8 @@ def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, avail
 
 
 def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> int:
-    """On one device, of what the layers of a training batch keep, matrix products for the most part, and of one layer that is computed again: an estimate
-    without a compilation, and the same wherever it is made."""
+    """On one device, of what the layers of a training batch keep, most of it matrix products, and of one layer that is computed again: an
+    estimate without a compilation, and the same wherever it is made."""
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared
     of_experts = 0 if experts is None else 2 * copies * config.hidden_size
