@@ -1,7 +1,7 @@
 """Blocks of prompts over the pages of their prompts, into which they have put their own keys and values.
 
-What a token attends to is cut at the same positions whichever tokens were computed with it and whatever lay in the cache before, so
-neither changes a bit of the result.
+What a token attends to is cut at the same positions whichever tokens are computed with it, so neither its company nor where a prompt is
+cut into pieces changes a bit of the result. (Keys and values that a decode step left in the cache differ from a prompt's in last bits.)
 """
 
 from __future__ import annotations
