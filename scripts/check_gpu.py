@@ -104,7 +104,7 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
             adapters=users_of(zeros(blocks)),
             before=copies,
             after=copies,
-            want_logprobs=np.bool_(False),
+            want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
             row_adapters=users_of(zeros(config.rows)),
