@@ -1,4 +1,4 @@
-"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, a prefill pass, a decode
+"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, prefill passes, a decode
 block, and the paged kernel.
 
     uv venv --python 3.12 CUDA
@@ -86,7 +86,7 @@ def main(config: CheckConfig) -> None:
 
 
 def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]) -> None:
-    """A long prefill pass and a decode block over rows of 2,048 positions."""
+    """Both prefill passes and a decode block over rows of 2,048 positions."""
     width, copies = 2048 // PAGE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
     cache = jax.eval_shape(partial(empty_cache, config=model, pages=pages, dtype=np.dtype("bfloat16")))

@@ -66,23 +66,15 @@ class Layout:
     def outputs(self, pieces: Sequence[Piece], passes: Sequence[PassOutputs]) -> list[PieceOutputs]:
         """What belongs to each of the pieces, from the results of their passes."""
         logprobs = np.concatenate([each.logprobs for each in passes])
+        pass_of = np.repeat(np.arange(len(passes)), [len(each.logprobs) for each in passes])  # by block
         found, taken = [], 0
         for piece in pieces:
             own = logprobs[taken : taken + len(piece.blocks)].reshape(-1)[: piece.length - piece.cached]
             taken += len(piece.blocks)
-            last = passes[self._pass_of(taken - 1, passes)]
-            found.append(
-                PieceOutputs(
-                    logprobs=own,
-                    first_tokens=[int(last.first_tokens[slot]) for slot, _ in zip(piece.slots, piece.rows, strict=False)],
-                    first_logprobs=[float(last.first_logprobs[slot]) for slot, _ in zip(piece.slots, piece.rows, strict=False)],
-                )
-            )
+            last, begin = passes[pass_of[taken - 1]], list(piece.slots[: len(piece.rows)])
+            first_tokens, first_logprobs = last.first_tokens[begin].tolist(), last.first_logprobs[begin].tolist()
+            found.append(PieceOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs))
         return found
-
-    def _pass_of(self, block: int, passes: Sequence[PassOutputs]) -> int:
-        ends = np.cumsum([len(each.logprobs) for each in passes])
-        return int(np.searchsorted(ends, block, side="right"))
 
     def _pass(self, blocks: Sequence[tuple[Piece, int, int]], size: int) -> tuple[Pass, RowSettings]:
         pieces = [piece for piece, _, _ in blocks]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.batching import CPU_PREFILL, PAGE, PrefillShapes
+from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.mesh import to_host
@@ -18,6 +18,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.ops import SamplingSettings
 from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
 from skyrl_tx_server.rows import Row
+from skyrl_tx_server.scheduler import PROMPTS_PER_PREFILL
 from skyrl_tx_server.steps.sample import prefill
 from tests.fakes import tiny_model
 
@@ -84,6 +85,10 @@ def assert_same(one: tuple[KVCache, Piece, PieceOutputs], other: tuple[KVCache, 
         np.testing.assert_array_equal(left, right)
     np.testing.assert_array_equal(one[2].logprobs, other[2].logprobs)
     assert (one[2].first_tokens, one[2].first_logprobs) == (other[2].first_tokens, other[2].first_logprobs)
+
+
+def test_as_many_prompts_are_offered_as_a_turn_can_take() -> None:
+    assert max(CPU_PREFILL.turn, GPU_PREFILL.turn) == PROMPTS_PER_PREFILL
 
 
 @pytest.mark.parametrize("lengths", [(50, 64, 20, 1), (130, 90, 40, 200, 30)])

@@ -149,6 +149,23 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
     assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
 
 
+def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_first(engine: Engine):
+    """The engine's own thread has nothing to do meanwhile."""
+    executor = engine._executor
+    begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
+    alike = [np.concatenate([begin, other]) for other in others[:2]]
+    admits = [Admit(ticket=-number, op=request(prompt), first=0, count=1) for number, prompt in enumerate([*others, *alike], start=1)]
+    try:
+        assert [admission.prompt_cache_hit_tokens for admission in executor.admit(admits[:2])] == [0, 0]
+        first, whole = executor.admit(admits[2:])
+        assert (first.prompt_cache_hit_tokens, whole.prompt_cache_hit_tokens) == (0, 0)
+        (waited,) = executor.admit(admits[4:])
+        assert waited.prompt_cache_hit_tokens == len(begin)
+    finally:
+        for admit in admits:
+            executor.release(admit.ticket)
+
+
 @pytest.mark.parametrize("blocks", [CPU_PREFILL.turn, 2])
 def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monkeypatch: pytest.MonkeyPatch):
     """Its samples' logprobs are forward's, and only what was in the cache before it came counts as a hit.
