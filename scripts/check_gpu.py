@@ -6,7 +6,7 @@ block, and the paged kernel.
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
 
 Prints how long each takes to compile, what XLA allots beside its inputs, and which of our kernels are in it. With
-XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count registers and spills.
+XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count registers and spills.
 Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
 """
 
@@ -32,6 +32,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.paged_kernel import paged_attention
 from skyrl_tx_server.model.prefill_attention import Blocks
 from skyrl_tx_server.model.transformer import Params, Remat, init_params
@@ -82,7 +83,8 @@ def main(config: CheckConfig) -> None:
     values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
-    compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, lengths)
+    stretches = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
+    compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, stretches)
 
 
 def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]) -> None:
@@ -116,6 +118,7 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
+        stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads),
         adapters=users_of(zeros(config.rows)),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )

@@ -28,6 +28,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
 from skyrl_tx_server.pages import Pages, Prefix, common_length
@@ -414,20 +415,23 @@ class DecodeSlots:
         return topk, targets
 
     def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.array([row.length - 1 if row else 0 for row in self._rows], np.int32)
+        tables = np.stack([self._table(slot, row.pages if row else ()) for slot, row in enumerate(self._rows)])
+        group = self._config.num_heads // self._config.num_kv_heads
         rows = Rows(
             tokens=np.zeros(self.num_slots, np.int32),
-            positions=np.zeros(self.num_slots, np.int32),
+            positions=positions,
             remaining=np.zeros(self.num_slots, np.int32),
-            tables=np.stack([self._table(slot, row.pages if row else ()) for slot, row in enumerate(self._rows)]),
+            tables=tables,
+            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if kernel_decodes() else None,
             adapters=users_of(np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
         for slot, row in live:
             rows.tokens[slot] = row.tokens[-1]
-            rows.positions[slot] = row.length - 1
             rows.remaining[slot] = row.max_tokens - len(row.tokens)
             rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
+        longest = self._ends.index(bucket(int(positions.max()), self._ends))
         self._cache, outputs = decode_block(
             self._cache,
             self._params_apart,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
 from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 
@@ -41,19 +42,19 @@ def attend_over_pages(
     layer: int,
     q: jax.Array,
     tables_BW: jax.Array,
-    lengths_B: jax.Array,
+    stretches: Stretches,
     recent: Segment,
     visible: jax.Array,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the first `lengths_B` positions of
-    each row and the `visible` [1, 1, 1, n] of its `recent` ones."""
+    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the `stretches` that the rows'
+    positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
     attend = partial(_attend_over_own_pages, config, layer, interpret)
     if config.mesh is not None:
         heads, rows = PartitionSpec(BATCH, None, "tensor"), PartitionSpec(BATCH)
         attend = on_each(config, attend, (PAGES, heads, rows, rows, ROWS, PartitionSpec()), heads)
-    return attend(cache, q, tables_BW, lengths_B, recent, visible)
+    return attend(cache, q, tables_BW, stretches, recent, visible)
 
 
 def _attend_over_own_pages(
@@ -63,13 +64,13 @@ def _attend_over_own_pages(
     cache: KVCache,
     q: jax.Array,
     tables_BW: jax.Array,
-    lengths_B: jax.Array,
+    stretches: Stretches,
     recent: Segment,
     visible: jax.Array,
 ) -> jax.Array:
     pages, _ = own_pages(config, cache, tables_BW)
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
-    past = paged_attention(q[:, 0], keys, values, pages + layer * cache.keys.shape[1], lengths_B, interpret=interpret)
+    past = paged_attention(q[:, 0], keys, values, pages + layer * cache.keys.shape[1], stretches, interpret=interpret)
     own = _recent(q, recent, visible)
     whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, own))
     return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]

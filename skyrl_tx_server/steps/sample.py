@@ -35,6 +35,7 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
+from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
 from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, by_layer, head_logits, layer
@@ -92,6 +93,7 @@ class Rows:
     positions: Leaf  # [B] int32, that token's position = tokens in the cache; 0 for a free slot
     remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
     tables: Leaf  # [B, W] int32, the pages of each row, with room for a block; nobody's page where there are no more
+    stretches: Stretches | None  # of those pages, as a GPU's kernel reads them; None for other decoding
     adapters: Users  # of the bank
     stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
@@ -180,7 +182,7 @@ def decode_block(
     """Sample up to `steps` tokens for every row. A row that ends inside the block idles until its end.
 
     Attention reads each row's positions in segments that end at `ends`; every live row's position must lie within. However many segments
-    there are, a row's result is the same to the bit. With None a GPU's kernel reads the pages as they lie.
+    there are, a row's result is the same to the bit. With None a GPU's kernel reads the pages as they lie, in `rows.stretches`.
 
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the pages are read and written once per block instead of once per step.
@@ -189,7 +191,7 @@ def decode_block(
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     layers = list(zip(stacks, by_layer(params.layers), bank_layers(bank, rows.adapters), strict=True))
-    tables, positions_B = jnp.asarray(rows.tables), jnp.asarray(rows.positions)
+    tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
     empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
@@ -207,7 +209,8 @@ def decode_block(
             def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:
                 recent = _append(state.recent[number], index, k, v)
                 if past is None:
-                    return attend_over_pages(config, cache, number, q, tables, positions_B, recent, visible), recent
+                    assert rows.stretches is not None
+                    return attend_over_pages(config, cache, number, q, tables, rows.stretches, recent, visible), recent
                 return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
 
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)

@@ -19,9 +19,11 @@ from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.decode_attention import attend_over_pages
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, copy_pages, empty_cache, read_pages, read_rows, write_layer, write_rows
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import make_mesh, place
+from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
@@ -47,7 +49,8 @@ RANK = 4
 
 
 def main(directory: Path) -> None:
-    print(json.dumps({**trained(SPARSE, SHAPE, directory), **cached(replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2))))}))
+    divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
+    print(json.dumps({**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}))
 
 
 def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
@@ -151,6 +154,29 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     assert any(np.any(leaf) for leaf in alone[2])
     equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
     return {"written": equal[0], "read": equal[1] and equal[2]}
+
+
+def decoded(config: ModelConfig) -> float:
+    """How far a GPU's decode attention, interpreted, is from one device's; rows of the same device have pages in common."""
+    random = np.random.default_rng(0)
+
+    def values(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    layers, heads, kv_heads, head_dim, width, half = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, 10, 32
+    cache = KVCache(keys=values(layers, 2 * half, kv_heads, head_dim, PAGE), values=values(layers, 2 * half, kv_heads, PAGE, head_dim))
+    first = np.arange(1, 1 + 2 * width).reshape(2, width)
+    first[1, :8] = first[0, :8]
+    tables, lengths = np.concatenate([first, half + first]).astype(np.int32), np.array([560, 620, 0, 513], np.int32)
+    q, recent = values(4, 1, heads, head_dim), Segment(keys=values(4, kv_heads, head_dim, 4), values=values(4, kv_heads, 4, head_dim))
+    visible = jnp.ones((1, 1, 1, 4), bool)
+
+    def attended(config: ModelConfig, devices: int) -> np.ndarray:
+        stretches = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
+        attend = jax.jit(partial(attend_over_pages, config, interpret=True), static_argnums=1)
+        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), stretches, recent, visible))
+
+    return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +14,31 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
+from skyrl_tx_server import cache_size, slots
 from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.model import tree_attention, tree_kernel
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.model import decode_attention, tree_attention, tree_kernel
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
-from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
+from skyrl_tx_server.model.page_stretches import Stretches, stretches_of
+from skyrl_tx_server.model.paged_kernel import Attended, paged_attention
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.tree_layout import TreeLayout
-from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.ops import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
 from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
 from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch
+from tests.fakes.tiny_model import CONFIG as TINY
+from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+INTERPRETED = jax.jit(partial(paged_attention, interpret=True))
 TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
@@ -88,11 +97,12 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
-    exact = jax.jit(partial(paged_attention, splits=3, interpret=True))(q, keys, values, tables, lengths)
+    stretches = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    exact = INTERPRETED(q, keys, values, tables, stretches)
     for found, wanted in zip(exact, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
-    rounded = jax.jit(partial(paged_attention, splits=1, interpret=True))(*halves, tables, lengths)
+    rounded = INTERPRETED(*halves, tables, stretches)
     np.testing.assert_allclose(*(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)), atol=0.03)
 
 
@@ -111,33 +121,81 @@ def reference(q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.nd
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
-def test_rows_may_attend_to_a_shared_beginning_together() -> None:
-    rows, heads, kv_heads, head_dim, page = 3, 4, 2, 16, 16
-    q, keys, values = normal(0, rows, heads, head_dim), normal(1, 5, kv_heads, head_dim, page), normal(2, 5, kv_heads, page, head_dim)
-    alone = reference(
-        *(np.asarray(array) for array in (q, keys, values)), np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]]), np.array([48, 40, 33])
-    )
-    attend = jax.jit(partial(paged_attention, splits=2, interpret=True))
-    own = attend(q, keys, values, np.array([[2], [3], [4]], np.int32), np.array([16, 8, 1], np.int32))
-    by_head = q.reshape(rows, kv_heads, -1, head_dim).transpose(1, 0, 2, 3).reshape(1, -1, head_dim)
-    shared = attend(by_head, keys, values, np.array([[0, 1]], np.int32), np.array([32], np.int32))
-    shared = Attended(*(array.reshape(kv_heads, rows, heads // kv_heads, -1).swapaxes(0, 1).reshape(rows, heads, -1) for array in shared))
-    shared = shared._replace(highest=shared.highest[..., 0], total=shared.total[..., 0])
-    merged = merge(Attended(*(jnp.stack(parts) for parts in zip(shared, own, strict=True))))
-    np.testing.assert_allclose(merged.out / merged.total[..., None], alone.out / alone.total[..., None], atol=1e-5)
+def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -> None:
+    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one is too long to be cut alike."""
+    heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
+    tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
+    tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
+    lengths = np.array([330, 380, 321, 400, 322, 385, 200, 0, 2400], np.int32)
+    q = normal(0, 9, heads, head_dim)
+    keys, values = normal(1, tables.size, kv_heads, head_dim, page), normal(2, tables.size, kv_heads, page, head_dim)
+    together = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
+    assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
+    found = INTERPRETED(q, keys, values, tables, together)
+    expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+    for row in range(9):
+        alone = np.where(np.arange(9) == row, lengths, 0)
+        own = INTERPRETED(q, keys, values, tables, stretches_of(tables, alone, group=heads // kv_heads, page=page))
+        assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
 
 
 def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
-    tables, lengths = jnp.array([[1, 2], [3, 4], [5, 0]]), jnp.array([100, 64, 0])
+    tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
+    stretches = stretches_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
     past = read_rows(config, cache, tables, (2 * PAGE,))[1]
     masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(q, [*past, recent], masks)
-    found = attend_over_pages(config, cache, 1, q, tables, lengths, recent, visible, interpret=True)
+    found = attend_over_pages(config, cache, 1, q, jnp.asarray(tables), stretches, recent, visible, interpret=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at once."""
+    model_dir = make_model(tmp_path / "model", replace(TINY, max_position_embeddings=1200))
+    random = np.random.default_rng(0)
+    prompt, other = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
+
+    def sampled(directory: str) -> list[SampledSequence]:
+        engine = Engine(DeviceExecutor(make_settings(model_dir, tmp_path / directory)))
+        engine.start()
+        try:
+            settings = SamplingSettings(max_tokens=20, seed=0, stop_at_eos=False)
+            ask = [
+                Sample(weights=None, prompt=prompt, settings=settings, num_samples=5),
+                Sample(weights=None, prompt=other, settings=settings),
+            ]
+            results = [future.result(120) for future in [engine.submit(op) for op in ask]]
+            alone = engine.submit(Sample(weights=None, prompt=prompt, settings=settings)).result(120)
+            assert isinstance(alone, SampleResult)
+            return [*alone.sequences, *(sequence for result in results for sequence in result.sequences)]
+        finally:
+            engine.stop()
+
+    expected = sampled("plain")
+    rows_read_for: set[int] = set()
+
+    def noted(*args: Any, **options: Any) -> Stretches:
+        stretches = stretches_of(*args, **options)
+        rows_read_for.update((stretches.rows[: stretches.counts[0]] >= 0).sum(axis=1).tolist())
+        return stretches
+
+    for module in (slots, cache_size):
+        monkeypatch.setattr(module, "kernel_decodes", lambda: True)
+    monkeypatch.setattr(slots, "stretches_of", noted)
+    monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
+    found = sampled("kernel")
+    assert rows_read_for == {1, 5}
+    for one, another in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == another.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, another.logprobs, atol=1e-4)
+    assert found[0].tokens.tolist() == found[1].tokens.tolist(), "a member of a group samples what it does alone"
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
@@ -151,6 +209,7 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),
+        stretches=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
         adapters=users_of(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
@@ -170,7 +229,8 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
     assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept
     pages = jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16)
-    rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), np.zeros((4, 8), np.int32), np.zeros(4, np.int32)
+    tables = np.zeros((4, 8), np.int32)
+    rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), tables, stretches_of(tables, np.zeros(4, np.int32), group=4)
     assert 'name = "paged_attention"' in lowered(jax.jit(paged_attention), rows[0], *pages, *rows[1:])
 
 

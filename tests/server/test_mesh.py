@@ -54,6 +54,10 @@ def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) ->
     assert found["written"] and found["read"]
 
 
+def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) -> None:
+    assert found["decoded"] <= 1e-6
+
+
 @pytest.mark.parametrize(
     ("config", "shape", "message"),
     [

@@ -72,6 +72,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         positions=np.array([LENGTH], np.int32),
         remaining=np.array([NEW], np.int32),
         tables=TABLE[None],
+        stretches=None,
         adapters=users_of(np.zeros(1, np.int32)),
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
     )

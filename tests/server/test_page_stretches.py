@@ -1,0 +1,59 @@
+"""Which rows read which pages together: every part of every row once, and nobody reads another's."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.model.page_stretches import MAX_PARTS, max_parts, rows_together, stretches_of
+
+WIDTH, ROWS = 300, 8
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of any length, many of which go on from another one's first pages."""
+    tables = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
+    for row in range(1, ROWS):
+        other, shared = draw(st.integers(0, row - 1)), draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH]))
+        tables[row, :shared] = tables[other, :shared]
+    lengths = draw(st.lists(st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE)), min_size=ROWS, max_size=ROWS))
+    return tables, np.array(lengths, np.int32)
+
+
+@given(batches(), st.sampled_from([1, 2, 4]), st.integers(1, 8))
+def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
+    batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
+) -> None:
+    tables, lengths = batch
+    found = stretches_of(tables, lengths, group=group, devices=devices)
+    own = ROWS // devices
+    assert found.rows.shape == (devices * own * max_parts(WIDTH), rows_together(group)) and found.num_parts.max() <= MAX_PARTS
+    positions: dict[tuple[int, int], tuple[int, int]] = {}  # of each part of each row
+    for device in range(devices):
+        for at in device * own * max_parts(WIDTH) + np.arange(found.counts[device]):
+            members = device * own + found.rows[at][found.rows[at] >= 0]
+            pages = tables[members, found.first[at] : -(-found.end[at] // PAGE)]
+            assert len(members) and (pages == pages[0]).all()
+            for row in members.tolist():
+                assert (row, found.part[at]) not in positions
+                positions[row, found.part[at]] = (found.first[at] * PAGE, found.end[at])
+    for row in range(ROWS):
+        spans = [positions.pop((row, part)) for part in range(found.num_parts[row])]
+        assert [first for first, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]
+        assert (spans[-1][1] if spans else 0) == lengths[row]
+    assert not positions
+
+
+@given(batches())
+def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.ndarray, np.ndarray]) -> None:
+    tables, lengths = batch
+    found = stretches_of(tables, lengths, group=2)
+    readings = {(part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()): 0 for part, first, end, rows in _stretches(found)}
+    for part, first, end, rows in _stretches(found):
+        readings[part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()] += 1
+    assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
+
+
+def _stretches(found) -> list[tuple[int, int, int, np.ndarray]]:
+    return [(found.part[at], found.first[at], found.end[at], found.rows[at]) for at in range(found.counts[0])]
