@@ -6,7 +6,8 @@ block, and the paged kernel.
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
 
 Prints how long each takes to compile, what XLA allots beside its inputs, and which of our kernels are in it. With
-XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count registers and spills.
+XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
+registers and spills.
 Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
 """
 

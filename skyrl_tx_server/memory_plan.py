@@ -16,7 +16,7 @@ from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.transformer import Remat, layers_share_memory
+from skyrl_tx_server.model.transformer import Remat, layers_stay
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.ops import LossFn, TrainDatum
 from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
@@ -123,7 +123,7 @@ def memory_plan(
 
 def copied_layers_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """What a decode block copies of the weights on each device: every layer, unless it can be read where it lies."""
-    return 0 if layers_share_memory(config) else bytes_per_device(param_shapes(config, dtype).layers)
+    return 0 if layers_stay(config) else bytes_per_device(param_shapes(config, dtype).layers)
 
 
 def training_bytes(config: ModelConfig, dtype: np.dtype, shape: TrainShape, *, max_lora_rank: int, remat: Remat) -> int:

@@ -24,9 +24,10 @@ from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
 from skyrl_tx_server.model.mesh import by_rows, gathered
 
-ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""Compiler options of every program that runs a model: bfloat16 is rounded where the program says so, not where a fusion happens to end, so
-that training and sampling, which fuse differently, agree (scripts/check_bf16.py)."""
+COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
+"""Compiler options of every program that runs a model. bfloat16 is rounded where the program says so, not where a fusion happens to end, so
+that training and sampling, which fuse differently, agree (scripts/check_bf16.py). On a GPU matrix products are cuBLAS's, which read a
+layer's weights where they lie in their stack: for products that XLA makes itself it copies each layer out first (scripts/check_gpu.py)."""
 
 
 @jax.tree_util.register_dataclass
@@ -95,15 +96,15 @@ def by_layer[Tree](stacked: tuple[Tree, ...]) -> list[Tree]:
     ]
 
 
-def layers_share_memory(config: ModelConfig) -> bool:
-    """Whether arrays of single layers may lie in their stack's memory, as they may on a CPU."""
-    return config.mesh is None and jax.default_backend() == "cpu"
+def layers_stay(config: ModelConfig) -> bool:
+    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of `COMPILED`, on a CPU `layers_apart`."""
+    return config.mesh is None and jax.default_backend() in ("cpu", "gpu")
 
 
 def layers_apart(config: ModelConfig, params: Params) -> Params:
-    """The same weights with each layer in a stack of its own, where that costs no memory (`layers_share_memory`), for a program that runs
-    `by_layer`: it would copy each out of its stack."""
-    if not layers_share_memory(config):
+    """The same weights with each layer in a stack of its own, on a CPU, where that costs no memory, for a program that runs `by_layer`: it
+    would copy each out of its stack."""
+    if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
     def one(leaf: jax.Array, index: int) -> jax.Array:
@@ -142,10 +143,29 @@ def hidden_states(
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
     weight = params.embed if params.head is None else params.head
-    logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+    logits = _wide_logits(hidden, weight)
     if adapter is None:
         return logits
     return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
+
+
+@jax.custom_vjp
+def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient on `hidden` is a product in its own dtype, like every other layer's: in
+    JAX's way the head would be converted to float32 for it, 1.5 GiB of Qwen3-4B's, and multiplied at half the speed or less."""
+    return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def _wide_logits_forward(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _wide_logits(hidden, weight), (hidden, weight)
+
+
+def _wide_logits_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None]:
+    hidden, weight = kept
+    return jnp.einsum("btv,vd->btd", grad.astype(hidden.dtype), weight), None
+
+
+_wide_logits.defvjp(_wide_logits_forward, _wide_logits_backward)
 
 
 def _remat(body: Callable, remat: Remat) -> Callable:

@@ -38,7 +38,7 @@ from skyrl_tx_server.model.low_rank import Leaf, Users
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
-from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, by_layer, head_logits, layer
+from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -118,7 +118,7 @@ class _BlockState:
     outputs: BlockOutputs
 
 
-@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=COMPILED)
 def prefill(
     cache: KVCache, params: Params, bank: Adapter, run: Pass, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PassOutputs]:
@@ -166,7 +166,7 @@ def prefill(
     return cache, PassOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=COMPILED)
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -190,7 +190,7 @@ def decode_block(
     batch = rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    layers = list(zip(stacks, by_layer(params.layers), bank_layers(bank, rows.adapters), strict=True))
+    adapters, gathered = bank_layers(bank, rows.adapters), None if config.mesh is None else by_layer(params.layers)
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
@@ -204,7 +204,9 @@ def decode_block(
         rope = rope_tables(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        for number, (stack, layer_weights, layer_adapter) in enumerate(layers):
+        # on a mesh a block gathers them once; elsewhere they are read where they lie, which outside of the loop they could not be
+        layers = by_layer(params.layers) if gathered is None else gathered
+        for number, (stack, layer_weights, layer_adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:
                 recent = _append(state.recent[number], index, k, v)

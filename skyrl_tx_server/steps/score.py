@@ -19,7 +19,7 @@ from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.mesh import to_host
-from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, TopkLogprobs
 
 MAX_SCORE_LOGITS = 1 << 24
@@ -46,7 +46,7 @@ class Scores:
     target_logprobs: jax.Array  # [T, K] float32
 
 
-@partial(jax.jit, static_argnames=("config", "top"), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config", "top"), compiler_options=COMPILED)
 def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top: int) -> Scores:
     """The `top` likeliest tokens and the log-probabilities of the targets at every position."""
     adapter = jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)

@@ -18,7 +18,7 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
 from skyrl_tx_server.model.mesh import by_rows, place_whole, to_host
-from skyrl_tx_server.model.transformer import ROUND_AS_WRITTEN, Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.model.tree_attention import tree_attention
 from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
@@ -92,7 +92,7 @@ def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
     return AdamState(step=place_whole(config, state.step), first=first, second=second)
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=COMPILED)
 def forward_backward(
     adapter: Adapter,
     grad_sum: Adapter,
@@ -117,7 +117,7 @@ def forward_backward(
     return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
 
 
-@partial(jax.jit, static_argnames=("config",), compiler_options=ROUND_AS_WRITTEN)
+@partial(jax.jit, static_argnames=("config",), compiler_options=COMPILED)
 def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
     """The batch's logprobs and summed loss, leaving everything as it was."""
     chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)

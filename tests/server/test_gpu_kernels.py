@@ -228,6 +228,8 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
     assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept
+    head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
+    assert head + "bf16>" in step and head + "f32>" not in step, "the head is multiplied as it lies"
     pages = jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16)
     tables = np.zeros((4, 8), np.int32)
     rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), tables, stretches_of(tables, np.zeros(4, np.int32), group=4)
