@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class CacheSize:
     pages: int
     page_bytes: int
     context_pages: int  # of the longest sequence
+    copied_pages: int  # of it that a decode block puts side by side
 
     @property
     def pages_bytes(self) -> int:
@@ -33,12 +35,17 @@ class CacheSize:
     @property
     def copy_bytes(self) -> int:
         """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
-        return 0 if kernel_decodes() else self.slots * self.context_pages * self.page_bytes
+        return self.slots * self.copied_pages * self.page_bytes
 
 
-def kernel_decodes() -> bool:
-    """On a GPU a kernel reads the pages as they lie; elsewhere they are copied side by side, once per block."""
+def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def kernel_decodes(config: ModelConfig) -> bool:
+    """On a GPU a kernel reads the pages as they lie; elsewhere, and for a latent attention's wide heads, they are copied side by side once
+    per block."""
+    return on_gpu() and config.head_dim <= MAX_HEAD_DIM
 
 
 def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> CacheSize:
@@ -46,14 +53,20 @@ def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dty
     groups, whole = settings.mesh.batch, -(-context // PAGE)
     slots = settings.decode_slots // groups
     pages = slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
-    return CacheSize(slots=slots, pages=1 + pages, page_bytes=page_bytes(config, dtype) // config.tensor_shards, context_pages=whole)
+    return CacheSize(
+        slots=slots,
+        pages=1 + pages,
+        page_bytes=page_bytes(config, dtype) // config.tensor_shards,
+        context_pages=whole,
+        copied_pages=0 if kernel_decodes(config) else whole,
+    )
 
 
 def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget_bytes: float) -> CacheSize:
     """As much of it as fits into the budget. ConfigError where that is not one sequence of a whole context."""
     asked = asked_cache(settings, config, context, dtype)
     room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
-    copied = 0 if kernel_decodes() else whole
+    copied = asked.copied_pages
     if settings.cache_tokens is None:
         slots = min(asked.slots, room // (whole + 1 + copied))
         pages = 1 + slots * (whole + 1)
@@ -79,4 +92,4 @@ def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, d
             context,
             settings.mesh.batch * budget_bytes / 2**30,
         )
-    return CacheSize(slots=slots, pages=pages, page_bytes=asked.page_bytes, context_pages=whole)
+    return replace(asked, slots=slots, pages=pages)

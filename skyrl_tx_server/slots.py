@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, bucket, score_lengths, segment_ends
-from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
+from skyrl_tx_server.cache_size import CacheSize, kernel_decodes, on_gpu
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
@@ -91,6 +91,7 @@ class DecodeSlots:
         self._ends = segment_ends(max_context_length)
         self._table_width = self._ends[-1] // PAGE + 1  # a block may reach beyond the context
         self._block = min(block, PAGE)
+        self._kernel_decodes = kernel_decodes(config)
         self._size, self._groups = size, groups
         self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
         self._aside: list[Row] = []  # waiting for pages, oldest first
@@ -98,7 +99,7 @@ class DecodeSlots:
         self._set_aside_count = 0
         self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
-        shapes = GPU_PREFILL if kernel_decodes() else CPU_PREFILL
+        shapes = GPU_PREFILL if on_gpu() else CPU_PREFILL
         self._layout = Layout(
             shapes=shapes,
             num_slots=len(self._rows),
@@ -423,7 +424,7 @@ class DecodeSlots:
             positions=positions,
             remaining=np.zeros(self.num_slots, np.int32),
             tables=tables,
-            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if kernel_decodes() else None,
+            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
             adapters=users_of(np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
@@ -440,7 +441,7 @@ class DecodeSlots:
             row_settings(self._rows, self._config.vocab_size),
             config=self._config,
             steps=self._block,
-            ends=None if kernel_decodes() else self._ends[: 1 + longest],
+            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
             tempered=self._tempered,
         )
         host = to_host(outputs)

@@ -136,8 +136,12 @@ def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:
 
 def rows_spec(mesh: Mesh | None, rows: int) -> PartitionSpec:
     """A leading axis of `rows` over the batch's devices where it divides, else whole on each."""
-    size = 1 if mesh is None else prod(mesh.shape[axis] for axis in BATCH)
-    return PartitionSpec(BATCH) if rows % size == 0 else PartitionSpec()
+    return PartitionSpec(BATCH) if rows % devices_of_batch(mesh) == 0 else PartitionSpec()
+
+
+def devices_of_batch(mesh: Mesh | None) -> int:
+    """Over how many devices the rows of a batch are divided."""
+    return 1 if mesh is None else prod(mesh.shape[axis] for axis in BATCH)
 
 
 def gathered(config: ModelConfig, weights: Mapping[str, Weight], params: LayerParams) -> LayerParams:

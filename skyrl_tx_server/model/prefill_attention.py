@@ -7,15 +7,20 @@ cut into pieces changes a bit of the result. (Keys and values that a decode step
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, read_pages
+from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, read_pages
 from skyrl_tx_server.model.low_rank import Leaf
+from skyrl_tx_server.model.mesh import devices_of_batch, on_each
+from skyrl_tx_server.model.paged_kernel import prefill_attention
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM
 
 PAGES_AT_ONCE = 4
 
@@ -31,7 +36,29 @@ class Blocks:
 
 
 def attend_to_pages(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
-    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
+    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages: a kernel on NVIDIA's devices, a loop
+    elsewhere, for the widest heads, and where pages lie on several devices."""
+    loop = partial(_by_loop, config)
+    if config.head_dim > MAX_HEAD_DIM or devices_of_batch(config.mesh) > 1:
+        return loop(cache, layer, blocks, q)
+    return jax.lax.platform_dependent(cache, jnp.asarray(layer), blocks, q, cuda=partial(by_kernel, config), default=loop)
+
+
+def by_kernel(config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """The same, on every device for its own heads."""
+
+    def attend(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+        keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
+        tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
+        return prefill_attention(q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret)
+
+    if config.mesh is not None:
+        heads = PartitionSpec(None, None, "tensor")
+        attend = on_each(config, attend, (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
+    return attend(cache, layer, blocks, q)
+
+
+def _by_loop(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
     last_seen = jnp.minimum(blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1)  # padding sees what is there

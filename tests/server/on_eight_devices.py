@@ -111,7 +111,7 @@ def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
         device="",
         available_bytes=0,
         context=128,
-        cache=CacheSize(slots=2, pages=1, page_bytes=1, context_pages=1),
+        cache=CacheSize(slots=2, pages=1, page_bytes=1, context_pages=1, copied_pages=1),
         max_lora_rank=RANK,
         max_models=1,
         max_snapshots=1,

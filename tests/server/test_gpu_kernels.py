@@ -15,16 +15,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
 from skyrl_tx_server import cache_size, slots
-from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model import decode_attention, tree_attention, tree_kernel
+from skyrl_tx_server.model import decode_attention, paged_kernel, prefill_attention, tree_attention, tree_kernel
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.page_stretches import Stretches, stretches_of
 from skyrl_tx_server.model.paged_kernel import Attended, paged_attention
+from skyrl_tx_server.model.prefill_attention import Blocks
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.ops import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
@@ -142,6 +143,29 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
         assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
 
 
+@pytest.mark.parametrize(("heads", "many"), [(4, 1), (4, 1000), (6, 1)])  # two heads share a program, one alone, an odd group
+def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
+    heads: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
+    monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
+    config = replace(tiny_qwen3.CONFIG, num_layers=2, num_heads=heads, num_kv_heads=2, head_dim=24)
+    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE), values=normal(1, 2, 12, 2, PAGE, 24))
+    q = normal(2, 5, BLOCK, heads, 24)
+    tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
+    blocks = Blocks(starts=np.array([70, 0, 64, 0, 0], np.int32), lengths=np.array([64, 64, 40, 9, 0], np.int32), tables=tables)
+    expected = jax.jit(partial(prefill_attention._by_loop, config))(cache, 1, blocks, q)
+    cache = KVCache(keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan))
+    attend = jax.jit(partial(prefill_attention.by_kernel, config, interpret=True))
+    found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
+    for block, length in enumerate(blocks.lengths):
+        np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
+    others = normal(3, 5, BLOCK, heads, 24).at[0].set(q[0])
+    starts = np.array([70, 3, 0, 0, 0], np.int32)
+    in_company = np.asarray(attend(cache, jnp.int32(1), replace(blocks, starts=starts), others))
+    np.testing.assert_array_equal(in_company[0], found[0])
+
+
 def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
@@ -186,11 +210,14 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path:
         rows_read_for.update((stretches.rows[: stretches.counts[0]] >= 0).sum(axis=1).tolist())
         return stretches
 
-    for module in (slots, cache_size):
-        monkeypatch.setattr(module, "kernel_decodes", lambda: True)
+    monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
+    monkeypatch.setattr(slots, "on_gpu", lambda: True)
     monkeypatch.setattr(slots, "stretches_of", noted)
     monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
+    monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
+    jax.clear_caches()  # or a prefill program would be the one without the kernel
     found = sampled("kernel")
+    jax.clear_caches()
     assert rows_read_for == {1, 5}
     for one, another in zip(found, expected, strict=True):
         assert one.tokens.tolist() == another.tokens.tolist()
