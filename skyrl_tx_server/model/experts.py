@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model import grouped_kernel
 from skyrl_tx_server.model.config import ExpertGroups, Experts, ModelConfig
-from skyrl_tx_server.model.family import LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
+from skyrl_tx_server.model.family import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
 from skyrl_tx_server.model.mesh import on_each, rows_spec
@@ -61,7 +62,7 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     weights = (Router(params["router"], params.get("router_bias")), params["gate_up"], params["down"])
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
-    mix = partial(_mix, config.experts)
+    mix = partial(_mix, config.experts, layer=params.get(STACK_INDEX))
     if config.experts.shared:
         x = x + perceptron(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
@@ -116,31 +117,42 @@ def _mix(
     down: jax.Array,
     modules: tuple[LowRank, LowRank] | None,
     first: jax.Array | int = 0,
+    *,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first.
+    With a `layer` both are stacked over layers.
 
     The adapter's modules are one for the batch (A [E, in, ...]), or a bank with its users (A [S, L, E, in, ...]).
     """
+    count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
+    gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
     batch, length, hidden = x.shape
     tokens = x.reshape(-1, hidden)
     weights, chosen = route(experts, router, tokens)
     local = chosen.reshape(-1) - first
     users = None if modules is None else modules[0].users
-    entries = None if users is None else jnp.asarray(users.entries)  # of the bank, by row
-    layout = _lay_out(local, gate_up.shape[0], block=_block_size(local.size, experts.count) if entries is None else 1)
     assigned = jnp.arange(local.size) // experts.per_token
+    block = _block_size(local.size, experts.count)
+    if modules is None or users is None:
+        layout, entry = _lay_out(local, count, block=block), None
+        own_experts = layout.groups
+    else:  # a block has one entry of the bank; where kernels multiply, padding costs nothing
+        bank = modules[0].a.shape[0]
+        groups = local * bank + jnp.asarray(users.entries)[assigned // length]
+        layout = _lay_out(groups, count * bank, block=block if jax.default_backend() == "gpu" else 1)
+        own_experts, entry = layout.groups // bank, layout.groups % bank
     blocks = layout.fill(tokens[assigned])
     deltas = None
     if modules is not None:
-        entry = None if entries is None else layout.fill(entries[assigned // length][:, None])[:, 0, 0]
-        deltas = [partial(low_rank_deltas, module=_of_blocks(module, layout.experts, entry)) for module in modules]
+        deltas = [partial(low_rank_deltas, module=_of_blocks(module, own_experts, entry)) for module in modules]
 
-    gate, up = jnp.split(_block_products(blocks, gate_up, layout.experts, layout.used), 2, axis=-1)
+    gate, up = jnp.split(_block_products(blocks, gate_up, own_experts + offset, layout.used), 2, axis=-1)
     if deltas is not None:
         gate_delta, up_delta = deltas[0](blocks)
         gate, up = gate + gate_delta, up + up_delta
     inner = jax.nn.silu(gate) * up
-    outputs = _block_products(inner, down, layout.experts, layout.used)
+    outputs = _block_products(inner, down, own_experts + offset, layout.used)
     if deltas is not None:
         outputs = outputs + deltas[1](inner)[0]
     per_token = layout.take(outputs).reshape(-1, experts.per_token, hidden)
@@ -186,16 +198,16 @@ def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, first_a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Where each of R assignments lies in `len(experts)` blocks; those of other devices' experts lie nowhere."""
+    """Where each of R assignments lies in `len(groups)` blocks; those of other devices' experts lie nowhere."""
 
     block: int
-    experts: jax.Array  # [blocks] int32, whose block it is
+    groups: jax.Array  # [blocks] int32, whose block it is
     places: jax.Array  # [R] int32; beyond the last block: nowhere
     used: jax.Array  # [] int32, blocks that hold anything
 
     def fill(self, rows: jax.Array) -> jax.Array:
         """[R, n] -> [blocks, block, n], zeros between."""
-        count = self.experts.shape[0]
+        count = self.groups.shape[0]
         empty = jnp.zeros((count * self.block, rows.shape[1]), rows.dtype)
         return empty.at[self.places].set(rows, mode="drop").reshape(count, self.block, -1)
 
@@ -210,7 +222,7 @@ def _block_size(assignments: int, experts: int) -> int:
 
 
 def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
-    """Lay assignments to the experts 0 .. count - 1 out in blocks; any other number belongs to another device."""
+    """Lay assignments to the groups 0 .. count - 1 out in blocks of one group each; any other number belongs to another device."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]
@@ -221,8 +233,8 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
     blocks = (assignments + min(count, assignments) * (block - 1)) // block  # as many as any distribution can need
     starts = jnp.append((ends - -(-sizes // block)) * block, blocks * block)
     places = jnp.zeros(assignments, jnp.int32).at[order].set(jnp.where(group < count, starts[group] + within, blocks * block))
-    experts = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
-    return _Layout(block=block, experts=experts, places=places, used=ends[-1])
+    owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
+    return _Layout(block=block, groups=owners, places=places, used=ends[-1])
 
 
 def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> LowRank:
@@ -236,11 +248,24 @@ def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> 
 @jax.custom_vjp
 def _block_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
     """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
+    return _products(blocks, weight, experts, used, transposed=False)
 
-    def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[index].set(blocks[index] @ weight[experts[index]].T)
 
-    return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[1]), blocks.dtype))
+def _products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool) -> jax.Array:
+    """A kernel on NVIDIA's devices, elsewhere a loop."""
+    weight = jnp.asarray(weight)
+
+    def loop(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:
+        def step(index: jax.Array, out: jax.Array) -> jax.Array:
+            own = weight[experts[index]]
+            return out.at[index].set(blocks[index] @ (own if transposed else own.T))
+
+        return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[2 if transposed else 1]), blocks.dtype))
+
+    if not grouped_kernel.fits(blocks, weight):
+        return loop(blocks, weight, experts, used)
+    kernel = partial(grouped_kernel.grouped_products, transposed=transposed)
+    return jax.lax.platform_dependent(blocks, weight, experts, used, cuda=kernel, default=loop)
 
 
 def _products_forward(blocks, weight, experts, used):
@@ -252,7 +277,7 @@ def _products_backward(saved: tuple[jax.Array, jax.Array, jax.Array], gradient: 
     weight, experts, used = saved
     if isinstance(gradient, SymbolicZero):
         return None, None, None, None
-    return _block_products(gradient, weight.swapaxes(1, 2), experts, used), None, None, None
+    return _products(gradient, weight, experts, used, transposed=True), None, None, None
 
 
 _block_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)

@@ -17,7 +17,10 @@ from skyrl_tx_server.model.layers import Rope, rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, project
 
 type LayerParams = dict[str, jax.Array]
-"""One layer's weights by field; stacked over layers every leaf has a leading L axis."""
+"""One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may be those of all the stack's
+layers, [L, E, out, in]; then STACK_INDEX says which layer's are meant."""
+
+STACK_INDEX = "stack_index"
 
 type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
 """(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and rotated."""

@@ -146,6 +146,8 @@ def devices_of_batch(mesh: Mesh | None) -> int:
 
 def gathered(config: ModelConfig, weights: Mapping[str, Weight], params: LayerParams) -> LayerParams:
     """Inside a program: one layer's matrices without `fsdp`'s division, as its products want them."""
+    if config.mesh is None:
+        return params
 
     def whole(weight: Weight, leaf: jax.Array) -> jax.Array:
         return constrain(config.mesh, leaf, PartitionSpec(*(None if axis == "fsdp" else axis for axis in weight_spec(weight)[1:])))

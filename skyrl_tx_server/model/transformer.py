@@ -18,7 +18,7 @@ import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import family_of, stacks_of
-from skyrl_tx_server.model.family import Attend, LayerParams, Stack
+from skyrl_tx_server.model.family import STACK_INDEX, Attend, LayerParams, Stack
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
@@ -89,11 +89,23 @@ def layer[Aux](
     return family_of(config).layer(config, by_rows(config, x), gathered(config, stack.weights, params), adapter, rope, attend)
 
 
-def by_layer[Tree](stacked: tuple[Tree, ...]) -> list[Tree]:
-    """Each layer's own part of what lies stacked over layers."""
-    return [
-        jax.tree.map(partial(jax.lax.index_in_dim, index=index, keepdims=False), tree) for tree in stacked for index in range(_depth(tree))
-    ]
+def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
+    """A stack's weights in two, which `layer` takes together: those to be cut into layers, and those to be read where they lie. Matrices of
+    experts are of the second kind, but on a mesh: a layer of them may be a gigabyte, of which a slice would be copied."""
+    whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and config.mesh is None}
+    cut = {field: leaf for field, leaf in stack.items() if field not in whole}
+    return cut | ({STACK_INDEX: jnp.arange(_depth(stack))} if whole else {}), whole
+
+
+def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
+    """The weights of each layer."""
+    layers = []
+    for stack in params.layers:
+        cut, whole = cut_stack(config, stack)
+        for index in range(_depth(stack)):
+            own = {field: jax.lax.index_in_dim(leaf, index, keepdims=False) for field, leaf in cut.items()}
+            layers.append(own | whole)
+    return layers
 
 
 def layers_stay(config: ModelConfig) -> bool:
@@ -132,11 +144,13 @@ def hidden_states(
     x = params.embed[tokens_BT]
     rope = rope_tables(config, positions_BT, x.dtype)
 
-    def body(stack: Stack, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
-        return layer(config, stack, x, *weights, rope, lambda q, k, v: (attend(q, k, v), None))
+    def body(stack: Stack, whole: LayerParams, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
+        own, adapter = weights
+        return layer(config, stack, x, own | whole, adapter, rope, lambda q, k, v: (attend(q, k, v), None))
 
     for index, stack in enumerate(stacks_of(config)):
-        x, _ = jax.lax.scan(_remat(partial(body, stack), remat), x, (params.layers[index], adapter and adapter.layers[index]))
+        own, whole = cut_stack(config, params.layers[index])
+        x, _ = jax.lax.scan(_remat(partial(body, stack, whole), remat), x, (own, adapter and adapter.layers[index]))
     return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 

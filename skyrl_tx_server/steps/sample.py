@@ -38,7 +38,7 @@ from skyrl_tx_server.model.low_rank import Leaf, Users
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
-from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, head_logits, layer
+from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, cut_stack, head_logits, layer
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -130,7 +130,7 @@ def prefill(
     rope = rope_tables(config, positions, x.dtype)
 
     def body(
-        stack: Stack, modules: LayerAdapter, state: tuple[jax.Array, KVCache], weights: tuple[jax.Array, LayerParams]
+        stack: Stack, modules: LayerAdapter, whole: LayerParams, state: tuple[jax.Array, KVCache], weights: tuple[jax.Array, LayerParams]
     ) -> tuple[tuple[jax.Array, KVCache], None]:
         x, cache = state
         index, own = weights
@@ -140,11 +140,12 @@ def prefill(
             written = write_layer(config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths)
             return attend_to_pages(config, written, index, blocks, q), written
 
-        return layer(config, stack, x, own, adapter, rope, attend), None
+        return layer(config, stack, x, own | whole, adapter, rope, attend), None
 
     for stack, weights, modules in zip(stacks_of(config), params.layers, bank.layers, strict=True):
         layers = jnp.arange(stack.layers.start, stack.layers.stop)
-        (x, cache), _ = jax.lax.scan(partial(body, stack, modules), (x, cache), (layers, weights))
+        own, whole = cut_stack(config, weights)
+        (x, cache), _ = jax.lax.scan(partial(body, stack, modules, whole), (x, cache), (layers, own))
     cache = keep_cache(config, copy_pages(config, cache, run.after))
 
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
@@ -190,7 +191,7 @@ def decode_block(
     batch = rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters, gathered = bank_layers(bank, rows.adapters), None if config.mesh is None else by_layer(params.layers)
+    adapters, gathered = bank_layers(bank, rows.adapters), None if config.mesh is None else by_layer(config, params)
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
@@ -205,7 +206,7 @@ def decode_block(
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
         # on a mesh a block gathers them once; elsewhere they are read where they lie, which outside of the loop they could not be
-        layers = by_layer(params.layers) if gathered is None else gathered
+        layers = by_layer(config, params) if gathered is None else gathered
         for number, (stack, layer_weights, layer_adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:

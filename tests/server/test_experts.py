@@ -85,9 +85,9 @@ def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
         layout = _lay_out(jnp.asarray(local), COUNT, block=block)
         places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
         assert len(set(places[here])) == here.sum()
-        assert np.array_equal(np.asarray(layout.experts)[places[here] // block], local[here])
-        assert places[here].max() < int(layout.used) * block <= len(layout.experts) * block
-        assert (places[~here] >= len(layout.experts) * block).all()
+        assert np.array_equal(np.asarray(layout.groups)[places[here] // block], local[here])
+        assert places[here].max() < int(layout.used) * block <= len(layout.groups) * block
+        assert (places[~here] >= len(layout.groups) * block).all()
 
 
 def test_all_tokens_may_choose_one_expert() -> None:

@@ -18,11 +18,20 @@ from skyrl_tx_server import cache_size, slots
 from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model import decode_attention, paged_kernel, prefill_attention, tree_attention, tree_kernel
+from skyrl_tx_server.model import (
+    decode_attention,
+    experts,
+    grouped_kernel,
+    paged_kernel,
+    prefill_attention,
+    tree_attention,
+    tree_kernel,
+)
+from skyrl_tx_server.model.config import Experts
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
 from skyrl_tx_server.model.lora import zero_adapter
-from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.low_rank import LowRank, users_of
 from skyrl_tx_server.model.page_stretches import Stretches, stretches_of
 from skyrl_tx_server.model.paged_kernel import Attended, paged_attention
 from skyrl_tx_server.model.prefill_attention import Blocks
@@ -164,6 +173,45 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     in_company = np.asarray(attend(cache, jnp.int32(1), replace(blocks, starts=starts), others))
     np.testing.assert_array_equal(in_company[0], found[0])
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "transposed"), [(1, 32, 48, False), (8, 48, 32, True), (20, 160, 96, False)])
+def test_grouped_products_are_each_blocks_with_its_experts_weight(rows: int, inputs: int, outputs: int, transposed: bool) -> None:
+    blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
+    weight = normal(1, 5, inputs, outputs) if transposed else normal(1, 5, outputs, inputs)
+    multiply = partial(grouped_kernel.grouped_products, transposed=transposed, interpret=True)
+    found = jax.jit(multiply)(blocks, weight, experts, jnp.int32(4))
+    assert grouped_kernel.fits(blocks, weight)
+    expected = jnp.einsum("nbi,nio->nbo" if transposed else "nbi,noi->nbo", blocks, weight[experts])
+    np.testing.assert_allclose(found[:4], expected[:4], rtol=1e-5, atol=1e-4)
+    assert not np.any(found[4:])
+
+
+def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has one of a bank's."""
+    hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
+    x, router = normal(0, 3, 7, hidden), experts.Router(normal(1, count, hidden))
+    gate_up, down = normal(2, 2, count, 2 * width, hidden) / 4, normal(3, 2, count, hidden, width) / 4
+
+    def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LowRank:
+        b = tuple(normal(5, *lead, count, rank, part) for part in parts)
+        return LowRank(a=normal(4, *lead, count, inputs, len(parts) * rank) / 4, b=b, scale=np.full(lead, 0.5, np.float32))
+
+    one = module(hidden, (width, width)), module(width, (hidden,))
+    users, layer = users_of(np.array([2, 0, 2], np.int32)), np.int32(1)
+    bank = tuple(replace(each, users=users, layer=layer) for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2)))
+
+    def everything() -> list[np.ndarray]:
+        mix = partial(experts._mix, choice, layer=jnp.int32(1))
+        loss = jax.jit(jax.value_and_grad(lambda x, one: jnp.sin(mix(x, router, gate_up, down, one)).sum(), argnums=(0, 1), allow_int=True))
+        return jax.tree.leaves((loss(x, one), jax.jit(mix)(x, router, gate_up, down, bank)))
+
+    expected = everything()
+    kernel = partial(grouped_kernel.grouped_products, interpret=True)
+    monkeypatch.setattr(experts, "_products", kernel)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for found, wanted in zip(everything(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:

@@ -147,7 +147,7 @@ def test_layers_apart_are_the_same_layers_and_the_same_memory() -> None:
     config = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3})
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
     apart = layers_apart(config, params)
-    for whole, own in zip(by_layer(params.layers), by_layer(apart.layers), strict=True):
+    for whole, own in zip(by_layer(config, params), by_layer(config, apart), strict=True):
         jax.tree.map(np.testing.assert_array_equal, whole, own)
     (stack,) = params.layers
     matrix = stack["gate_up"]
