@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import chz
@@ -26,10 +27,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.stages import Wrapped
 
-from scripts.bench.gpu import MODELS
+from scripts.bench import gpu
 from scripts.bench.small_model import RANK
 from skyrl_tx_server.batching import BLOCK, GPU_PREFILL, PAGE
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
@@ -57,9 +58,23 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """In XLA's own format (xla/stream_executor/device_description.proto, GpuTargetConfigProto)."""
 
 
+MODELS = gpu.MODELS | {
+    "30b-a3b": replace(
+        gpu.QWEN3,
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=768,
+        num_layers=48,
+        num_kv_heads=4,
+        experts=Experts(count=128, per_token=8, normalized=True),
+        tie_word_embeddings=False,
+    )
+}
+
+
 @chz.chz
 class CheckConfig:
-    model: str = chz.field(default="4b", doc="4b, 8b or tiny, of scripts/bench/gpu.py")
+    model: str = chz.field(default="4b", doc="4b, 8b, 30b-a3b or tiny")
     length: int = chz.field(default=4096, doc="Tokens of the training stream")
     rows: int = chz.field(default=64, doc="Rows of the decode batch, of 2,048 positions each")
 
@@ -104,13 +119,13 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
             tokens=zeros(blocks, BLOCK),
             targets=zeros(blocks, BLOCK),
             blocks=Blocks(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
-            adapters=users_of(zeros(blocks)),
+            adapters=users_of(zeros(blocks), bank=4),
             before=copies,
             after=copies,
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
-            row_adapters=users_of(zeros(config.rows)),
+            row_adapters=users_of(zeros(config.rows), bank=4),
         )
         name = f"prefill, {blocks} blocks of {BLOCK} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
@@ -120,7 +135,7 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
         stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads),
-        adapters=users_of(zeros(config.rows)),
+        adapters=users_of(zeros(config.rows), bank=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"a decode block of 16 steps, {config.rows} rows"
@@ -137,6 +152,9 @@ def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **opt
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
     print(f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs")
+    loops = [line for line in text.splitlines() if " while(" in line]
+    asked = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
+    print(f"  the host is asked how to go on in {asked} places")
     kernels = {line.split('name = "')[1].split('"')[0] for line in text.splitlines() if "xla.gpu.triton" in line and 'name = "' in line}
     print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
 

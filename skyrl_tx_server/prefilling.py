@@ -54,6 +54,7 @@ class Layout:
     table_width: int
     max_copies: int
     vocab_size: int
+    bank: int | None = None  # entries of adapters, where programs are compiled for them (`low_rank`)
 
     def passes(self, pieces: Sequence[Piece]) -> list[tuple[Pass, RowSettings]]:
         blocks = [(piece, first, end) for piece in pieces for first, end in piece.blocks]
@@ -95,13 +96,13 @@ class Layout:
             tokens=tokens,
             targets=targets,
             blocks=Blocks(starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])),
-            adapters=users_of(np.array([piece.adapter_slot for piece in padded])),
+            adapters=users_of(np.array([piece.adapter_slot for piece in padded]), bank=self.bank),
             before=self._copies([pair for piece, first, _ in blocks if first == piece.cached for pair in piece.before]),
             after=self._copies([pair for piece, _, end in blocks if end == piece.length for pair in piece.after]),
             want_logprobs=np.array(any(piece.wants_logprobs for piece in pieces)),
             lasts=lasts,
             begins=np.array([row is not None for row in beginning]),
-            row_adapters=users_of(adapters),
+            row_adapters=users_of(adapters, bank=self.bank),
         )
         return run, row_settings(beginning, self.vocab_size)
 

@@ -107,6 +107,7 @@ class DecodeSlots:
             # a page for each row that parts from another in it, and whole tables where they do so on different devices
             max_copies=len(self._rows) + shapes.long * (1 if groups == 1 else self._table_width * groups),
             vocab_size=config.vocab_size,
+            bank=bank.num_entries if on_gpu() else None,
         )
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self._forget_everything()
@@ -418,6 +419,7 @@ class DecodeSlots:
     def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:
         positions = np.array([row.length - 1 if row else 0 for row in self._rows], np.int32)
         tables = np.stack([self._table(slot, row.pages if row else ()) for slot, row in enumerate(self._rows)])
+        adapters = np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)
         group = self._config.num_heads // self._config.num_kv_heads
         rows = Rows(
             tokens=np.zeros(self.num_slots, np.int32),
@@ -425,7 +427,7 @@ class DecodeSlots:
             remaining=np.zeros(self.num_slots, np.int32),
             tables=tables,
             stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
-            adapters=users_of(np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)),
+            adapters=users_of(adapters, bank=self._layout.bank),
             stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
         )
         for slot, row in live:

@@ -47,6 +47,10 @@ class SnapshotBank:
             config, jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty)
         )
 
+    @property
+    def num_entries(self) -> int:
+        return jax.tree.leaves(self.arrays)[0].shape[0]
+
     def put(self, weights: str, adapter: Adapter, *, on_disk: bool) -> None:
         """Copy a training adapter; it is sampleable under `weights` from now on."""
         if self._pins[weights]:

@@ -123,6 +123,14 @@ def write_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Lea
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
+def scatter_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
+    """`write_rows` as one operation, number by number: for a GPU, whose host would run its loops."""
+    write, rows = partial(_scatter_own_rows, config), PartitionSpec(BATCH)
+    if config.mesh is not None:
+        write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
+    return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
+
+
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: Leaf) -> KVCache:
     """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all after it are none."""
     copy = partial(_copy_own_pages, config)
@@ -166,15 +174,31 @@ def _read_own_pages(cache: KVCache, layer: Leaf, own_BP: jax.Array) -> Segment:
 def _write_own_layer(
     config: ModelConfig, cache: KVCache, layer: jax.Array, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
 ) -> KVCache:
-    own, _ = own_pages(config, cache, tables_BW)
-    columns = jnp.arange(new.keys.shape[-1])
-    positions = starts_B[:, None] + columns
-    pages = jnp.where(columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0)
-    places = positions % PAGE
+    pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
         keys=cache.keys.at[layer, pages, :, :, places].set(new.keys.transpose(0, 3, 1, 2)),
         values=cache.values.at[layer, pages, :, places].set(new.values.transpose(0, 2, 1, 3)),
     )
+
+
+def _scatter_own_rows(
+    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+) -> KVCache:
+    pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
+    return KVCache(
+        keys=cache.keys.at[:, pages, :, :, places].set(new.keys.transpose(1, 4, 0, 2, 3)),
+        values=cache.values.at[:, pages, :, places].set(new.values.transpose(1, 3, 0, 2, 4)),
+    )
+
+
+def _places(
+    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(page, place in it) [B, n] of each new position; nobody's page for those that do not count."""
+    own, _ = own_pages(config, cache, tables_BW)
+    columns = jnp.arange(new.keys.shape[-1])
+    positions = starts_B[:, None] + columns
+    return jnp.where(columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0), positions % PAGE
 
 
 def _write_own_rows(

@@ -2,13 +2,14 @@
 
 In training one adapter serves a whole batch. In sampling each row may have its own, of a bank; then every adapter in use is applied to the
 whole batch and each row keeps what its own one made (`by_adapter`). That reads an adapter once, however many rows use it, and a row's
-result cannot depend on the others: the shapes of all products are those of the batch, whoever is in it.
+result cannot depend on the others: the shapes of all products are those of the batch, whoever is in it. How many adapters are in use a
+program finds out while it runs, or on a GPU, which would have to ask its host each time, it is compiled for: one, four, or all of a bank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ import numpy as np
 
 type Leaf = jax.Array | np.ndarray
 """An adapter lives on the device, or in host memory while it is made, loaded and saved."""
+
+
+SEVERAL = 4
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +30,7 @@ class Users:
     entries: Leaf  # [B] int32, by row
     distinct: Leaf  # [B] int32, every entry in use once; the first `count` count
     count: Leaf  # [] int32
+    most: int | None = field(default=None, metadata={"static": True})  # what a program is compiled for; None: any number
 
 
 @jax.tree_util.register_dataclass
@@ -43,11 +48,17 @@ class LowRank:
     layer: Leaf | None = None  # [] int32
 
 
-def users_of(entries_B: np.ndarray) -> Users:
-    """On the host."""
+def users_of(entries_B: np.ndarray, *, bank: int | None = None) -> Users:
+    """On the host; where it is given how many entries a `bank` holds, for a program that is compiled for one, for SEVERAL or for all.
+
+    >>> [users_of(np.arange(8) % used, bank=9).most for used in (1, 2, 5)], users_of(np.array([0, 1])).most
+    ([1, 4, 8], None)
+    """
     found = np.unique(entries_B).astype(np.int32)
     distinct = np.pad(found, (0, len(entries_B) - len(found)), mode="edge")
-    return Users(entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32))
+    whole = min(bank or 0, len(entries_B))  # never more than there are rows
+    most = None if bank is None else next(size for size in (1, min(SEVERAL, whole), whole) if size >= len(found))
+    return Users(entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32), most=most)
 
 
 def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
@@ -64,7 +75,12 @@ def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) 
         )
 
     # the first outside the loop: all decode steps of a block then read one copy of it, and mostly there is no other
-    return jax.lax.fori_loop(1, users.count, select, of(_entry(module, jnp.asarray(users.distinct)[0])))
+    first = of(_entry(module, jnp.asarray(users.distinct)[0]))
+    if users.most is None:
+        return jax.lax.fori_loop(1, users.count, select, first)
+    for index in range(1, users.most):
+        first = select(jnp.int32(index), first)
+    return first
 
 
 def _entry(bank: LowRank, entry: jax.Array) -> LowRank:
@@ -98,7 +114,20 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 
 def low_rank_deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:
     """The adapter's part of a projection of x [B, T, in], one [B, T, out_part] per part, in x's dtype."""
+    if module.users is not None and module.users.most not in (None, 1):
+        return _deltas_of_several(x, module, module.users, module.users.most)
     return by_adapter(module, lambda own: _deltas(x, own))
+
+
+def _deltas_of_several(x: jax.Array, module: LowRank, users: Users, count: int) -> tuple[jax.Array, ...]:
+    """The same with the factors of `count` entries side by side, as one product and one per part; a row's own entry passes between them."""
+    entries = jnp.asarray(users.distinct)[:count]
+    at = (entries,) if module.layer is None else (entries, module.layer)
+    a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
+    own = (jnp.asarray(users.entries)[:, None] == entries) & (jnp.arange(count) < users.count)
+    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(own, scale, 0)[:, None, :, None]
+    parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
+    return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
 
 def _deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:

@@ -20,7 +20,17 @@ from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.decode_attention import attend_over_pages
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, copy_pages, empty_cache, read_pages, read_rows, write_layer, write_rows
+from skyrl_tx_server.model.kv_cache import (
+    KVCache,
+    Segment,
+    copy_pages,
+    empty_cache,
+    read_pages,
+    read_rows,
+    scatter_rows,
+    write_layer,
+    write_rows,
+)
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.page_stretches import stretches_of
@@ -135,19 +145,21 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
 
     @partial(jax.jit, static_argnames=("config",))
-    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, list[list[Segment]], Segment]:
+    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, KVCache, list[list[Segment]], Segment]:
         for layer in range(layers):
             own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50]))
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
+        scattered = scatter_rows(config, cache, block, tables, starts, counts)
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
-        return cache, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[[2, 0]]))
+        return cache, scattered, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[[2, 0]]))
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
-        cache, rows, pages = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
+        cache, scattered, rows, pages = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
         owned = [page for page in range(16) if page not in (0, 8)]
-        kept = [leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(cache))]
+        kept, again = ([leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(each))] for each in (cache, scattered))
+        assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), "both ways to write rows"
         return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], jax.device_get(jax.tree.leaves(pages))]
 
     alone, shared = everything(replace(config, mesh=None)), everything(config)

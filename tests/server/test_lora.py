@@ -85,6 +85,20 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
             np.testing.assert_allclose(part[row], alone[row], atol=2e-5)
 
 
+@pytest.mark.parametrize("entries", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
+def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(entries: tuple[int, ...]) -> None:
+    """As a GPU's programs have them, which are compiled for as many as a bank holds; the last case is compiled for one."""
+    x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
+    bank = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.layers[0]["qkv"] for each in (zeros(), tiny_qwen3.adapter(), doubled())))
+    one, several = (
+        jax.jit(low_rank_deltas)(x, replace(bank, users=users_of(np.array(entries, np.int32), bank=size), layer=np.int32(1)))
+        for size in (None, 3)
+    )
+    for expected, found in zip(one, several, strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_delta_is_scale_times_x_a_b() -> None:
     module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers[0]["gate_up"])
     x = np.random.default_rng(0).normal(size=(2, 5, CONFIG.hidden_size)).astype(np.float32)
