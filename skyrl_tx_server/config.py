@@ -55,6 +55,7 @@ class EngineSettings:
     checkpoint_quota_bytes: int | None = None
     mesh: MeshShape = MeshShape()
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
+    compile_ahead: bool | None = None  # None: on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,11 @@ class ServerConfig:
     )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla", doc="JAX's persistent compilation cache; none: compile anew at every start"
+    )
+    compile_ahead: bool | None = chz.field(
+        default=None,
+        doc="Compile the programs for sampling and training in the background from the start on, not when each is first asked for; "
+        "default: on a GPU, where that takes longest",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
@@ -209,6 +215,8 @@ class ServerConfig:
                 raise ConfigError(f"{name}={value}: must be above 0")
 
     def _check_sampler(self) -> None:
+        if self.compile_ahead and self.num_processes > 1:
+            raise ConfigError("compile_ahead=true: several processes must compile together, each program when it is asked for; drop it")
         if self.sampler_url is None:
             return
         if not self.sampler_url.startswith(("http://", "https://")):
@@ -273,6 +281,7 @@ class ServerConfig:
             base_model=self.alias(),
             checkpoints_dir=Path(self.checkpoints_dir).expanduser(),
             compilation_cache_dir=None if self.compilation_cache_dir is None else Path(self.compilation_cache_dir).expanduser(),
+            compile_ahead=self.compile_ahead,
             dtype=self.dtype,
             max_lora_rank=self.max_lora_rank,
             max_context_length=self.max_context_length,

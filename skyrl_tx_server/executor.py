@@ -7,20 +7,24 @@ exactly what it was before the operation.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.cache_size import asked_cache, fitting_cache
+from skyrl_tx_server.cache_size import asked_cache, fitting_cache, on_gpu
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
@@ -55,7 +59,7 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.packing import PackedBatch, TrainShapes, check_data, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.packing import PackedBatch, TrainShapes, check_data, example, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.peft_files import write_adapter
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.slots import DecodeSlots
@@ -127,6 +131,35 @@ class DeviceExecutor:
             model_type=self._config.model_type,
             eos_token_ids=self._config.eos_token_ids,
         )
+
+        ahead = on_gpu() and jax.process_count() == 1 if settings.compile_ahead is None else settings.compile_ahead
+        if ahead:
+            threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
+
+    def _compile_ahead(self) -> None:
+        """Every program that will be asked for, but those of training sequences longer than a micro-batch. What is asked for meanwhile
+        compiles as ever; what is compiled here is found then. A process that ends waits for the program under way: XLA cannot be left
+        while it compiles."""
+        began, count = time.monotonic(), 0
+        try:
+            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+                if not threading.main_thread().is_alive():
+                    return
+                program.compile()
+                count += 1
+                logger.debug("compiled ahead: %s", name)
+        except Exception:
+            logger.exception("compiling ahead stopped after %d programs; others are compiled when they are asked for", count)
+            return
+        logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+
+    def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
+        loss = select_loss(LossFn.CROSS_ENTROPY, {})
+        for shape in reversed([shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]):
+            batch = train_batch(example(shape))
+            given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
+            yield f"forward_backward, {shape.length} tokens", forward_backward.lower(*given, config=self._config, remat=self._remat)
+            yield f"forward, {shape.length} tokens", forward.lower(self._no_gradient, self._params, batch, loss, config=self._config)
 
     # --- sampling -------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from skyrl_tx_server.model.lora import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
 from skyrl_tx_server.model.transformer import Remat, layers_stay
 from skyrl_tx_server.model.weights import param_shapes
-from skyrl_tx_server.ops import LossFn, TrainDatum
-from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
+from skyrl_tx_server.ops import LossFn
+from skyrl_tx_server.packing import TrainShape, TrainShapes, example
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
@@ -129,9 +129,7 @@ def copied_layers_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 def training_bytes(config: ModelConfig, dtype: np.dtype, shape: TrainShape, *, max_lora_rank: int, remat: Remat) -> int:
     """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
     program puts down on its way."""
-    tokens = np.zeros(shape.length, np.int32)
-    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), TrainShapes(shapes=(shape,), budget=shape)
-    (packed,) = pack([datum], [np.ones(shape.length, np.bool_)], fitting)
+    packed = example(shape)
     adapter = place_adapter(config, zero_adapter(config, max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY, {})
     lowered = forward_backward.lower(adapter, adapter, param_shapes(config, dtype), train_batch(packed), loss, config=config, remat=remat)

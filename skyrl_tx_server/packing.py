@@ -126,6 +126,14 @@ def check_data(data: Sequence[TrainDatum], *, vocab_size: int, max_context_lengt
                 raise UserError(f"datum {index}: {name} holds a token id outside 0..{vocab_size - 1}, the model's vocabulary")
 
 
+def example(shape: TrainShape) -> PackedBatch:
+    """A batch of that shape, full of nothing in particular."""
+    tokens = np.zeros(shape.length, np.int32)
+    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), TrainShapes(shapes=(shape,), budget=shape)
+    (packed,) = pack([datum], [np.ones(shape.length, np.bool_)], fitting)
+    return packed
+
+
 def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: TrainShapes) -> list[PackedBatch]:
     """Lay checked data out in micro-batches, so that few tokens are computed: in long streams, where sequences share most, or in shorter
     ones, where less is padding. `trained`, [N] bool for each datum, says which positions have a gradient."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skyrl_tx_server.batching import BLOCK, PrefillShapes
-from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.low_rank import compiled_for, users_of
 from skyrl_tx_server.model.prefill_attention import Blocks
 from skyrl_tx_server.rows import Row, row_settings
 from skyrl_tx_server.steps.sample import Pass, PassOutputs, RowSettings
@@ -77,6 +77,29 @@ class Layout:
             found.append(PieceOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs))
         return found
 
+    def examples(self) -> list[tuple[Pass, RowSettings]]:
+        """A pass of each shape and number of adapters, over nothing."""
+        nothing = Piece(
+            tokens=np.zeros(1, np.int32),
+            cached=0,
+            length=1,
+            weights=None,
+            adapter_slot=0,
+            wants_logprobs=False,
+            slots=(0,),
+            tables=((0,),),
+            before=(),
+            after=(),
+            rows=(),
+        )
+        found = []
+        for size in (self.shapes.short, self.shapes.long):
+            run, settings = self._pass([(nothing, 0, 1)], size)
+            for most in compiled_for(self.bank, rows=size):
+                users, of_rows = replace(run.adapters, most=most), replace(run.row_adapters, most=most)
+                found.append((replace(run, adapters=users, row_adapters=of_rows), settings))
+        return found
+
     def _pass(self, blocks: Sequence[tuple[Piece, int, int]], size: int) -> tuple[Pass, RowSettings]:
         pieces = [piece for piece, _, _ in blocks]
         padded = [*pieces, *[pieces[0]] * (size - len(pieces))]
@@ -92,17 +115,18 @@ class Layout:
             if end == piece.length:
                 for slot, row in zip(piece.slots, piece.rows, strict=False):
                     beginning[slot], lasts[slot], adapters[slot] = row, at * BLOCK + end - first - 1, piece.adapter_slot
+        users = users_of(np.array([piece.adapter_slot for piece in padded]), bank=self.bank)
         run = Pass(
             tokens=tokens,
             targets=targets,
             blocks=Blocks(starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])),
-            adapters=users_of(np.array([piece.adapter_slot for piece in padded]), bank=self.bank),
+            adapters=users,
             before=self._copies([pair for piece, first, _ in blocks if first == piece.cached for pair in piece.before]),
             after=self._copies([pair for piece, _, end in blocks if end == piece.length for pair in piece.after]),
             want_logprobs=np.array(any(piece.wants_logprobs for piece in pieces)),
             lasts=lasts,
             begins=np.array([row is not None for row in beginning]),
-            row_adapters=users_of(adapters, bank=self.bank),
+            row_adapters=replace(users_of(adapters), most=users.most),  # who begins has a block
         )
         return run, row_settings(beginning, self.vocab_size)
 

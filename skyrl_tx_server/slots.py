@@ -11,12 +11,13 @@ that came last is set aside; it is computed again when there is room, and sample
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.stages import Lowered
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, bucket, score_lengths, segment_ends
@@ -26,7 +27,7 @@ from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.low_rank import compiled_for, users_of
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Params, layers_apart
@@ -416,25 +417,25 @@ class DecodeSlots:
         topk.token_ids[:unasked], topk.logprobs[:unasked] = 0, NO_LOGPROB
         return topk, targets
 
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Every sampling program, one after the other, as it is before XLA has compiled it: the likeliest first."""
+        config, tempered = self._config, self._tempered
+        rows, settings = self._decode_rows([]), row_settings([None] * self.num_slots, config.vocab_size)
+        passes = self._layout.examples()
+        ends = [None] if self._kernel_decodes else [self._ends[: 1 + longest] for longest in range(len(self._ends))]
+        for most in compiled_for(self._layout.bank, rows=self.num_slots):
+            users = replace(rows.adapters, most=most)
+            for run, of_rows in passes:
+                if run.adapters.most == most:
+                    given = (self._cache, self._params, self._bank.arrays, run, of_rows)
+                    yield f"prefill, {len(run.tokens)} blocks", prefill.lower(*given, config=config, tempered=tempered)
+            for each in ends:
+                given = (self._cache, self._params_apart, self._bank.arrays, replace(rows, adapters=users), settings)
+                yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
+
     def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.array([row.length - 1 if row else 0 for row in self._rows], np.int32)
-        tables = np.stack([self._table(slot, row.pages if row else ()) for slot, row in enumerate(self._rows)])
-        adapters = np.array([row.adapter_slot if row else live[0][1].adapter_slot for row in self._rows], np.int32)
-        group = self._config.num_heads // self._config.num_kv_heads
-        rows = Rows(
-            tokens=np.zeros(self.num_slots, np.int32),
-            positions=positions,
-            remaining=np.zeros(self.num_slots, np.int32),
-            tables=tables,
-            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
-            adapters=users_of(adapters, bank=self._layout.bank),
-            stop_tokens=np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32),
-        )
-        for slot, row in live:
-            rows.tokens[slot] = row.tokens[-1]
-            rows.remaining[slot] = row.max_tokens - len(row.tokens)
-            rows.stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        longest = self._ends.index(bucket(int(positions.max()), self._ends))
+        rows = self._decode_rows(live)
+        longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
         self._cache, outputs = decode_block(
             self._cache,
             self._params_apart,
@@ -448,6 +449,30 @@ class DecodeSlots:
         )
         host = to_host(outputs)
         return host.tokens, host.logprobs
+
+    def _decode_rows(self, live: Sequence[tuple[int, Row]]) -> Rows:
+        sitting = dict(live)
+        positions = np.zeros(self.num_slots, np.int32)
+        tables = np.stack([self._table(slot, sitting[slot].pages if slot in sitting else ()) for slot in range(self.num_slots)])
+        remaining = np.zeros(self.num_slots, np.int32)
+        tokens = np.zeros(self.num_slots, np.int32)
+        adapters = np.full(self.num_slots, live[0][1].adapter_slot if live else 0, np.int32)
+        stop_tokens = np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32)
+        for slot, row in live:
+            tokens[slot], positions[slot] = row.tokens[-1], row.length - 1
+            remaining[slot] = row.max_tokens - len(row.tokens)
+            adapters[slot] = row.adapter_slot
+            stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
+        group = self._config.num_heads // self._config.num_kv_heads
+        return Rows(
+            tokens=tokens,
+            positions=positions,
+            remaining=remaining,
+            tables=tables,
+            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
+            adapters=users_of(adapters, bank=self._layout.bank),
+            stop_tokens=stop_tokens,
+        )
 
     def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:
         """Append what was sampled; when that completes the row or goes wrong, free its slot and return what became of it."""

@@ -8,7 +8,7 @@ program finds out while it runs, or on a GPU, which would have to ask its host e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -56,9 +56,17 @@ def users_of(entries_B: np.ndarray, *, bank: int | None = None) -> Users:
     """
     found = np.unique(entries_B).astype(np.int32)
     distinct = np.pad(found, (0, len(entries_B) - len(found)), mode="edge")
-    whole = min(bank or 0, len(entries_B))  # never more than there are rows
-    most = None if bank is None else next(size for size in (1, min(SEVERAL, whole), whole) if size >= len(found))
+    most = next(size for size in compiled_for(bank, rows=len(entries_B)) if size is None or size >= len(found))
     return Users(entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32), most=most)
+
+
+def compiled_for(bank: int | None, *, rows: int) -> Sequence[int | None]:
+    """Each number of entries, of as many as a `bank` holds, for which a program over `rows` rows is compiled.
+
+    >>> compiled_for(9, rows=64), compiled_for(9, rows=4), compiled_for(None, rows=64)
+    ([1, 4, 9], [1, 4], [None])
+    """
+    return [None] if bank is None else sorted({1, min(SEVERAL, bank, rows), min(bank, rows)})
 
 
 def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
@@ -78,7 +86,7 @@ def by_adapter(module: LowRank, of: Callable[[LowRank], tuple[jax.Array, ...]]) 
     first = of(_entry(module, jnp.asarray(users.distinct)[0]))
     if users.most is None:
         return jax.lax.fori_loop(1, users.count, select, first)
-    for index in range(1, users.most):
+    for index in range(1, min(users.most, len(users.distinct))):
         first = select(jnp.int32(index), first)
     return first
 
@@ -115,16 +123,16 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 def low_rank_deltas(x: jax.Array, module: LowRank) -> tuple[jax.Array, ...]:
     """The adapter's part of a projection of x [B, T, in], one [B, T, out_part] per part, in x's dtype."""
     if module.users is not None and module.users.most not in (None, 1):
-        return _deltas_of_several(x, module, module.users, module.users.most)
+        return _deltas_of_several(x, module, module.users)
     return by_adapter(module, lambda own: _deltas(x, own))
 
 
-def _deltas_of_several(x: jax.Array, module: LowRank, users: Users, count: int) -> tuple[jax.Array, ...]:
-    """The same with the factors of `count` entries side by side, as one product and one per part; a row's own entry passes between them."""
-    entries = jnp.asarray(users.distinct)[:count]
+def _deltas_of_several(x: jax.Array, module: LowRank, users: Users) -> tuple[jax.Array, ...]:
+    """The same with the factors of all entries side by side, as one product and one per part; a row's own entry passes between them."""
+    entries = jnp.asarray(users.distinct)[: users.most]
     at = (entries,) if module.layer is None else (entries, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
-    own = (jnp.asarray(users.entries)[:, None] == entries) & (jnp.arange(count) < users.count)
+    own = (jnp.asarray(users.entries)[:, None] == entries) & (jnp.arange(len(entries)) < users.count)
     inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(own, scale, 0)[:, None, :, None]
     parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)

@@ -1,6 +1,7 @@
 """The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a failure."""
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,6 +191,26 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
             run(engine, Sample(weights=weights, prompt=prompt, settings=settings, num_samples=3, prompt_logprobs=length == 100))
     used = {name.removeprefix("jit(").removesuffix(")"): count for name, count in (Counter(compilations.programs()) - before).items()}
     assert used == dict.fromkeys(("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"), 1)
+
+
+def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
+    """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked for."""
+    sizes = {"max_lora_rank": 6, "decode_slots": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
+    before = Counter(compilations.programs())
+    with running(model_dir, checkpoints_dir, compile_ahead=True, **sizes) as engine:
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile-ahead")
+        thread.join(TIMEOUT_S)
+        ahead = Counter(compilations.programs()) - before
+        create(engine, "a")
+        accumulate(engine, "a", data(5))
+        run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+        snapshot(engine, "a", "a")
+        for length in (30, 230):
+            settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
+            run(engine, Sample(weights="a", prompt=np.arange(length, dtype=np.int32) % 250, settings=settings, num_samples=2))
+    after = Counter(compilations.programs()) - before
+    for name, count in {"prefill": 2, "decode_block": 1, "forward_backward": 1, "forward": 1}.items():
+        assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
