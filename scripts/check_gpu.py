@@ -5,7 +5,8 @@ block, and the paged kernel.
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
 
-Prints how long each takes to compile, what XLA allots beside its inputs, and which of our kernels are in it. With
+Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on, and which of our kernels are
+in it. With
 XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
 registers and spills.
 Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
@@ -38,8 +39,8 @@ from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.paged_kernel import paged_attention
 from skyrl_tx_server.model.prefill_attention import Blocks
 from skyrl_tx_server.model.transformer import Params, Remat, init_params
-from skyrl_tx_server.ops import LossFn, TrainDatum
-from skyrl_tx_server.packing import TrainShape, TrainShapes, pack
+from skyrl_tx_server.ops import LossFn
+from skyrl_tx_server.packing import TrainShape, example
 from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Pass, Rows, decode_block, prefill
@@ -87,11 +88,10 @@ def main(config: CheckConfig) -> None:
     params = jax.eval_shape(partial(init_params, model, dtype=jnp.dtype("bfloat16")), jax.random.key(0))
     adapter, loss = zero_adapter(model, RANK), select_loss(LossFn.CROSS_ENTROPY, {})
     shape = TrainShape(rows=1, length=config.length)
-    tokens = np.zeros(config.length, np.int32)
-    (packed,) = pack((TrainDatum(tokens=tokens, target_tokens=tokens),), [tokens == 0], TrainShapes(shapes=(shape,), budget=shape))
+    batch = train_batch(example(shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
-        compile_for(name, forward_backward, adapter, adapter, params, train_batch(packed), loss, config=model, remat=remat)
+        compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
     sampling(config, model, params, compile_for)
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
 from skyrl_tx_server.batching import PAGE
@@ -13,6 +12,7 @@ from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,6 @@ class CacheSize:
     def copy_bytes(self) -> int:
         """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
         return self.slots * self.copied_pages * self.page_bytes
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def kernel_decodes(config: ModelConfig) -> bool:

@@ -215,8 +215,6 @@ class ServerConfig:
                 raise ConfigError(f"{name}={value}: must be above 0")
 
     def _check_sampler(self) -> None:
-        if self.compile_ahead and self.num_processes > 1:
-            raise ConfigError("compile_ahead=true: several processes must compile together, each program when it is asked for; drop it")
         if self.sampler_url is None:
             return
         if not self.sampler_url.startswith(("http://", "https://")):
@@ -231,6 +229,8 @@ class ServerConfig:
             raise ConfigError("sampler_check_limit and sampler_timeout_s: must be above 0")
 
     def _check_processes(self) -> None:
+        if self.compile_ahead and self.num_processes > 1:
+            raise ConfigError("compile_ahead=true: several processes must compile together, each program when it is asked for; drop it")
         if (self.coordinator_address is None) != (self.num_processes == 1):
             raise ConfigError("coordinator_address and num_processes: a server of several processes needs both")
         if not 0 <= self.process_id < self.num_processes:

@@ -24,7 +24,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.cache_size import asked_cache, fitting_cache, on_gpu
+from skyrl_tx_server.cache_size import asked_cache, fitting_cache
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
@@ -35,7 +35,7 @@ from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.mesh import check_divisible, make_mesh, to_host
+from skyrl_tx_server.model.mesh import check_divisible, make_mesh, on_gpu, to_host
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
@@ -137,7 +137,8 @@ class DeviceExecutor:
             threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
 
     def _compile_ahead(self) -> None:
-        """Every program that will be asked for, but those of training sequences longer than a micro-batch. What is asked for meanwhile
+        """Every program of sampling and of training that takes long to compile, but for sequences longer than a micro-batch, for several
+        targets per position and for likeliest tokens, which few ask for. What is asked for meanwhile
         compiles as ever; what is compiled here is found then. A process that ends waits for the program under way: XLA cannot be left
         while it compiles."""
         began, count = time.monotonic(), 0

@@ -21,14 +21,14 @@ from jax.stages import Lowered
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, bucket, score_lengths, segment_ends
-from skyrl_tx_server.cache_size import CacheSize, kernel_decodes, on_gpu
+from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.low_rank import compiled_for, users_of
-from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
@@ -423,14 +423,15 @@ class DecodeSlots:
         rows, settings = self._decode_rows([]), row_settings([None] * self.num_slots, config.vocab_size)
         passes = self._layout.examples()
         ends = [None] if self._kernel_decodes else [self._ends[: 1 + longest] for longest in range(len(self._ends))]
-        for most in compiled_for(self._layout.bank, rows=self.num_slots):
-            users = replace(rows.adapters, most=most)
+        of_adapters = compiled_for(self._layout.bank, rows=self.num_slots)
+        for most in sorted({run.adapters.most for run, _ in passes} | {*of_adapters}, key=lambda most: most or 0):
             for run, of_rows in passes:
                 if run.adapters.most == most:
                     given = (self._cache, self._params, self._bank.arrays, run, of_rows)
                     yield f"prefill, {len(run.tokens)} blocks", prefill.lower(*given, config=config, tempered=tempered)
-            for each in ends:
-                given = (self._cache, self._params_apart, self._bank.arrays, replace(rows, adapters=users), settings)
+            for each in ends if most in of_adapters else ():
+                decoding = replace(rows, adapters=replace(rows.adapters, most=most))
+                given = (self._cache, self._params_apart, self._bank.arrays, decoding, settings)
                 yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
 
     def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:

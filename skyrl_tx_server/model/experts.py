@@ -25,7 +25,7 @@ from skyrl_tx_server.model.config import ExpertGroups, Experts, ModelConfig
 from skyrl_tx_server.model.family import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
-from skyrl_tx_server.model.mesh import on_each, rows_spec
+from skyrl_tx_server.model.mesh import on_each, on_gpu, rows_spec
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
 TINY = 1e-20
@@ -140,7 +140,7 @@ def _mix(
     else:  # a block has one entry of the bank; where kernels multiply, padding costs nothing
         bank = modules[0].a.shape[0]
         groups = local * bank + jnp.asarray(users.entries)[assigned // length]
-        layout = _lay_out(groups, count * bank, block=block if jax.default_backend() == "gpu" else 1)
+        layout = _lay_out(groups, count * bank, block=block if on_gpu() else 1)
         own_experts, entry = layout.groups // bank, layout.groups % bank
     blocks = layout.fill(tokens[assigned])
     deltas = None

@@ -115,17 +115,12 @@ def write_layer(config: ModelConfig, cache: KVCache, layer: Leaf, new: Segment, 
     return write(cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
-def write_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
-    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`."""
-    write, rows = partial(_write_own_rows, config), PartitionSpec(BATCH)
-    if config.mesh is not None:
-        write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
-    return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
-
-
-def scatter_rows(config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
-    """`write_rows` as one operation, number by number: for a GPU, whose host would run its loops."""
-    write, rows = partial(_scatter_own_rows, config), PartitionSpec(BATCH)
+def write_rows(
+    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf, *, scatter: bool = False
+) -> KVCache:
+    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`: page
+    by page, or with `scatter` number by number in one operation, for a GPU, whose host would run the loops."""
+    write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))

@@ -34,6 +34,10 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 """Of the embedding and the head, [V, D]."""
 
 
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 def make_mesh(shape: MeshShape) -> Mesh | None:
     """The first devices of every process in that shape; None for one. ConfigError when there are too few."""
     if shape.devices == 1:

@@ -27,7 +27,6 @@ from skyrl_tx_server.model.kv_cache import (
     copy_pages,
     keep_cache,
     read_rows,
-    scatter_rows,
     segment_of,
     stacked,
     write_layer,
@@ -237,8 +236,8 @@ def decode_block(
     start = _BlockState(tokens=jnp.asarray(rows.tokens), remaining=jnp.asarray(rows.remaining), recent=recent, outputs=outputs)
     end = jax.lax.fori_loop(0, steps, step, start)
     counts = jnp.where(rows.remaining > 0, steps, 0)
-    write = write_rows if past is not None else scatter_rows
-    return keep_cache(config, write(config, cache, stacked(end.recent), rows.tables, rows.positions, counts)), end.outputs
+    cache = write_rows(config, cache, stacked(end.recent), rows.tables, rows.positions, counts, scatter=past is None)
+    return keep_cache(config, cache), end.outputs
 
 
 def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:

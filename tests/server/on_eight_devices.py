@@ -27,7 +27,6 @@ from skyrl_tx_server.model.kv_cache import (
     empty_cache,
     read_pages,
     read_rows,
-    scatter_rows,
     write_layer,
     write_rows,
 )
@@ -150,7 +149,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
             own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50]))
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
-        scattered = scatter_rows(config, cache, block, tables, starts, counts)
+        scattered = write_rows(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
         return cache, scattered, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[[2, 0]]))

@@ -45,6 +45,7 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", "api_key=secret"], "must begin with tml-"),
         (["base_model=x", "num_processes=2"], "coordinator_address and num_processes: a server of several processes needs both"),
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
+        (["base_model=x", *TWO, "compile_ahead=true"], "compile_ahead=true: several processes must compile together"),
         (["base_model=x", *TWO, "process_id=2"], "process_id=2: must lie between 0 and num_processes - 1, which is 1"),
         (["base_model=x", *TWO, "tensor_parallel=1"], "multiply to 1 devices, which must be a multiple of it"),
         (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),

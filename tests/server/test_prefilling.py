@@ -91,6 +91,15 @@ def test_as_many_prompts_are_offered_as_a_turn_can_take() -> None:
     assert max(CPU_PREFILL.turn, GPU_PREFILL.turn) == PROMPTS_PER_PREFILL
 
 
+def test_a_gpus_passes_are_compiled_for_one_adapter_for_several_and_for_all() -> None:
+    """A pass of four blocks has four adapters at most, one of sixteen all nine of the bank, however few rows there are."""
+    layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, bank=9)
+    found = [(len(run.tokens), run.adapters.most, run.row_adapters.most) for run, _ in layout.examples()]
+    assert found == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
+    mixed = [(len(run.tokens), run.adapters.most, run.row_adapters.most) for run, _ in layout.passes([piece(9, 0), piece(9, 1)])]
+    assert mixed == [(4, 4, 4)]
+
+
 @pytest.mark.parametrize("lengths", [(50, 64, 20, 1), (130, 90, 40, 200, 30)])
 def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ...]) -> None:
     """Each under its own adapter; passes of four blocks and of one."""
