@@ -43,7 +43,7 @@ from skyrl_tx_server.ops import LossFn
 from skyrl_tx_server.packing import TrainShape, example
 from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Pass, Rows, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Pass, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
 H200 = """
@@ -131,6 +131,7 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
     rows = Rows(
         tokens=zeros(config.rows),
+        before=Carry.of_none(config.rows),
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),

@@ -132,8 +132,13 @@ class Executor(Protocol):
         """
         ...
 
-    def decode(self) -> Sequence[FinishedRow | FailedRow]:
-        """One decode block over all occupied slots. After any exception no slot is occupied."""
+    def decode(self) -> bool:
+        """Compute one decode block over all occupied slots, if none is under way, and wait for it: whether it ended rows. `collect` must
+        follow. After any exception no slot is occupied."""
+        ...
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
+        """What became of the block's rows. Where the caller would `go_on` with another block at once, that one is begun first."""
         ...
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
@@ -340,12 +345,19 @@ class Engine:
     def _decode(self) -> None:
         self._counts["decode_blocks"] += 1
         try:
-            finished = self._executor.decode()
+            ended = self._executor.decode()
+            finished = self._executor.collect(go_on=self._decodes_next(free_slots=1 if ended else 0))
         except Exception as error:
             self._fail_all_samples(error)
         else:
             self._collect(finished)
             self._report(list(self._sampling))
+
+    def _decodes_next(self, *, free_slots: int) -> bool:
+        """Whether nobody else wants the devices, where so many more slots are about to be free."""
+        with self._work:
+            free_slots += self._executor.num_slots - self._executor.rows_decoding
+            return not self._stopping and not self._scheduler.interrupts(free_slots=free_slots)
 
     def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
         for row in rows:

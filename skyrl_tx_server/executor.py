@@ -175,8 +175,11 @@ class DeviceExecutor:
     def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
         return self._slots.admit(admits)
 
-    def decode(self) -> Sequence[FinishedRow | FailedRow]:
+    def decode(self) -> bool:
         return self._slots.decode()
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
+        return self._slots.collect(go_on=go_on)
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return self._slots.running(ticket)

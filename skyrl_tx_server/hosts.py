@@ -67,6 +67,11 @@ class _Decode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Collect:
+    go_on: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Release:
     ticket: int
 
@@ -84,7 +89,7 @@ class _Continue:
     job: int
 
 
-_Call = _Admit | _Decode | _Release | _Begin | _Continue
+_Call = _Admit | _Decode | _Collect | _Release | _Begin | _Continue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +133,8 @@ class _Worker:
                 return self.executor.admit(call.admits)
             case _Decode():
                 return self.executor.decode()
+            case _Collect():
+                return self.executor.collect(go_on=call.go_on)
             case _Release():
                 return self.executor.release(call.ticket)
             case _Begin():
@@ -272,8 +279,11 @@ class LedExecutor:
     def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
         return self._leader.together(_Admit(admits=admits), self._worker)  # type: ignore[return-value]
 
-    def decode(self) -> Sequence[FinishedRow | FailedRow]:
+    def decode(self) -> bool:
         return self._leader.together(_Decode(), self._worker)  # type: ignore[return-value]
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
+        return self._leader.together(_Collect(go_on=go_on), self._worker)  # type: ignore[return-value]
 
     def release(self, ticket: int) -> None:
         with contextlib.suppress(HostLostError):  # nothing is held any more

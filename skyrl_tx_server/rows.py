@@ -32,10 +32,21 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of its keys and values; none while it is set aside
+    coming: int = 0  # tokens that the block under way brings, unless the row ends in it
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Of its last token, after the block under way."""
+        return self.length + self.coming - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still sample, after the block under way; less than one where it ends in it."""
+        return self.max_tokens - len(self.tokens) - self.coming
 
     @property
     def text(self) -> np.ndarray:

@@ -5,6 +5,7 @@ Rules, each with its test:
 - When training and sampling both have work they alternate: a decode block between two training steps, a training step between two decode
   blocks. A forward pass beside a long generation therefore waits for one block (and at most PREFILLS_PER_TURN prefills).
 - A long prompt is prefilled in pieces, and running samples get a decode block between two of them.
+- A decode block follows the one before it at once, while the host looks at what that one brought, unless somebody else's turn is next.
 - Waiting samples get free slots in the order they came; a request for several samples may enter in parts.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that were asked for before it.
 """
@@ -106,6 +107,10 @@ class Scheduler:
             self._prefills = 0
             return Decode()
         return None
+
+    def interrupts(self, *, free_slots: int) -> bool:
+        """Whether the turn after a decode block is somebody else's."""
+        return self._runnable_step() is not None or bool(self._admissions(free_slots))
 
     def finish(self, step: Step) -> None:
         """The operation of `step` is over, well or badly; its model's next one may run."""

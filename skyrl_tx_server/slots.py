@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,7 +29,7 @@ from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.low_rank import compiled_for, users_of
-from skyrl_tx_server.model.mesh import on_gpu, to_host
+from skyrl_tx_server.model.mesh import on_gpu, place_whole, to_host
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
@@ -37,7 +38,7 @@ from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
 from skyrl_tx_server.rows import Row, checked_max_tokens, row_settings, stop_tokens_of
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.snapshots import SnapshotBank
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, PassOutputs, Rows, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, BlockOutputs, Carry, PassOutputs, Rows, RowSettings, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import load_tokenizer
 
@@ -61,8 +62,35 @@ class _Joining:
     targets: Cells | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """A decode block as it goes to the device."""
+
+    live: Sequence[tuple[int, Row]]  # with their slots
+    rows: Rows
+    settings: RowSettings
+    ends: tuple[int, ...] | None
+
+    def same_program(self, other: _Block) -> bool:
+        return self.ends == other.ends and self.rows.adapters.most == other.rows.adapters.most
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    """A decode block on the device."""
+
+    block: _Block
+    outputs: BlockOutputs
+    sampled: BlockOutputs | None = None  # the outputs, in host memory
+    next: _Block | None = None  # what can follow at once
+
+
 class DecodeSlots:
-    """Rows join by `admit`, all of them advance by `decode`, and each leaves when it is complete."""
+    """Rows join by `admit`, all of them advance by `decode` and `collect`, and each leaves when it is complete.
+
+    A block can begin before the host has looked at the one before it: the last tokens stay on the device (`Carry`), and where a row will be
+    unless it ends the host knows beforehand. Rows that did end are in the next block without effect.
+    """
 
     def __init__(
         self,
@@ -97,7 +125,10 @@ class DecodeSlots:
         self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
         self._aside: list[Row] = []  # waiting for pages, oldest first
         self._pages: list[Pages] = []  # by group
-        self._set_aside_count = 0
+        self._set_aside_count = self._ahead_count = 0
+        self._flight: _Flight | Exception | None = None  # the block under way, or why it could not begin
+        self._resumed: FinishedRow | FailedRow | None = None  # over as soon as it was computed again
+        self._no_carry = jax.tree.map(partial(place_whole, config), Carry.of_none(len(self._rows)))
         self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
         shapes = GPU_PREFILL if on_gpu() else CPU_PREFILL
@@ -129,6 +160,7 @@ class DecodeSlots:
             "cache_pages_remembered": sum(pages.num_remembered for pages in self._pages),
             "rows_set_aside": len(self._aside),
             "preemptions": self._set_aside_count,
+            "decode_blocks_ahead": self._ahead_count,
         }
 
     def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
@@ -223,20 +255,48 @@ class DecodeSlots:
             target_prompt_logprobs=one.targets,
         )
 
-    def decode(self) -> Sequence[FinishedRow | FailedRow]:
-        """Up to `block` more tokens for every row that has the pages for them."""
+    def decode(self) -> bool:
+        """Up to `block` more tokens for every row that has the pages for them. Whether rows have ended; those that a stop string ends are
+        known to `collect` alone."""
         try:
-            resumed = self._resume() if self._aside else None
-            self._make_room()
-            live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
-            tokens, logprobs = self._decode(live) if live else ([], [])
-            finished = [
-                self._extend(slot, tokens[slot][tokens[slot] >= 0].tolist(), logprobs[slot][tokens[slot] >= 0].tolist()) for slot, _ in live
-            ]
+            if isinstance(self._flight, Exception):
+                raise self._flight
+            if self._flight is None:
+                self._resumed = self._resume() if self._aside else None
+                self._make_room()
+                live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
+                if not live:
+                    return False
+                self._flight = self._begin(self._block_of(live), self._no_carry)
+                self._expect(self._flight.block)
+            self._flight.next = self._block_after(self._flight.block)
+            self._flight.sampled = to_host(self._flight.outputs)
         except Exception:
             self._clear_all()
             raise
-        return [row for row in (resumed, *finished) if row is not None]
+        return not all(self._flight.sampled.carry.going[slot] for slot, _ in self._flight.block.live)
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
+        """The rows that are over after `decode`. To `go_on` the next block begins first, where that is possible."""
+        flight, self._flight = self._flight, None
+        finished, self._resumed = [self._resumed], None
+        if isinstance(flight, _Flight):
+            assert flight.sampled is not None, "decode comes first"
+            going = flight.sampled.carry.going
+            if go_on and flight.next is not None and any(going[slot] or not row.coming for slot, row in flight.next.live):
+                try:
+                    self._flight = self._begin(flight.next, flight.outputs.carry)
+                    self._ahead_count += 1
+                except Exception as error:  # what this block brought is not lost with it
+                    self._flight = error
+            for slot, row in flight.block.live:
+                row.coming = 0
+                if self._rows[slot] is row:  # else it has been released
+                    tokens, logprobs = flight.sampled.tokens[slot], flight.sampled.logprobs[slot]
+                    finished.append(self._extend(slot, tokens[tokens >= 0].tolist(), logprobs[tokens >= 0].tolist()))
+            if isinstance(self._flight, _Flight):
+                self._expect(self._flight.block)
+        return [row for row in finished if row is not None]
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
         rows = [row for row in (*self._rows, *self._aside) if row is not None and row.ticket == ticket]
@@ -337,15 +397,18 @@ class DecodeSlots:
     def _make_room(self) -> None:
         """Pages for the next block of every row, those that came first before others; who gets none is set aside."""
         for slot, row in sorted(((slot, row) for slot, row in enumerate(self._rows) if row is not None), key=lambda each: _age(each[1])):
-            group = self._group(slot)
-            steps = min(self._block, row.max_tokens - len(row.tokens))
-            wanted = -(-(row.length - 1 + steps) // PAGE) - len(row.pages)
-            while self._rows[slot] is row and wanted > 0:
-                new = group.take(wanted)
-                if new is not None:
-                    row.pages += new
-                    break
+            while self._rows[slot] is row and not self._has_room(slot, row):
+                group = self._group(slot)
                 self._set_aside(max((at for at, other in enumerate(self._rows) if other and self._group(at) is group), key=self._age_of))
+
+    def _has_room(self, slot: int, row: Row) -> bool:
+        """The row has pages for its next block, now at the latest."""
+        wanted = -(-(row.position + min(self._block, row.remaining)) // PAGE) - len(row.pages)
+        if wanted <= 0:
+            return True
+        new = self._group(slot).take(wanted)
+        row.pages += new or ()
+        return new is not None
 
     def _age_of(self, slot: int) -> tuple[int, int]:
         row = self._rows[slot]
@@ -434,22 +497,43 @@ class DecodeSlots:
                 given = (self._cache, self._params_apart, self._bank.arrays, decoding, settings)
                 yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
 
-    def _decode(self, live: Sequence[tuple[int, Row]]) -> tuple[np.ndarray, np.ndarray]:
+    def _block_of(self, live: Sequence[tuple[int, Row]]) -> _Block:
         rows = self._decode_rows(live)
         longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
+        sitting = dict(live)
+        return _Block(
+            live=live,
+            rows=rows,
+            settings=row_settings([sitting.get(slot) for slot in range(self.num_slots)], self._config.vocab_size),
+            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
+        )
+
+    def _block_after(self, block: _Block) -> _Block | None:
+        """What may follow a block that is under way: None where that needs pages that are not free, or another program, whose compilation
+        nobody should wait for."""
+        live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None and row.remaining > 0]
+        if self._aside or not live or not all(self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))):
+            return None
+        after = self._block_of(live)
+        return after if after.same_program(block) else None
+
+    def _begin(self, block: _Block, carry: Carry) -> _Flight:
         self._cache, outputs = decode_block(
             self._cache,
             self._params_apart,
             self._bank.arrays,
-            rows,
-            row_settings(self._rows, self._config.vocab_size),
+            replace(block.rows, before=carry),
+            block.settings,
             config=self._config,
             steps=self._block,
-            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
+            ends=block.ends,
             tempered=self._tempered,
         )
-        host = to_host(outputs)
-        return host.tokens, host.logprobs
+        return _Flight(block=block, outputs=outputs)
+
+    def _expect(self, block: _Block) -> None:
+        for _, row in block.live:
+            row.coming = self._block
 
     def _decode_rows(self, live: Sequence[tuple[int, Row]]) -> Rows:
         sitting = dict(live)
@@ -460,13 +544,14 @@ class DecodeSlots:
         adapters = np.full(self.num_slots, live[0][1].adapter_slot if live else 0, np.int32)
         stop_tokens = np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32)
         for slot, row in live:
-            tokens[slot], positions[slot] = row.tokens[-1], row.length - 1
-            remaining[slot] = row.max_tokens - len(row.tokens)
+            tokens[slot] = -1 if row.coming else row.tokens[-1]
+            positions[slot], remaining[slot] = row.position, row.remaining
             adapters[slot] = row.adapter_slot
             stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
         group = self._config.num_heads // self._config.num_kv_heads
         return Rows(
             tokens=tokens,
+            before=self._no_carry,
             positions=positions,
             remaining=remaining,
             tables=tables,
@@ -542,7 +627,7 @@ class DecodeSlots:
 
     def _forget_everything(self) -> None:
         self._rows[:] = [None] * self.num_slots
-        self._aside = []
+        self._aside, self._flight, self._resumed = [], None, None
         each = self._size.pages
         self._pages = [Pages(first=group * each, count=each) for group in range(self._groups)]
         self._cache: KVCache = empty_cache(config=self._config, pages=each * self._groups, dtype=self._dtype)

@@ -102,14 +102,18 @@ class Driver:
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
         self.admit(prompts, new=new)
         while self.executor.rows_decoding:
-            self.executor.decode()
+            self.decode()
+
+    def decode(self) -> None:
+        self.executor.decode()
+        self.executor.collect(go_on=True)
 
     def block_s(self, prompts: Sequence[Sequence[int]], *, blocks: int, steps: int, adapters: int = 1) -> float:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
             tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
-            took = [timed(self.executor.decode)().wall_s for _ in range(blocks)]
+            took = [timed(self.decode)().wall_s for _ in range(blocks)]
             for ticket in tickets:
                 self.executor.release(ticket)
         return median(took)

@@ -138,6 +138,11 @@ def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:
     return constrain(config.mesh, x, rows_spec(config.mesh, x.shape[0]))
 
 
+def keep_whole[Tree](config: ModelConfig, tree: Tree) -> Tree:
+    """Inside a program: a tree of arrays lies whole on every device, as `place_whole` has it."""
+    return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PartitionSpec()), tree)
+
+
 def rows_spec(mesh: Mesh | None, rows: int) -> PartitionSpec:
     """A leading axis of `rows` over the batch's devices where it divides, else whole on each."""
     return PartitionSpec(BATCH) if rows % devices_of_batch(mesh) == 0 else PartitionSpec()

@@ -55,6 +55,12 @@ METRICS = (
     ),
     Metric(name="preemptions_total", kind="counter", help="Sequences set aside for want of pages", source="preemptions"),
     Metric(name="decode_blocks_total", kind="counter", help="Decode blocks run", source="decode_blocks"),
+    Metric(
+        name="decode_blocks_ahead_total",
+        kind="counter",
+        help="Decode blocks begun before the host looked at the one before",
+        source="decode_blocks_ahead",
+    ),
     Metric(name="turn_seconds_total", kind="counter", help="Time the engine has spent, by what on", label="turn", source="turn_seconds"),
     Metric(
         name="tokens_total",

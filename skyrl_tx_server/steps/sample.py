@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
@@ -35,6 +36,7 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
+from skyrl_tx_server.model.mesh import keep_whole
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
@@ -86,10 +88,24 @@ class PassOutputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Carry:
+    """What a block leaves on the device for the one after it, which can so begin before the host has looked at anything."""
+
+    tokens: Leaf  # [B] int32, each row's last
+    going: Leaf  # [B] bool, whether it has not ended
+
+    @classmethod
+    def of_none(cls, rows: int) -> Carry:
+        return cls(tokens=np.zeros(rows, np.int32), going=np.zeros(rows, np.bool_))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
     """The decode slots at the start of a block."""
 
-    tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet
+    tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet; -1 of a row that goes on as `before` has it
+    before: Carry
     positions: Leaf  # [B] int32, that token's position = tokens in the cache; 0 for a free slot
     remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
     tables: Leaf  # [B, W] int32, the pages of each row, with room for a block; nobody's page where there are no more
@@ -105,6 +121,7 @@ class BlockOutputs:
 
     tokens: jax.Array  # [B, steps] int32
     logprobs: jax.Array  # [B, steps] float32
+    carry: Carry
 
 
 @jax.tree_util.register_dataclass
@@ -112,10 +129,11 @@ class BlockOutputs:
 class _BlockState:
     """A decode block on its way."""
 
-    tokens: jax.Array  # [B] int32, each row's last
+    last: jax.Array  # [B] int32, each row's
     remaining: jax.Array  # [B] int32
     recent: list[Segment]  # by layer, the block's own positions
-    outputs: BlockOutputs
+    tokens: jax.Array  # [B, steps] int32, as they leave the block
+    logprobs: jax.Array  # [B, steps] float32
 
 
 @partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=COMPILED)
@@ -197,11 +215,10 @@ def decode_block(
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
     empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
     recent = [segment_of(empty, empty)] * config.num_layers
-    outputs = BlockOutputs(tokens=jnp.full((batch, steps), -1, jnp.int32), logprobs=jnp.zeros((batch, steps), jnp.float32))
 
     def step(index: jax.Array, state: _BlockState) -> _BlockState:
         positions = rows.positions + index
-        x = params.embed[state.tokens][:, None]
+        x = params.embed[state.last][:, None]
         rope = rope_tables(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
@@ -224,20 +241,26 @@ def decode_block(
         live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)
         return _BlockState(
-            tokens=jnp.where(live, chosen, state.tokens),
+            last=jnp.where(live, chosen, state.last),
             remaining=jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0)),
             recent=written,
-            outputs=BlockOutputs(
-                tokens=state.outputs.tokens.at[:, index].set(jnp.where(live, chosen, -1)),
-                logprobs=state.outputs.logprobs.at[:, index].set(jnp.where(live, logprobs, 0.0)),
-            ),
+            tokens=state.tokens.at[:, index].set(jnp.where(live, chosen, -1)),
+            logprobs=state.logprobs.at[:, index].set(jnp.where(live, logprobs, 0.0)),
         )
 
-    start = _BlockState(tokens=jnp.asarray(rows.tokens), remaining=jnp.asarray(rows.remaining), recent=recent, outputs=outputs)
+    carried = rows.tokens < 0
+    start = _BlockState(
+        last=jnp.where(carried, rows.before.tokens, rows.tokens),
+        remaining=jnp.where(carried & ~rows.before.going, 0, rows.remaining),
+        recent=recent,
+        tokens=jnp.full((batch, steps), -1, jnp.int32),
+        logprobs=jnp.zeros((batch, steps), jnp.float32),
+    )
     end = jax.lax.fori_loop(0, steps, step, start)
-    counts = jnp.where(rows.remaining > 0, steps, 0)
+    counts = jnp.where(start.remaining > 0, steps, 0)
     cache = write_rows(config, cache, stacked(end.recent), rows.tables, rows.positions, counts, scatter=past is None)
-    return keep_cache(config, cache), end.outputs
+    carry = keep_whole(config, Carry(tokens=end.last, going=end.remaining > 0))
+    return keep_cache(config, cache), BlockOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
 
 
 def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:

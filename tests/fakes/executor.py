@@ -50,6 +50,7 @@ class FakeExecutor:
     gate: threading.Event | None = None  # when set, nothing runs before the event is
     errors: dict[str, Exception] = field(default_factory=dict)  # by entry of `log`: raised instead of running it
     log: list[str] = field(default_factory=list)
+    went_on: list[bool] = field(default_factory=list)  # by decode block
     threads: set[int] = field(default_factory=set)  # who called
     models: dict[str, LoraSpec] = field(default_factory=dict)
     _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
@@ -113,12 +114,16 @@ class FakeExecutor:
             logprobs[0] = np.nan
         return Admission(prompt_logprobs=logprobs, prompt_cache_hit_tokens=0, finished=())
 
-    def decode(self) -> Sequence[FinishedRow]:
+    def decode(self) -> bool:
         try:
             self._enter("decode")
         except Exception:
             self._rows.clear()
             raise
+        return any(sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values())
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow]:
+        self.went_on.append(go_on)
         finished = []
         for (ticket, index), (op, sampled) in list(self._rows.items()):
             length = op.settings.max_tokens or 4

@@ -56,8 +56,8 @@ class Defective:
         admissions = self.real.admit([replace(admit, op=self.before(self.real, admit.op)) for admit in admits])
         return [admission and replace(admission, finished=self._rows(admission.finished)) for admission in admissions]
 
-    def decode(self):
-        return self._rows(self.real.decode())
+    def collect(self, *, go_on):
+        return self._rows(self.real.collect(go_on=go_on))
 
     def _rows(self, rows):
         return [replace(row, sequence=self.sampled(row.sequence)) if hasattr(row, "sequence") else row for row in rows]

@@ -86,6 +86,18 @@ def test_training_runs_between_the_blocks_of_a_long_generation():
     last = max(at for at, turn in enumerate(turns) if turn == "forward_backward")
     between = turns[turns.index("decode") : last + 1]
     assert all(pair in (["decode", "forward_backward"], ["forward_backward", "decode"]) for pair in map(list, pairwise(between)))
+    beside = between.count("decode")
+    assert executor.went_on == [False] * beside + [True] * (len(executor.went_on) - beside), "the next block waits for who is next"
+
+
+def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
+    executor = FakeExecutor(num_slots=1, block=2, gate=threading.Event())
+    with running(executor) as engine:
+        futures = [engine.submit(sample(max_tokens=6)) for _ in range(2)]
+        executor.gate.set()
+        for future in futures:
+            future.result(TIMEOUT_S)
+    assert executor.went_on == [True, True, False, True, True, True], "the third block ended the first sample"
 
 
 def test_an_expected_error_reaches_its_caller_unchanged_and_alone():

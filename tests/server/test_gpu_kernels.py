@@ -41,7 +41,7 @@ from skyrl_tx_server.ops import LossFn, Sample, SampledSequence, SampleResult, S
 from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
 from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Rows, decode_block
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
@@ -281,6 +281,7 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
     cache = jax.eval_shape(partial(empty_cache, config=config, pages=40, dtype=np.dtype(jnp.bfloat16)))
     rows = Rows(
         tokens=np.zeros(4, np.int32),
+        before=Carry.of_none(4),
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),

@@ -16,7 +16,7 @@ from skyrl_tx_server.packing import TrainShape, TrainShapes, pack, unpack
 from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
 from skyrl_tx_server.rows import Row, row_settings
 from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Rows, decode_block, prefill
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward, train_batch
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
@@ -69,6 +69,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     cache, second = run_piece(cache, PIECE)
     rows = Rows(
         tokens=np.array(second.first_tokens, np.int32),
+        before=Carry.of_none(1),
         positions=np.array([LENGTH], np.int32),
         remaining=np.array([NEW], np.int32),
         tables=TABLE[None],

@@ -388,7 +388,8 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
     executor.admit([Admit(ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)])
-    (finished,) = executor.decode()
+    executor.decode()
+    (finished,) = executor.collect(go_on=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
     (admission,) = executor.admit([Admit(ticket=2, op=whole, first=0, count=1)])

@@ -172,8 +172,10 @@ def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
     assert isinstance(admit, Admit)
     scheduler.hold([admit])
+    assert not scheduler.interrupts(free_slots=2)
     assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
     scheduler.row_finished()
+    assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
     assert next_turn(scheduler, free_slots=2, rows_decoding=1) == admit
 
 

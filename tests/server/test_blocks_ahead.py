@@ -1,0 +1,177 @@
+"""A decode block may begin before the host has looked at the one before it: nobody's samples change, and nothing else goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import FailedRow, FinishedRow
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import Sample, SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.scheduler import Admit
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+
+MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
+"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the bit."""
+BLOCK, SLOTS = 8, 4
+rng = np.random.default_rng(5)
+REQUESTS = [
+    Sample(
+        weights=None,
+        prompt=rng.integers(0, 256, rng.integers(1, 70)).astype(np.int32),
+        settings=SamplingSettings(
+            max_tokens=int(rng.integers(1, 110)),
+            seed=number,
+            stop_at_eos=False,
+            stop_token_ids=tuple(rng.integers(0, 256, 3).tolist()) if number % 3 == 0 else (),
+            stop_strings=tuple("aeiou" if number % 3 == 1 else ()),
+        ),
+        num_samples=int(rng.integers(1, 3)),
+    )
+    for number in range(24)
+]
+
+
+SHORT, LONG = len(REQUESTS), len(REQUESTS) + 1
+REQUESTS += [
+    replace(REQUESTS[0], settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False), num_samples=1)
+    for length in (BLOCK - 2, 3 * BLOCK)
+]
+
+
+@dataclass
+class Driver:
+    """Does as an engine does, at moments of the test's choice."""
+
+    executor: DeviceExecutor
+    finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
+    failed: list[Exception] = field(default_factory=list)
+
+    def admit(self, ticket: int) -> None:
+        while (
+            admission := self.executor.admit([Admit(ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples)])[0]
+        ) is None:
+            pass
+        self._collect(admission.finished)
+
+    def block(self, *, go_on: bool) -> None:
+        self.executor.decode()
+        self._collect(self.executor.collect(go_on=go_on))
+
+    def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
+        for row in rows:
+            if isinstance(row, FailedRow):
+                self.failed.append(row.error)
+            else:
+                assert (row.ticket, row.index) not in self.finished, "a row is over once"
+                self.finished[row.ticket, row.index] = row.sequence
+
+
+@pytest.fixture(scope="module", params=[None, 448], ids=["room for all", "too little room"])
+def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Driver:
+    folder = tmp_path_factory.mktemp("ahead")
+    settings = make_settings(
+        make_model(folder / "model", MODEL),
+        folder,
+        decode_slots=SLOTS,
+        decode_block=BLOCK,
+        max_context_length=192,
+        cache_tokens=request.param,
+    )
+    return Driver(DeviceExecutor(settings))
+
+
+@pytest.fixture(autouse=True)
+def idle(driver: Driver) -> Iterator[None]:
+    if driver.executor._slots._flight is not None:  # all its rows have gone
+        driver.block(go_on=False)
+    driver.finished.clear()
+    yield
+    assert not driver.executor.rows_decoding and not driver.failed
+
+
+@pytest.fixture(scope="module")
+def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
+    """What each request samples alone, a block at a time."""
+    for ticket in range(len(REQUESTS)):
+        driver.admit(ticket)
+        while driver.executor.rows_decoding:
+            driver.block(go_on=False)
+    return dict(driver.finished)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(driver: Driver, alone: dict, seed: int) -> None:
+    """Requests enter, are withdrawn and finish (by length, stop token, stop string) while blocks are under way, and are set aside where
+    the cache is too small for all."""
+    executor, random = driver.executor, np.random.default_rng(seed)
+    before, released = executor.stats(), set()
+    waiting = random.permutation(len(REQUESTS)).tolist()
+    running: set[int] = set()
+    while waiting or executor.rows_decoding:
+        free = SLOTS - executor.rows_decoding
+        if waiting and REQUESTS[waiting[-1]].num_samples <= free and not executor.stats()["rows_set_aside"] and random.random() < 0.6:
+            try:
+                driver.admit(waiting[-1])
+                running.add(waiting.pop())
+            except CapacityError:
+                driver.block(go_on=True)
+        elif running and random.random() < 0.04:
+            ticket = running.pop()
+            executor.release(ticket)
+            released.add(ticket)
+        elif executor.rows_decoding:
+            driver.block(go_on=random.random() < 0.8)
+    stats = executor.stats()
+    assert stats["decode_blocks_ahead"] > before["decode_blocks_ahead"]
+    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
+    set_aside = stats["preemptions"] > before["preemptions"]
+    assert set_aside == (stats["cache_pages"] == 7)
+    expected = {key: sequence for key, sequence in alone.items() if key[0] not in released}
+    assert expected.keys() <= driver.finished.keys() <= alone.keys()
+    for key, sequence in driver.finished.items():
+        np.testing.assert_array_equal(sequence.tokens, alone[key].tokens)
+        np.testing.assert_allclose(sequence.logprobs, alone[key].logprobs, atol=1e-4 if set_aside else 0, rtol=0)
+        assert sequence.stop_reason is alone[key].stop_reason
+
+
+def test_rows_end_in_every_way(alone: dict) -> None:
+    """Or the test above would show little."""
+    ways = {(REQUESTS[ticket].settings.stop_strings != (), sequence.stop_reason) for (ticket, _), sequence in alone.items()}
+    assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
+
+
+def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.admit(SHORT)
+    driver.admit(LONG)
+    slots = driver.executor._slots
+    begin, begun = slots._begin, []
+
+    def failing(*arguments: object) -> object:
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return begin(*arguments)
+
+    monkeypatch.setattr(slots, "_begin", failing)
+    driver.block(go_on=True)
+    assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 2
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        driver.executor.decode()
+    assert not driver.executor.rows_decoding
+    driver.finished.clear()
+    driver.admit(SHORT)
+    driver.block(go_on=True)
+    assert not driver.executor.rows_decoding
+
+
+def test_nothing_begins_where_all_rows_have_ended(driver: Driver) -> None:
+    before = driver.executor.stats()["decode_blocks_ahead"]
+    driver.admit(SHORT)
+    assert driver.executor.decode()
+    driver._collect(driver.executor.collect(go_on=True))
+    assert driver.executor.stats()["decode_blocks_ahead"] == before
