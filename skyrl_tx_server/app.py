@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyrl_tx_server.errors import NotFoundError
+from skyrl_tx_server.errors import NotFoundError, ServerError
 from skyrl_tx_server.routes import downloads, futures, metrics, openai, refused, sampling, service, sessions, training, weights
 from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
 from skyrl_tx_server.routes.context import Context
@@ -82,7 +82,11 @@ async def housekeep(context: Context) -> None:
     for session_id in context.registry.expired():
         sessions.end_session(context, session_id, "no sign of life from its client")
     for path in context.ledger.expired():
-        with contextlib.suppress(NotFoundError):  # deleted by hand
+        try:
             await asyncio.to_thread(context.checkpoints.delete, path)
             logger.info("deleted %s: its time to live is over", path)
+        except NotFoundError:
+            logger.debug("%s was deleted by hand", path)
+        except (ServerError, OSError) as error:
+            logger.warning("the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error)
         context.ledger.forget(path)

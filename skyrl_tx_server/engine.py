@@ -88,6 +88,11 @@ class WithdrawnError(ServerError):
 class Watcher(Protocol):
     """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise nothing."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether it wants to hear of tokens."""
+        ...
+
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """What sample `index` has gained since the last call. A row's last tokens come with the result only."""
         ...
@@ -394,7 +399,7 @@ class Engine:
             if not sampling.watcher.wanted():
                 self._fail_sample(ticket, WithdrawnError("withdrawn: the client has gone"))
                 continue
-            for row in self._executor.running(ticket):
+            for row in self._executor.running(ticket) if sampling.watcher.follows else ():
                 seen = sampling.reported.get(row.index, 0)
                 if len(row.tokens) > seen:
                     sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
@@ -441,5 +446,6 @@ class Engine:
     def _deliver(self, ticket: int, put: Callable[[Future[OpResult]], None]) -> None:
         with self._work:
             future = self._futures.pop(ticket, None)
+            self._watchers.pop(ticket, None)  # of a sample that failed before it began
         if future is not None:  # None: stop() has answered already
             put(future)

@@ -30,7 +30,7 @@ from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
 from skyrl_tx_server.hosts import ALONE, Hosts
-from skyrl_tx_server.live_models import LiveModel, LiveModels
+from skyrl_tx_server.live_models import LiveModel, LiveModels, available_host_bytes
 from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
@@ -107,7 +107,12 @@ class DeviceExecutor:
         self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self._snapshots = SnapshotBank(
-            self._config, max_lora_rank=settings.max_lora_rank, slots=settings.max_snapshots, dtype=dtype, read=self._read
+            self._config,
+            max_lora_rank=settings.max_lora_rank,
+            slots=settings.max_snapshots,
+            dtype=dtype,
+            read=self._read,
+            free_host_bytes=lambda: hosts.agreed(available_host_bytes),
         )
         cache_budget = hosts.agreed(lambda: _cache_budget_bytes(settings, self._config, dtype))
         self._slots = DecodeSlots(

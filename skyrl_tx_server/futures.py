@@ -60,6 +60,8 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[OpResult]
+    withdraw: Callable[[], None]  # says that nobody waits, once it has begun
+    key: RequestKey | None = None
     abandoned: bool = False  # nobody will come for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
@@ -90,13 +92,15 @@ class FutureStore:
         session_id: str | None = None,
         extra: dict[str, str] | None = None,
         when_done: Callable[[Outcome], None] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
     ) -> str:
-        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves no trace."""
+        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves no trace. `withdraw` is called
+        when nobody will come for the result."""
         if key is not None and (known := self.find(key, kind=kind)) is not None:
             return known
         future = start()
         request_id = f"{kind}-{uuid.uuid4().hex}"
-        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id, running=future)
+        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id, running=future, withdraw=withdraw, key=key)
         if key is not None:
             scope = self._keys.setdefault(key.scope, OrderedDict())
             scope[key.seq_id] = (kind, request_id)
@@ -154,7 +158,7 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """A session is over: withdraw what has not begun, and keep no result longer than the grace period."""
+        """A session is over: withdraw its requests, and keep no result longer than the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
@@ -162,12 +166,13 @@ class FutureStore:
                 self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody will come for the result: withdraw the request if it has not begun. An unknown id is none that could be withdrawn."""
+        """Nobody will come for the result: withdraw the request. An unknown id is none that could be withdrawn."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
         entry.abandoned = True
         entry.running.cancel()
+        entry.withdraw()
         if entry.outcome is not None:
             self._count_as_delivered(request_id, entry)
 
@@ -235,6 +240,13 @@ class FutureStore:
                 return
 
     def _drop(self, request_id: str) -> None:
-        self._bytes -= self._entries.pop(request_id).size
+        entry = self._entries.pop(request_id)
+        self._bytes -= entry.size
+        if entry.key is not None and entry.kind == "sample":  # sent again it is sampled again; training must never run twice
+            scope = self._keys.get(entry.key.scope, OrderedDict())
+            if scope.get(entry.key.seq_id) == (entry.kind, request_id):
+                del scope[entry.key.seq_id]
+            if not scope:
+                self._keys.pop(entry.key.scope, None)
         self._delivered.pop(request_id, None)
         self._waiting.pop(request_id, None)

@@ -4,6 +4,8 @@ Rules, each with its test:
 - Operations of one model run in submission order, one at a time; models take turns, one step (one micro-batch) each.
 - When training and sampling both have work they alternate: a decode block between two training steps, a training step between two decode
   blocks. A forward pass beside a long generation therefore waits for one block (and at most PREFILLS_PER_TURN prefills).
+- Prefills after which no more rows decode than before (all of them were over with their first token) let running samples have a decode
+  block as often as training does.
 - A long prompt is prefilled in pieces, and running samples get a decode block between two of them.
 - A decode block follows the one before it at once, while the host looks at what that one brought, unless somebody else's turn is next.
 - Waiting samples get free slots in the order they came; a request for several samples may enter in parts.
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from skyrl_tx_server.ops import DropSnapshot, Op, Sample, SaveSampler
 
 PREFILLS_PER_TURN = 4
-"""Prefills before a decode block while training waits; without waiting training every free slot is filled first."""
+"""Prefills before a decode block while training waits, or in a row that fill no slot; otherwise every free slot is filled first."""
 PROMPTS_PER_PREFILL = 16
 """Are offered to be computed together: as many as the largest pass has blocks (see `batching`)."""
 
@@ -72,6 +74,8 @@ class Scheduler:
         self._samples: deque[_Waiting] = deque()
         self._training_next = True
         self._prefills = 0  # since the last decode block
+        self._in_vain = 0  # of them, since the last that left more rows decoding
+        self._rows_decoding = 0  # before this turn
         self._samples_held = False
         self._decode_next = False  # a piece of a prompt was the last turn
 
@@ -85,7 +89,11 @@ class Scheduler:
     def next(self, *, free_slots: int, rows_decoding: int) -> Turn | None:
         """The next turn; None when there is nothing to do until something is added or a row finishes."""
         step = self._runnable_step()
-        admits = () if self._decode_next and rows_decoding else self._admissions(free_slots)
+        if rows_decoding > self._rows_decoding:
+            self._in_vain = 0
+        self._rows_decoding = rows_decoding
+        decode_next = self._decode_next or self._in_vain >= PREFILLS_PER_TURN
+        admits = () if decode_next and rows_decoding else self._admissions(free_slots)
         if step is not None and self._prefills >= PREFILLS_PER_TURN:
             admits = ()
             if not rows_decoding:  # every prefilled request was already over: the prefills were sampling's turn
@@ -98,13 +106,14 @@ class Scheduler:
             return step
         if admits:
             self._prefills += 1
+            self._in_vain += 1
             for admit in admits:
                 self._take(admit)
             return Prefill(admits=admits)
         if rows_decoding:
             self._training_next = True
             self._decode_next = False
-            self._prefills = 0
+            self._prefills = self._in_vain = 0
             return Decode()
         return None
 

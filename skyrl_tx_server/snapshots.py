@@ -2,11 +2,13 @@
 
 Slot 0 is the base model. A snapshot is a copy made when it is saved, so training never touches it. A slot in use by a running row is
 pinned; otherwise the least recently used one makes room, and its snapshot comes back from host memory (an ephemeral one) or from disk
-(a tinker:// path).
+(a tinker:// path). A trainer makes an ephemeral one every step and cannot drop it before its session ends: where host memory has no room
+for another, those unused for longest are forgotten.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +24,11 @@ from skyrl_tx_server.model.lora import Adapter, keep_adapter, place_adapter, zer
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays
 
+logger = logging.getLogger(__name__)
+
 BASE_SLOT = 0
+HOST_RESERVE_BYTES = 1 << 30
+"""Of host memory that snapshots leave to everything else."""
 
 type SnapshotKey = tuple[str | None, int]
 """A name and how often it has been saved: equal keys mean equal weights."""
@@ -32,11 +38,21 @@ type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray
 class SnapshotBank:
     """Which snapshot lies in which slot, and the arrays themselves (`arrays`: every leaf [slots + 1, ...])."""
 
-    def __init__(self, config: ModelConfig, *, max_lora_rank: int, slots: int, dtype: np.dtype, read: ReadCheckpoint) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_lora_rank: int,
+        slots: int,
+        dtype: np.dtype,
+        read: ReadCheckpoint,
+        free_host_bytes: Callable[[], int],
+    ) -> None:
         self._config = config
+        self._free_host_bytes = free_host_bytes
         self._max_lora_rank = max_lora_rank
         self._read = read
-        self._in_memory: dict[str, Adapter] = {}  # host copies of ephemeral snapshots
+        self._in_memory: dict[str, Adapter] = {}  # host copies of ephemeral snapshots, least recently used first
         self._slots: dict[str, int] = {}  # least recently used first
         self._free = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()
@@ -58,7 +74,7 @@ class SnapshotBank:
         if weights in self._slots:
             self._evict(weights)
         if not on_disk:
-            self._in_memory[weights] = to_host(adapter)
+            self._keep(weights, to_host(adapter))
         self._dropped.discard(weights)
         self._saves[weights] += 1
         slot = self._make_room()
@@ -72,6 +88,8 @@ class SnapshotBank:
         """The bank slot of `weights`, kept there until `unpin`. CapacityError: every slot is in use. NotFoundError: it was never saved."""
         if weights is None:
             return BASE_SLOT
+        if weights in self._in_memory:
+            self._in_memory[weights] = self._in_memory.pop(weights)
         if weights in self._slots:
             self._slots[weights] = self._slots.pop(weights)
         else:
@@ -107,11 +125,23 @@ class SnapshotBank:
     def stats(self) -> dict[str, object]:
         return {"snapshots_on_device": len(self._slots), "snapshots_in_host_memory": len(self._in_memory)}
 
+    def _keep(self, weights: str, copy: Adapter) -> None:
+        needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
+        self._in_memory.pop(weights, None)
+        for unused in [other for other in self._in_memory if not self._pins[other]]:
+            if self._free_host_bytes() >= needed:
+                break
+            logger.warning("forgot the sampler snapshot %s: host memory has no room for another", unused)
+            del self._in_memory[unused]
+        self._in_memory[weights] = copy
+
     def _fetch(self, weights: str) -> Adapter:
         if weights in self._in_memory:
             return self._in_memory[weights]
         if not weights.startswith("tinker://"):
-            raise NotFoundError(f"no sampler weights {weights}: they were never saved, or freed with their session")
+            raise NotFoundError(
+                f"no sampler weights {weights}: they were never saved, freed with their session, or forgotten for want of host memory"
+            )
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
             raise UserError(f"{weights} is a training checkpoint; sample from one made by save_weights_for_sampler")

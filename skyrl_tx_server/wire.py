@@ -494,9 +494,9 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
     return values
 
 
-def check_request_cells(data: Sequence[TrainDatum]) -> None:
-    """Called after each datum, before the next one is unfolded."""
-    if sum(datum.target_tokens.size for datum in data) > MAX_REQUEST_CELLS:
+def check_request_cells(num_targets: int) -> None:
+    """Of all datums so far; called after each, before the next one is unfolded."""
+    if num_targets > MAX_REQUEST_CELLS:
         raise UserError(f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
 
 
@@ -568,14 +568,15 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     fields = Fields(body, "forward" if forward_only else "forward_backward")
     inner = Fields(fields.mapping("forward_input" if forward_only else "forward_backward_input"), "forward_backward_input")
     loss_fn = parse_loss_fn(inner.text("loss_fn"))
-    data = []
+    data, num_targets = [], 0
     for index, datum_body in enumerate(inner.items("data")):
         datum = Fields(datum_body, f"datum {index}")
         tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
         inputs = {name: _parse_dense_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
         datum.finish()
         data.append(check_datum(index, tokens, inputs, loss_fn, limits))
-        check_request_cells(data)
+        num_targets += data[-1].target_tokens.size
+        check_request_cells(num_targets)
     request = TrainRequest(
         model_id=fields.text("model_id"),
         seq_id=fields.optional_integer("seq_id"),

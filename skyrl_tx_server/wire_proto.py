@@ -65,9 +65,11 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     if not request.data:
         raise UserError("forward_backward: data is empty; send at least one datum")
     data: list[TrainDatum] = []
+    num_targets = 0
     for index, datum in enumerate(request.data):
         data.append(_datum(index, datum, loss_fn, limits))
-        check_request_cells(data)
+        num_targets += data[-1].target_tokens.size
+        check_request_cells(num_targets)
     return TrainRequest(
         model_id=request.model_id,
         seq_id=request.seq_id or None,  # proto3 cannot tell 0 from unset; the SDK counts from 1

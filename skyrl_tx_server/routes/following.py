@@ -18,18 +18,21 @@ from skyrl_tx_server.routes.context import Context
 class Listener:
     """Hands what the engine's thread reports to the event loop. Implements `engine.Watcher`."""
 
-    def __init__(self, *, keep_tokens: bool) -> None:
+    def __init__(self, *, follows: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._keep_tokens = keep_tokens
+        self.follows = follows
         self.news: asyncio.Queue[News | None] = asyncio.Queue()  # None: the request is over
         self.gone = False
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        if self._keep_tokens:
-            self._put(News(index=index, tokens=list(tokens), logprobs=list(logprobs)))
+        self._put(News(index=index, tokens=list(tokens), logprobs=list(logprobs)))
 
     def wanted(self) -> bool:
         return not self.gone
+
+    def leave(self) -> None:
+        """Nobody waits any more: what has begun is given up after its decode block."""
+        self.gone = True
 
     def over(self, future: concurrent.futures.Future[OpResult]) -> None:
         self._put(None)
@@ -41,7 +44,7 @@ class Listener:
 
 async def follow(context: Context, op: Sample, results: list[SampleResult]) -> AsyncGenerator[News]:
     """Every token of `op` as it comes; the result goes to `results`. Leaving early withdraws the request."""
-    listener = Listener(keep_tokens=True)
+    listener = Listener(follows=True)
     future = context.engine.submit(op, listener)
     future.add_done_callback(listener.over)
     seen = [0] * op.num_samples
@@ -57,13 +60,13 @@ async def follow(context: Context, op: Sample, results: list[SampleResult]) -> A
                 index=index, tokens=sequence.tokens[rest].tolist(), logprobs=sequence.logprobs[rest].tolist(), ended=sequence.stop_reason
             )
     finally:
-        listener.gone = True
+        listener.leave()
         future.cancel()
 
 
 async def results_of(context: Context, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
     """The results of `ops`; None when the client went away first, which withdraws them."""
-    listener = Listener(keep_tokens=False)
+    listener = Listener(follows=False)
     futures = [context.engine.submit(op, listener) for op in ops]
     leaving = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
@@ -71,7 +74,7 @@ async def results_of(context: Context, request: Request, ops: Sequence[Sample]) 
         await asyncio.wait({finished, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return [_sampled(future) for future in futures] if finished.done() else None
     finally:
-        listener.gone = True
+        listener.leave()
         leaving.cancel()
         finished.cancel()
 

@@ -39,7 +39,8 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(context: Context, request: Request) -> Reply:
-    """Sent when a client gives a sample up. Work that waits is withdrawn; what has begun finishes, and its result is not kept."""
+    """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its next decode block; anything else
+    that has begun finishes, and its result is not kept."""
     fields = Fields(await read_json(context, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")

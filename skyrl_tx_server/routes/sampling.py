@@ -12,6 +12,7 @@ from skyrl_tx_server.futures import RequestKey
 from skyrl_tx_server.ops import Sample
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.routes.following import Listener
 from skyrl_tx_server.wire import Fields, SampleRequest, parse_sample
 
 
@@ -74,7 +75,10 @@ def _submit(context: Context, sample: SampleRequest, *, weights: str | None, ses
     if sample.sampler_id is not None and sample.seq_id is not None:
         key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
         name = f"{sample.sampler_id}:{sample.seq_id}"
-    request_id = context.futures.submit(lambda: context.engine.submit(op), kind="sample", key=key, session_id=session_id)
+    listener = Listener(follows=False)
+    request_id = context.futures.submit(
+        lambda: context.engine.submit(op, listener), kind="sample", key=key, session_id=session_id, withdraw=listener.leave
+    )
     return {"request_id": request_id, "sample_sequence_ids": [f"{name}:{index}" for index in range(sample.num_samples)]}
 
 

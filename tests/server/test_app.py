@@ -7,7 +7,10 @@ import io
 import json
 import logging
 import tarfile
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -20,12 +23,14 @@ from tinker import types
 from tinker.proto import request_conv
 
 from skyrl_tx_server.app import build_app, housekeep
+from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.futures import Retention
 from skyrl_tx_server.ops import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
 from tests.fakes.engine import FACTORS, FakeEngine
+from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine
 
 PROTO = "application/x-protobuf"
@@ -331,6 +336,60 @@ async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None
     engine.stop()
     assert engine.of_type(UnloadModel) == [UnloadModel(model_id=model_id)]
     assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"{session_id}:sample:0")]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(0.005)
+
+
+def records(folder: Path) -> list[Path]:
+    return list(folder.rglob("checkpoint.json"))
+
+
+async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: Path) -> None:
+    """Those that have begun, and those of the same request that have no slot yet."""
+    gate = threading.Event()
+    gate.set()
+    executor = FakeExecutor(num_slots=2, block=1, gate=gate)
+    engine = Engine(executor)
+    context = replace(fake_context(tmp_path), engine=engine)
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+        session_id = await open_session(http)
+        sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 50},
+            "num_samples": 100,
+        }
+        await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
+        engine.start()
+        await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
+        gate.clear()
+        await asyncio.sleep(0.05)  # a turn that had begun is over or at the gate
+        blocks = executor.log.count("decode")
+        await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
+        gate.set()
+        await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
+    engine.stop()
+    assert executor.log.count("decode") <= blocks + 1 and not executor.rows_decoding
+
+
+async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.AsyncClient, context: Context, tmp_path: Path) -> None:
+    model_id = await make_model(http, await open_session(http))
+    paths = []
+    for number in range(2):
+        saved = await result(
+            http, await post(http, "save_weights", model_id=model_id, seq_id=1 + number, path=f"old{number}", ttl_seconds=3600)
+        )
+        paths.append(str(saved["path"]))
+        context.ledger.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
+    damaged, _ = sorted(records(tmp_path))
+    damaged.write_text("{")
+    await housekeep(context)
+    assert context.ledger.expired() == []
+    assert records(tmp_path) == [damaged]
 
 
 async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_restart(

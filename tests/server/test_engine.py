@@ -237,6 +237,8 @@ def test_stop_fails_what_is_pending_with_a_clear_error():
 class Notes:
     """A watcher that writes down what it is told, and leaves after `patience` reports."""
 
+    follows = True
+
     def __init__(self, patience: int = 1000) -> None:
         self.told: list[tuple[int, list[int], list[float]]] = []
         self._patience = patience
@@ -263,3 +265,10 @@ def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back():
             engine.submit(sample(10, max_tokens=50), Notes(patience=1)).result(TIMEOUT_S)
         assert executor.rows_decoding == 0 and executor.log.count("decode") == 1 + 1
         engine.submit(sample(10)).result(TIMEOUT_S)
+
+
+def test_a_sample_refused_before_it_begins_leaves_no_watcher_behind():
+    with running(FakeExecutor()) as engine:
+        with pytest.raises(UserError):
+            engine.submit(sample(10, max_tokens=1000), Notes()).result(TIMEOUT_S)
+        assert not engine._watchers

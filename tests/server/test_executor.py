@@ -349,6 +349,20 @@ def test_more_snapshots_at_once_than_the_bank_holds_take_turns(engine: Engine):
         assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == drawn[weights][0]
 
 
+def test_snapshots_unused_for_longest_are_forgotten_where_host_memory_is_full(
+    model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(executor_module, "available_host_bytes", lambda: 1 << 10)
+    with running(model_dir, checkpoints_dir) as engine:
+        create(engine, "a")
+        for step in range(4):
+            snapshot(engine, "a", f"s{step}")
+        assert engine.stats()["snapshots_in_host_memory"] == 1
+        draw(engine, "s3")
+        with pytest.raises(NotFoundError, match="host memory"):
+            draw(engine, "s0")
+
+
 def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Path):
     path = "tinker://a/sampler_weights/kept"
     with running(model_dir, checkpoints_dir) as engine:

@@ -194,3 +194,26 @@ async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
         if (outcome := await store.wait(request_id)) is not None:
             return outcome
     return None
+
+
+async def test_who_gives_up_withdraws_what_has_begun() -> None:
+    store, work = FutureStore(Retention()), Work()
+    withdrawn: list[str] = []
+    for session_id in ("one", "other"):
+        store.submit(
+            work, kind="sample", key=None, session_id=session_id, withdraw=lambda session_id=session_id: withdrawn.append(session_id)
+        )
+        work.futures[-1].set_running_or_notify_cancel()
+    store.abandon("one")
+    assert withdrawn == ["one"]
+
+
+async def test_a_samples_key_goes_with_its_result_and_that_of_a_training_step_stays() -> None:
+    store, work = FutureStore(Retention(max_finished=0)), Work()
+    for kind in ("sample", "optim_step"):
+        for seq_id in range(3):
+            request_id = store.submit(work, kind=kind, key=RequestKey(scope=kind, seq_id=seq_id))
+            work.futures[-1].set_result(Done())
+            await store.wait(request_id)
+    store.prune()
+    assert {scope: len(keys) for scope, keys in store._keys.items()} == {"optim_step": 3}

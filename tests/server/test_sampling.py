@@ -489,6 +489,8 @@ def test_results_are_whole(engine: Engine):
 
 def test_a_watched_sample_is_the_same_sample_and_its_parts_are_its_beginning(engine: Engine):
     class Parts:
+        follows = True
+
         def __init__(self) -> None:
             self.tokens_of: dict[int, list[int]] = {0: [], 1: []}
 

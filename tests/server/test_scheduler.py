@@ -144,6 +144,12 @@ def test_requests_that_end_in_their_prefill_do_not_starve_training():
     assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Step]
 
 
+def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
+    scheduler = queue(*[sample() for _ in range(20)])
+    turns = [next_turn(scheduler, free_slots=3, rows_decoding=1) for _ in range(2 * PREFILLS_PER_TURN + 3)]
+    assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Decode] + [Admit] * PREFILLS_PER_TURN + [Decode, Admit]
+
+
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample())
     first = next_turn(scheduler, free_slots=4, rows_decoding=0)
