@@ -96,7 +96,8 @@ class Chat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Half of a surrogate pair, which JSON can name and no tokenizer encodes, becomes a question mark."""
+        return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
 def load_chat(model_name: str) -> Chat:

@@ -375,6 +375,12 @@ class TrainerConfig:
             self.tis_sequence_mask != "off" or bounds == [None, None],
             "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or outlier",
         )
+        for name in ("tis_sequence_mask", "tis_token_mask"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            _check(
+                (low is None or low <= 1) and (high is None or high >= 1),
+                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token on which both agree",
+            )
 
     @chz.validate
     def _playing_ahead_is_sound(self) -> None:
@@ -405,6 +411,8 @@ class TrainerConfig:
             "kl_penalty_coef": self.kl_penalty_coef > 0,
             "tis": self.tis != "off",
             "tis_sequence_mask": self.tis_sequence_mask != "off",
+            "tis_token_mask_low": self.tis_token_mask_low is not None,
+            "tis_token_mask_high": self.tis_token_mask_high is not None,
             "num_substeps": self.num_substeps > 1,
         }
         needing = next((name for name, needs in whole_batch.items() if needs), None)
@@ -490,6 +498,12 @@ def loss_settings(items: list[str] | None, *, loss_fn: str) -> dict[str, float]:
             settings[key] = float(value)
         except ValueError:
             _check(False, f"loss_fn_config {key} needs a number, not {value!r}")
+    low, high = settings.get("clip_low_threshold", 1.0), settings.get("clip_high_threshold", 1.0)
+    _check(
+        0 <= low <= 1 <= high,
+        f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself and must have 1 between them; "
+        "for an epsilon write 1 - eps and 1 + eps",
+    )
     return settings
 
 

@@ -16,6 +16,7 @@ from statistics import NormalDist, fmean, stdev, variance
 import numpy as np
 
 LEVEL = 0.95
+MAX_SUMS = 2**20  # of the sign-flip test, on either side of 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,18 +127,26 @@ def compared(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
 def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     """How often a sum as far from 0 comes of flipping each task's sign at random: exact, over all 2^P flips.
 
+    Where numbers of trials differ so much that their common denominator has more than `MAX_SUMS` sums, differences are rounded to a grid of
+    that many, and what rounding leaves open counts as being as far: the value is an upper bound then, by a hair.
+
     >>> sign_flip_p_value([Fraction(1), Fraction(1), Fraction(1)])
     0.25
     """
-    scale = math.lcm(*(difference.denominator for difference in differences_P))
-    steps = [abs(int(difference * scale)) for difference in differences_P]
+    scale = Fraction(math.lcm(*(difference.denominator for difference in differences_P)))
+    whole = sum(map(abs, differences_P))
+    is_exact = whole * scale <= MAX_SUMS
+    if not is_exact:
+        scale = MAX_SUMS / whole
+    steps = [round(abs(difference) * scale) for difference in differences_P]
+    slack = 0 if is_exact else len(steps) / 2
     total = sum(steps)
     chances = np.zeros(2 * total + 1)  # of each sum, from -total on
     chances[total] = 1.0
     for step in steps:
         if step:
             chances = (np.roll(chances, step) + np.roll(chances, -step)) / 2
-    seen = abs(sum(int(difference * scale) for difference in differences_P))
+    seen = float(abs(sum(differences_P)) * scale) - slack
     sums = np.abs(np.arange(-total, total + 1))
     return min(1.0, float(chances[sums >= seen].sum()))
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from src.chat import Chat, Message
-from src.errors import BackendError, boundary
+from src.errors import BackendError, VerifierError, boundary
 from src.limits import LengthLimits
 from src.policy import Policy
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
@@ -190,6 +191,8 @@ class _Episode:
     def _record(self, turn: Turn, observation: Observation) -> None:
         """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
         reward = float(observation.reward)  # environments reckon in numpy, records are JSON
+        if not math.isfinite(reward):
+            raise VerifierError(f"the environment gave a reward that is no number: {reward}")
         self._reward += reward
         self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
         if turn.completion_ids:

@@ -102,7 +102,8 @@ class Rollouts:
     async def _measure_floor(self, task: Task) -> None:
         async with self._slots:
             try:
-                self._floors[task.id] = await self._source.floor(task)
+                async with asyncio.timeout(self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S):
+                    self._floors[task.id] = await self._source.floor(task)
             except Exception as error:  # the border of a trial
                 logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
                 self._floors[task.id] = None

@@ -38,7 +38,7 @@ from src.pipeline import PipelineSettings, ScheduleSettings, schedule
 from src.preparation import PreparationSettings
 from src.rewards.judge import Judge, JudgeSettings
 from src.rollouts import Rollouts, RolloutSettings
-from src.run_folder import RunFolder, find_run_folder
+from src.run_folder import RunFolder, find_run_folder, held, run_path
 from src.step_groups import GroupSettings
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
 from src.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
@@ -83,8 +83,9 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
-    folder = find_run_folder(config, name=name)
     async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
+        source_open.enter_context(held(run_path(config, name=name)))
+        folder = find_run_folder(config, name=name)
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         source_open.push_async_callback(parts.source.close)
         if not parts.source.train:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +19,11 @@ from src import checkpoints
 from src.checkpoints import Checkpoint
 from src.config import TrainerConfig
 from src.durable import remove, replace_text
-from src.errors import ConfigError
+from src.errors import ConfigError, StorageError
 from src.finished import any_graded
 from src.journal import JOURNAL
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -48,9 +55,38 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
+def run_path(config: TrainerConfig, *, name: str) -> Path:
+    return Path(config.log_path or Path(config.logs_dir) / name).expanduser().resolve()
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Nobody else trains into the folder while the block runs; ConfigError where somebody does.
+
+    The lock lies beside the folder, which may be deleted, or in it where nothing can be written beside it. The kernel drops it with the
+    process. A file system without locks has none.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK) else path / ".lock"
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; give another log_path or logs_dir") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another trainer is at work in log_path {path}; stop it first, or give another log_path") from error
+        except OSError as error:
+            logger.warning("%s: no lock can be taken there (%s); start no second trainer on this run", path, error)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
     """ConfigError when the folder holds a run and the options do not say what to do with it."""
-    path = Path(config.log_path or Path(config.logs_dir) / name).expanduser().resolve()
+    path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     if not (path / CONFIG_FILE).is_file():

@@ -99,8 +99,10 @@ class Terminus2RLTrainer:
             reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
             if self.steps_done == 0 and self._settings.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
+                self._journal.evaluated(0)
             elif self.steps_done and self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_evaluated(self.steps_done):
                 self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
+                self._journal.evaluated(self.steps_done)
             async with self._groups.played(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch
@@ -113,7 +115,7 @@ class Terminus2RLTrainer:
 
     async def _batch(self, batch: Batch, reference: Policy | None, *, num_batches: int) -> None:
         """One step, its evaluation where one is due, its line in the log, and only then its checkpoint: what a checkpoint stands for is
-        on disk already. The line is written even if the evaluation fails."""
+        on disk already. The line is written even if the evaluation fails, and the journal says `evaluated` once it holds one."""
         settings, last = self._settings, batch.step == num_batches
         started = time.monotonic()
         metrics = {
@@ -131,6 +133,8 @@ class Terminus2RLTrainer:
         finally:
             if self.steps_done == batch.step:
                 self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
+        if self._is_evaluation_due(num_batches=num_batches):
+            self._journal.evaluated(batch.step)
         if last or _due(batch.step, settings.save_every):
             await _uninterrupted(self._save(final=last))
 
@@ -215,7 +219,6 @@ class Terminus2RLTrainer:
         evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, directory)
-        self._journal.evaluated(step)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
         if (path := self._settings.export_path) is not None:
             await asyncio.to_thread(dump_evaluation, path, step, result.groups, result.metrics, self._source.text)

@@ -55,18 +55,22 @@ class RunLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = with_aliases(metrics)
-        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        append_record(self._path, {"step": step, **finite})
+        append_record(self._path, {"step": step, **finite(metrics)})
+        self._send(step, metrics)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds what the line of a step still lacked. Whenever the process dies, the file has the old line or the new one."""
+        before = next((record for record in records(self._path) if record["step"] == step), {})
+        metrics = with_aliases({name: value for name, value in before.items() if name != "step"} | dict(metrics))
+        kept = [record for record in records(self._path) if record["step"] < step]
+        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in [*kept, {"step": step, **finite(metrics)}]))
+        self._send(step, metrics)
+
+    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._wandb_run is not None:
             self._wandb_run.log(dict(metrics), step=step, commit=True)
         if self._trackio_run is not None:
-            self._trackio_run.log({name: value for name, value in finite.items() if value is not None}, step=step)
-
-    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds what the line of a step still lacked."""
-        before = next((record for record in records(self._path) if record["step"] == step), {"step": step})
-        forget_from(self._path, step)
-        self.log(step, {name: value for name, value in before.items() if name != "step"} | dict(metrics))
+            self._trackio_run.log({name: value for name, value in finite(metrics).items() if value is not None}, step=step)
 
     def forget_from(self, step: int) -> None:
         """Steps from this one on are about to be repeated and leave metrics.jsonl. wandb keeps the first value it was given."""
@@ -105,6 +109,11 @@ def project_name(project: str, *, is_judged: bool) -> str:
     'tau_with_taxonomy_feedback'
     """
     return project + JUDGE_SUFFIX if is_judged and not project.endswith(JUDGE_SUFFIX) else project
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:

@@ -241,6 +241,8 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, share_n
         if Path("/", name).exists():
             command += ["--ro-bind", str(Path("/", name).resolve()), f"/{name}"]
     command += ["--size", str(limits.storage_mb * 2**20), "--tmpfs", "/usr/local", "--proc", "/proc", "--dev", "/dev"]
+    # The tmpfs of --dev has no size but half of the machine's memory.
+    command += ["--perms", "1777", "--size", str(limits.storage_mb * 2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for name in PRIVATE_DIRECTORIES:
         command += ["--dir", f"/{name}"]
     for name in SHARED_DIRECTORIES:

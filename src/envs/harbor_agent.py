@@ -18,6 +18,7 @@ from harbor.llms.base import BaseLLM, ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
 from harbor.models.agent.context import AgentContext
 
+from src.envs.sandbox import is_the_machines
 from src.errors import SandboxError, TrainerError
 from src.tinker_llm import EpisodeOver, TinkerLLM
 from src.trajectory import StopReason
@@ -80,6 +81,8 @@ class TrainingTerminus2(Terminus2):
     async def _handle_llm_interaction(self, *args: Any, **kwargs: Any) -> Any:
         interaction = await super()._handle_llm_interaction(*args, **kwargs)
         commands, is_task_complete, feedback, *_ = interaction
+        for command in commands:  # half of a surrogate pair, which JSON can name, is nothing that can be typed
+            command.keystrokes = str(command.keystrokes).encode("utf-8", "replace").decode()
         self.session.num_commands += len(commands)
         self.session.num_parse_failures += feedback.startswith("ERROR")
         self._answers += 1
@@ -122,7 +125,9 @@ class TrainingTerminus2(Terminus2):
             self.session.error = error
             raise error
         try:
-            await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)
+            probe = await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)
+            if not is_the_machines(probe.return_code, environment):
+                raise SandboxError(" ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200])
         except Exception as dead:
             self.session.error = SandboxError(f"the sandbox stopped answering: {dead}")
             raise self.session.error from error

@@ -30,6 +30,7 @@ from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
 MAX_DOWNLOAD_BYTES = 2**30
+CANNOT_RUN = (126, 127)  # the status of a command that is not there any more, from a shell and from a container's runtime
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
 _instances = itertools.count(1)
@@ -224,6 +225,12 @@ class SandboxEnvironment(BaseEnvironment):
             host_path.unlink(missing_ok=True)
         if completed.status != 0:
             raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
+
+
+def is_the_machines(status: int, environment: BaseEnvironment) -> bool:
+    """Whether the status of `true` came from the machine itself. `docker compose exec` also ends with 1 where the container or the daemon
+    is gone; our own sandbox raises SandboxError then."""
+    return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
 
 
 def wants_network(config: EnvironmentConfig) -> bool:

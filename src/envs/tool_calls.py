@@ -117,7 +117,7 @@ def _embedded(text: str, tools: Collection[str]) -> Parsed | None:
     before, part = text[: found.start()], text[found.start() :]
     try:
         _, end = json.JSONDecoder().raw_decode(part)
-    except ValueError:
+    except (ValueError, RecursionError):
         end = len(part)
     if not _looks_like_a_call(part[:end], tools):
         return None
@@ -143,11 +143,13 @@ def _code(text: str, tools: Collection[str]) -> Parsed | None:
     content = (text[: found.start()] + text[found.end() :]).strip()
     try:
         call = ast.parse(found[0].strip(), mode="eval").body
-        assert isinstance(call, ast.Call)
+        if not isinstance(call, ast.Call):
+            raise ValueError("it is more than one call")
         if call.args:
             raise ValueError("arguments need names")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (ValueError, SyntaxError) as error:
+        json.dumps(arguments)  # Python has values that no tool knows, {1, 2} and b"x" among them
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         return Parsed(content=content, strategy=Strategy.CODE, problem=f"{found[0].strip()} cannot be read: {error}")
     return _parsed([{"name": found[1], "arguments": arguments}], Strategy.CODE, content=content)
 
@@ -207,6 +209,8 @@ def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         return EMBEDDED.match(text) is not None and error.msg != "Extra data"
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
+        return EMBEDDED.match(text) is not None
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, dict) and "name" in first and ("arguments" in first or "parameters" in first or first["name"] in tools)
 
@@ -215,11 +219,11 @@ def _json(text: str) -> tuple[object, int]:
     """(value, 1 if closing brackets had to be added). Raises Unreadable."""
     try:
         return json.loads(text), 0
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = str(error)
     try:
         return json.loads(text + _missing_brackets(text)), 1
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"no JSON: {error if isinstance(error, Unreadable) else problem}") from error
 
 

@@ -465,3 +465,11 @@ def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.Capt
     assert status == 1
     assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
     assert capsys.readouterr().err.startswith("validate: tasks_dir ")
+
+
+@pytest.mark.parametrize(
+    "command", ["cat /dev/zero > /app/big", "rm -rf /logs; echo x > /logs", "chmod 000 /logs", "rm -rf /tests; chmod 555 /"]
+)
+async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_try(tmp_path: Path, command: str) -> None:
+    outcome, _ = await play(tmp_path, solving(command), source(environment_kwargs={"storage_mb": "64"}))
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0

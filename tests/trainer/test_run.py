@@ -159,6 +159,26 @@ async def test_a_folder_with_a_run_is_left_alone(tmp_path):
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("behavior", ["resume", "delete", "raise"])
+async def test_a_folder_in_which_a_trainer_is_at_work_is_nobody_elses(tmp_path, behavior):
+    entered, free = asyncio.Event(), asyncio.Event()
+
+    async def wait(trial, policy):
+        entered.set()
+        await free.wait()
+        return await say_a_token(trial, policy)
+
+    first, second = Bench(tmp_path, play=wait), Bench(tmp_path)
+    running = asyncio.create_task(first.go())
+    await entered.wait()
+    with pytest.raises(ConfigError, match="another trainer is at work"):
+        await second.go(f"behavior_if_log_dir_exists={behavior}")
+    free.set()
+    await running
+    assert [record["step"] for record in first.lines("metrics.jsonl")] == [0, 1, 2]
+    await second.go("behavior_if_log_dir_exists=delete")
+
+
 async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
     bench = Bench(tmp_path)
     bench.path.mkdir()

@@ -157,3 +157,22 @@ def test_the_failure_rate_is_of_attempted_calls():
     assert parse_metrics([played(2, 1), played(1, 0)]) == {"reward/parse_failure_rate": 1 / 3, "parse/recovered": 2}
     assert parse_metrics([played(0, 0)])["reward/parse_failure_rate"] == 0
     assert parse_metrics([trajectory()]) == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'get_order(id="#1"), get_order(id="#2")',
+        'get_order(id="#1") or cancel(id="#1")',
+        "get_order(id={[]: 1})",
+        "get_order(id={1, 2})",
+        'get_order(id=b"#1")',
+        f"get_order(id={'-' * 5000}1)",
+        f'{{"name": "get_order", "arguments": {"[" * 5000}',
+        f'Well: {{"name": "get_order", "arguments": {"[" * 5000}',
+        f'{{"name": "get_order", "arguments": {{"id": {"9" * 5000}}}}}',
+    ],
+)
+def test_what_python_or_json_choke_on_is_an_unreadable_call_and_no_error_of_the_environment(answer: str) -> None:
+    parsed = parse(answer, TOOLS)
+    assert parsed.problem and not parsed.calls and parsed.counts["parse_failures"] == 1
