@@ -116,7 +116,11 @@ def main(argv: list[str]) -> int:
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
-    return full_recipe(given) if "model_name" in given else quick_start(given)
+    try:
+        return full_recipe(given) if "model_name" in given else quick_start(given)
+    except KeyboardInterrupt:  # before the trainer runs, who ends cleanly by himself
+        fail("stopped")
+        return 130
 
 
 def quick_start(given: dict[str, str]) -> int:
@@ -181,6 +185,9 @@ def check_options(options: dict[str, str]) -> None:
         parse(trainer_arguments(options))
     except ConfigError as error:
         sys.exit(fail(str(error)))
+    tasks_dir = options.get("tasks_dir")
+    if tasks_dir is not None and not Path(tasks_dir).expanduser().is_dir():
+        sys.exit(fail(f"tasks_dir {tasks_dir} is not a folder; give a folder of Harbor task folders"))
 
 
 def trainer_arguments(options: dict[str, str]) -> list[str]:
@@ -222,7 +229,8 @@ def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subpro
     log_file.parent.mkdir(parents=True, exist_ok=True)
     say(f"starting the server at {url} (log: {log_file})")
     address = httpx.URL(url)
-    with log_file.open("wb") as log:
+    with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays
+        starts_at = log.tell()
         server = subprocess.Popen(
             [sys.executable, "-m", "skyrl_tx_server", f"host={address.host}", f"port={address.port}", *arguments],
             stdout=log,
@@ -233,15 +241,20 @@ def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subpro
     started = time.monotonic()
     while not healthy(url):
         if server.poll() is not None:
-            lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+            lines = [line for line in said(log_file, starts_at) if line.strip()]
             sys.exit(fail(f"the server stopped with status {server.returncode}: {lines[-1] if lines else 'no output'}"))
         if time.monotonic() - started > START_TIMEOUT_S:
             server.kill()
             sys.exit(fail(f"the server did not come up within {START_TIMEOUT_S:.0f} s; see {log_file}"))
         time.sleep(0.2)  # another process: there is no event to wait for
-    ready = [line for line in log_file.read_text(errors="replace").splitlines() if "server ready" in line]
+    ready = [line for line in said(log_file, starts_at) if "server ready" in line]
     say(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
     return server
+
+
+def said(log_file: Path, starts_at: int) -> list[str]:
+    """The lines of a log from that byte on."""
+    return log_file.read_bytes()[starts_at:].decode(errors="replace").splitlines()
 
 
 def healthy(url: str) -> bool:

@@ -281,8 +281,8 @@ def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
         f"skyrl-tx server ready: {scheme}://{host}:{listener.getsockname()[1]}  model {info.base_model}  "
-        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  decode_slots {config.decode_slots}  "
-        f"checkpoints {config.checkpoints_dir}"
+        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  decode_slots {engine.stats()['slots']}  "
+        f"devices {info.devices}  checkpoints {config.checkpoints_dir}"
     )
 
 

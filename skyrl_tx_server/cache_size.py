@@ -13,7 +13,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM
+from skyrl_tx_server.model.paged_kernel import reads_as_they_lie
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class CacheSize:
 
 
 def kernel_decodes(config: ModelConfig) -> bool:
-    """On a GPU a kernel reads the pages as they lie; elsewhere, and for a latent attention's wide heads, they are copied side by side once
-    per block."""
-    return on_gpu() and config.head_dim <= MAX_HEAD_DIM
+    """On a GPU a kernel reads the pages as they lie; elsewhere, and for heads it does not take, as a latent attention's wide ones, they are
+    copied side by side once per block."""
+    return on_gpu() and reads_as_they_lie(config.head_dim)
 
 
 def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> CacheSize:
@@ -63,7 +63,10 @@ def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, d
     asked = asked_cache(settings, config, context, dtype)
     room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
     copied = asked.copied_pages
-    if settings.cache_tokens is None:
+    if settings.cache_tokens is None and not copied:  # a row needs what pages it fills: fewer pages cost less than fewer rows
+        pages = min(asked.pages, room)
+        slots = min(asked.slots, pages - 1 - whole)
+    elif settings.cache_tokens is None:
         slots = min(asked.slots, room // (whole + 1 + copied))
         pages = 1 + slots * (whole + 1)
     else:
@@ -87,5 +90,9 @@ def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, d
             slots * settings.mesh.batch,
             context,
             settings.mesh.batch * budget_bytes / 2**30,
+        )
+    elif pages < asked.pages:
+        logger.info(
+            "keys and values of %d tokens are kept, of up to %d sequences", (pages - 1) * PAGE * settings.mesh.batch, settings.decode_slots
         )
     return replace(asked, slots=slots, pages=pages)

@@ -152,7 +152,7 @@ class CheckpointStore:
         directory = self._directory(path)
         record_file = directory / RECORD_NAME
         if record_file.exists() and not overwrite:
-            raise ConflictError(f"checkpoint {path} exists already; choose another name or pass overwrite")
+            raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
         self._root.mkdir(parents=True, exist_ok=True)
         num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
         if self._quota_bytes is not None:

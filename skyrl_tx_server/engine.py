@@ -38,6 +38,7 @@ class EngineInfo:
     vocab_size: int
     model_type: str = "qwen3"  # the family, as config.json names it
     eos_token_ids: tuple[int, ...] = ()
+    devices: str = ""  # how many of which kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.mesh import check_divisible, make_mesh, on_gpu, to_host
+from skyrl_tx_server.model.mesh import check_device, check_divisible, make_mesh, on_gpu, to_host
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
@@ -135,6 +135,7 @@ class DeviceExecutor:
             vocab_size=self._config.vocab_size,
             model_type=self._config.model_type,
             eos_token_ids=self._config.eos_token_ids,
+            devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
         ahead = on_gpu() and jax.process_count() == 1 if settings.compile_ahead is None else settings.compile_ahead
@@ -403,6 +404,7 @@ def _model_config(settings: EngineSettings) -> ModelConfig:
 
 def _on_mesh(settings: EngineSettings, config: ModelConfig) -> ModelConfig:
     """The same model on the devices that the settings ask for. ConfigError in one line where it cannot be divided over them."""
+    check_device()
     check_divisible(config, settings.mesh, decode_slots=settings.decode_slots)
     return replace(config, mesh=make_mesh(settings.mesh))
 

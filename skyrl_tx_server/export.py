@@ -26,7 +26,7 @@ from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, Checkpoi
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import model_alias
 from skyrl_tx_server.disk import check_room
-from skyrl_tx_server.errors import ConfigError, ServerError
+from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError
 from skyrl_tx_server.merge import merged_bytes, write_merged
 from skyrl_tx_server.peft_files import adapter_tensors, deltas, optimizer_at_rest, read_adapter, write_adapter
 
@@ -127,7 +127,11 @@ def _run(verb: str, argv: Sequence[str]) -> str:
 def _read(checkpoints_dir: str, path: str, *, base_hash: str | None) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
     """A checkpoint of whatever base model, whose weights must be those of `base_hash` where that is given."""
     root = Path(checkpoints_dir).expanduser()
-    info = CheckpointStore(root, "").info(path)
+    try:
+        info = CheckpointStore(root, "").info(path)
+    except NotFoundError as error:
+        where = f"checkpoints_dir={checkpoints_dir}; give the server's own, which a quick start has in RUN.server/checkpoints"
+        raise NotFoundError(f"{error} in {where}") from None
     return CheckpointStore(root, info.base_model, base_hash).read(path)
 
 

@@ -623,6 +623,8 @@ class DecodeSlots:
         for row in (*self._rows, *self._aside):
             if row is not None:
                 self._bank.unpin(row.weights)
+        for leaf in jax.tree.leaves(self._cache):
+            leaf.delete()  # or the next would lie beside it, for which there may be no room
         self._forget_everything()
 
     def _forget_everything(self) -> None:
@@ -633,8 +635,11 @@ class DecodeSlots:
         self._cache: KVCache = empty_cache(config=self._config, pages=each * self._groups, dtype=self._dtype)
 
     def _recover(self, error: Exception) -> None:
-        """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+        """After a failed prefill: nothing is wrong with the other rows, unless the program took the donated cache with it: at once, or on a
+        GPU, where it finds no room for temporaries, by returning one that never comes to be."""
+        try:
+            jax.block_until_ready(self._cache)
+        except Exception:
             self._clear_all()
             raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
 

@@ -24,6 +24,7 @@ SECTIONS = {
     "max_turns": "Agent",
     "environment_type": "Trials",
     "trial_attempts": "Faults",
+    "tau2_home": "tau-bench and judges",
     "eval_split": "Held-out tasks",
 }
 

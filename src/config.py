@@ -90,7 +90,7 @@ class TrainerConfig:
     dump_eval_results: bool = chz.field(default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ...")
     save_every: int = chz.field(default=20, doc="Steps between checkpoints; 0: only at the end")
 
-    lora_rank: int = chz.field(default=32, doc="LoRA rank, a power of two within the server's limit")
+    lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit")
     seed: int = chz.field(default=0, doc="Seed of the adapter, the task order and every sample")
     learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate")
     adam_beta1: float = chz.field(default=0.9, doc="Adam's decay of the mean")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from src.console import Display
+from src.console import MAX_DOMAINS, Display
 from src.durable import replace_text
 from src.errors import ConfigError, RubbleError
 from src.estimates import Comparison, Estimate, Tally, compared
@@ -53,7 +53,7 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     """What was found, the trials without a grade in a line of their own."""
     metrics = results["metrics"]
     report_block(results, "test/env/all", metrics, display)
-    for name, block in results["domains"].items() if len(results["domains"]) > 1 else ():
+    for name, block in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
         display.say(f"{name}:")
         report_block(block, f"test/env/{name}", metrics, display, indent="  ")
     stops = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("test/env/all/stop_reason/")}

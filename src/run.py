@@ -93,8 +93,12 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
         folder.create(config)
         await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
-        with logging_to_file(folder.path / "logs.log"), journalled(folder.path) as journal:
-            await survive(config, parts, stack.pop_all(), folder, journal, display, name=name, open_parts=open_parts)
+        with (
+            logging_to_file(folder.path / "logs.log"),
+            journalled(folder.path) as journal,
+            open_run_log(folder.path, narrow(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log,
+        ):
+            await survive(config, parts, stack.pop_all(), folder, journal, run_log, display, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     learnt_from = signals(recorded_variances(metrics_file))
@@ -115,9 +119,9 @@ async def survive(
     connection: AsyncExitStack,
     folder: RunFolder,
     journal: Journal,
+    run_log: RunLog,
     display: Display,
     *,
-    name: str,
     open_parts: Open,
 ) -> None:
     """Trains to the end, over as many servers as it takes: after each loss from the last checkpoint, replaying what is on disk.
@@ -125,21 +129,20 @@ async def survive(
     A server that is lost again before one more trial was graded or one more step trained is not coming back to its senses.
     """
     progress = -1
-    with open_run_log(folder.path, narrow(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log:
-        while True:
-            try:
-                async with connection:
-                    await train(config, parts, folder, journal, run_log, display)
-                return
-            except BackendError as error:
-                if config.reconnect_timeout_sec == 0:
-                    raise ServerLost(f"{error}; start it again and resume the run") from error
-                if journal.progress <= progress:
-                    raise
-                progress = journal.progress
-                display.say(f"server lost: {error}")
-            connection, parts = await reconnected(config, parts.source, folder, display, open_parts=open_parts)
-            folder = folder.at_last_checkpoint()
+    while True:
+        try:
+            async with connection:
+                await train(config, parts, folder, journal, run_log, display)
+            return
+        except BackendError as error:
+            if config.reconnect_timeout_sec == 0:
+                raise ServerLost(f"{error}; start it again and resume the run") from error
+            if journal.progress <= progress:
+                raise
+            progress = journal.progress
+            display.say(f"server lost: {error}")
+        connection, parts = await reconnected(config, parts.source, folder, display, open_parts=open_parts)
+        folder = folder.at_last_checkpoint()
 
 
 async def reconnected(

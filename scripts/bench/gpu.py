@@ -15,6 +15,7 @@ an H200 was measured to reach: 4.3 TB/s and 790 TFLOP/s in bfloat16. What must b
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import sys
 import tempfile
@@ -132,6 +133,8 @@ def main(config: GpuConfig) -> None:
             prefill(config, model, driver)
             block_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
+        del driver
+        gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
         with open_executor(decode_block=64) as driver:
             longer_s = driver.block_s(driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64)
         gap_s = block_s - 16 * (longer_s - block_s) / 48  # what a block takes beyond its steps
@@ -142,8 +145,12 @@ def main(config: GpuConfig) -> None:
 def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
     given = {"max_context_length": longest, "decode_slots": config.rows, "train_tokens_per_batch": config.train_length}
+    given |= {"compile_ahead": False}  # or other programs would be compiled, and tried on the device, while these are timed
     with tempfile.TemporaryDirectory() as folder:
-        yield Driver(DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)))
+        executor = DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given))
+        if executor.num_slots < config.rows:
+            sys.exit(f"only {executor.num_slots} of {config.rows} rows fit: give rows={executor.num_slots} or a smaller context")
+        yield Driver(executor)
 
 
 def training(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:

@@ -33,6 +33,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads")
     if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
@@ -132,8 +134,11 @@ def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face model directory") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return raw

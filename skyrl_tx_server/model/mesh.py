@@ -34,8 +34,23 @@ VOCABULARY = PartitionSpec("tensor", "fsdp")
 """Of the embedding and the head, [V, D]."""
 
 
+OLDEST_GPU = 8
+"""Compute capability from which on Triton compiles."""
+
+
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def check_device() -> None:
+    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start and fail every request."""
+    device = jax.local_devices()[0]
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    if on_gpu() and major.isdigit() and int(major) < OLDEST_GPU:
+        raise ConfigError(
+            f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need {OLDEST_GPU}.0 or more (A100, "
+            "RTX 30 and later); JAX_PLATFORMS=cpu runs the server without it"
+        )
 
 
 def make_mesh(shape: MeshShape) -> Mesh | None:

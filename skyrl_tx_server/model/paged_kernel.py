@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 
 from skyrl_tx_server.model.page_stretches import Stretches, max_parts, queries_per_row
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
-from skyrl_tx_server.model.tree_kernel import MIN_DIM, padded_heads, product
+from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM, MIN_DIM, compiler_params, padded_heads, product
 
 
 class Attended(NamedTuple):
@@ -37,6 +37,15 @@ PROGRAMS = 128
 
 MANY_TILES = 512
 """Blocks of a prompt, by heads, that keep a GPU busy when two of them share a program, which reads their pages once."""
+
+
+def reads_as_they_lie(head_dim: int) -> bool:
+    """Whether pages of such heads go to the kernels as they are. Others would be filled up to a power of two first, in a copy of all pages.
+
+    >>> [reads_as_they_lie(head_dim) for head_dim in (64, 96, 128, 256, 576)]
+    [True, False, True, True, False]
+    """
+    return MIN_DIM <= head_dim <= MAX_HEAD_DIM and head_dim & (head_dim - 1) == 0
 
 
 def paged_attention(
@@ -157,7 +166,7 @@ def prefill_attention(
         ),
         out_specs=own,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
-        compiler_params=triton.CompilerParams(num_warps=4 if width <= 64 else 8, num_stages=2),
+        compiler_params=compiler_params(q),
         interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)

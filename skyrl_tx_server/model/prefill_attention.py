@@ -18,9 +18,8 @@ from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, read_pages
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.mesh import devices_of_batch, on_each
-from skyrl_tx_server.model.paged_kernel import prefill_attention
+from skyrl_tx_server.model.paged_kernel import prefill_attention, reads_as_they_lie
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
-from skyrl_tx_server.model.tree_kernel import MAX_HEAD_DIM
 
 PAGES_AT_ONCE = 4
 
@@ -37,9 +36,9 @@ class Blocks:
 
 def attend_to_pages(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
     """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages: a kernel on NVIDIA's devices, a loop
-    elsewhere, for the widest heads, and where pages lie on several devices."""
+    elsewhere, for heads it does not take, and where pages lie on several devices."""
     loop = partial(_by_loop, config)
-    if config.head_dim > MAX_HEAD_DIM or devices_of_batch(config.mesh) > 1:
+    if not reads_as_they_lie(config.head_dim) or devices_of_batch(config.mesh) > 1:
         return loop(cache, layer, blocks, q)
     return jax.lax.platform_dependent(cache, jnp.asarray(layer), blocks, q, cuda=partial(by_kernel, config), default=loop)
 

@@ -20,6 +20,7 @@ from skyrl_tx_server.model.tree_layout import TreeLayout
 
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The least a matrix product takes of any axis, and the widest head of which a tile fits on chip."""
+WIDE_HEAD = 256  # bytes
 QUERY_TILE, TILE = 128, 64
 """Tokens: the forward pass holds so many queries while keys pass by in tiles of the other; the backward pass takes the other of both."""
 
@@ -36,7 +37,7 @@ def forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, int
         in_specs=(*looks, own, keys, keys),
         out_specs=(own, numbers),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)),
-        compiler_params=_compiler_params(q),
+        compiler_params=compiler_params(q),
         interpret=interpret,
         name="tree_attention_forward",
     )(layout.ends, layout.key_blocks, layout.num_key_blocks, q, k, v)
@@ -59,7 +60,7 @@ def backward(
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)  # [R, H, T], the softmax's own part
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
-    options = {"compiler_params": _compiler_params(q), "interpret": interpret}
+    options = {"compiler_params": compiler_params(q), "interpret": interpret}
     looks, own, keys, numbers = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=head_dim**-0.5),
@@ -97,8 +98,10 @@ def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)
     return jax.lax.dot_general(left, right, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _compiler_params(q: jax.Array) -> triton.CompilerParams:
-    return triton.CompilerParams(num_warps=4 if q.shape[-1] <= 64 else 8, num_stages=2)
+def compiler_params(q: jax.Array) -> triton.CompilerParams:
+    """Of a kernel over queries [..., hd]. Of wide heads only one tile of keys at a time fits into many a GPU's shared memory."""
+    wide = q.shape[-1] * q.dtype.itemsize > WIDE_HEAD
+    return triton.CompilerParams(num_warps=4 if q.shape[-1] <= 64 else 8, num_stages=1 if wide else 2)
 
 
 def _query_specs(

@@ -212,8 +212,11 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
     if index.exists():
-        where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = sorted(set(where.values()))
+        try:
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            paths = sorted(set(where.values()))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ConfigError(f"{index} is broken or cut short: it holds no weight_map; fetch it again") from None
     elif single.exists():
         where, paths = {}, [single.name]
     else:

@@ -28,7 +28,7 @@ Check = Callable[[Path, TaskConfig], None]  # raises ConfigError for a task that
 
 
 def load_tasks(directory: Path, *, check: Check) -> list[Task]:
-    """All tasks of a folder, by name. ConfigError with one line per broken folder."""
+    """All tasks of a folder, by name. ConfigError with one line per reason why some cannot be played."""
     directory = directory.expanduser().resolve()
     if not directory.is_dir():
         raise ConfigError(f"tasks_dir {directory} is not a folder; give a folder of task folders")
@@ -38,15 +38,18 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
         folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
     if not folders:
         raise ConfigError(f"tasks_dir {directory} holds no task folders")
-    tasks, broken = [], []
+    tasks: list[Task] = []
+    refused: dict[str, list[Path]] = {}  # by reason
     for folder in folders:
         try:
             tasks.append(load_task(folder, check=check))
         except ConfigError as error:
-            broken.append(str(error))
-    if broken:
-        count = [f"{len(broken)} of {len(folders)} task folders are broken; mend or remove them"] if len(broken) > 1 else []
-        raise ConfigError("\n".join([*broken, *count]))
+            refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
+    if refused:
+        lines = [f"{first}{reason}" + (f" (and {len(others)} more)" if others else "") for reason, (first, *others) in refused.items()]
+        if (count := len(folders) - len(tasks)) > 1:
+            lines.append(f"{count} of {len(folders)} task folders cannot be played; mend or remove them")
+        raise ConfigError("\n".join(lines))
     return tasks
 
 
@@ -119,4 +122,4 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
             network_policy=config.environment.resolve_baseline(),
         )
     except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{folder}: {' '.join(str(error).split())}; environment_type=sandbox may do") from error

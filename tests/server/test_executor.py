@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.ops import (
     AdamSettings,
     CreateModel,
@@ -468,6 +469,46 @@ def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
     assert draw(engine, "s") == expected
     assert engine.stats()["slots_used"] == 0
     run(engine, DropSnapshot(weights="s"))  # nothing is left pinned
+
+
+def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_samples(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The next is made where it lay."""
+    expected = draw(engine, None)
+    real_prefill, real_cache = slots_module.prefill, slots_module.empty_cache
+    lost: list[KVCache] = []
+
+    def check(_: np.ndarray) -> np.ndarray:
+        if broken.is_set():
+            raise DeviceError("out of memory")
+        return np.zeros((), np.float32)
+
+    @jax.jit
+    def late(matrix: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 200, lambda _, product: jnp.tanh(product @ matrix), matrix)
+
+    @jax.jit
+    def checked(leaf: jax.Array, matrix: jax.Array) -> jax.Array:
+        return leaf + jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), matrix[0, 0]).astype(leaf.dtype)
+
+    def failing(*args, **options):
+        returned, matrix = real_prefill(*args, **options), late(np.ones((300, 300), np.float32))  # or a CPU would raise at once
+        cache, outputs = jax.tree.map(lambda leaf: checked(leaf, matrix), returned)
+        lost.append(cache)
+        return cache, outputs
+
+    def alone(**options):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lost))
+        return real_cache(**options)
+
+    broken = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(slots_module, "prefill", failing)
+        patch.setattr(slots_module, "empty_cache", alone)
+        assert draw(engine, None) == expected
+        broken.set()
+        with pytest.raises(ServerError, match="out of memory"):
+            draw(engine, None)
+    assert draw(engine, None) == expected
 
 
 def test_a_failed_prefill_that_spares_the_cache_costs_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):

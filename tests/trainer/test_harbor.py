@@ -348,7 +348,18 @@ def test_each_broken_folder_has_its_line(tmp_path: Path) -> None:
         source(tmp_path)
     lines = str(error.value).splitlines()
     assert lines[0].startswith(str(tmp_path / "a")) and lines[1].startswith(str(tmp_path / "b"))
-    assert lines[2] == "2 of 3 task folders are broken; mend or remove them"
+    assert lines[2] == "2 of 3 task folders cannot be played; mend or remove them"
+
+
+def test_folders_with_the_same_fault_share_a_line(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        shutil.copytree(HELLO, tmp_path / name)
+        (tmp_path / name / "task.toml").unlink()
+    with pytest.raises(ConfigError) as error:
+        source(tmp_path)
+    line, count = str(error.value).splitlines()
+    assert line.startswith(f"{tmp_path / 'a'}: no task.toml") and line.endswith("(and 2 more)")
+    assert count.startswith("3 of 3 task folders")
 
 
 def many(tmp_path: Path, *names: str) -> Path:
