@@ -78,7 +78,6 @@ class EpisodeSettings:
     temperature: float
     seed: int
     max_turns: int | None = None
-    timeout_s: float | None = None
     use_native_tool_calling: bool = False  # let the chat template show the environment's tools, where that agrees
     step_wise: bool = False  # render the whole history for each answer, as the template shows it by then, instead of extending the tokens
 
@@ -91,17 +90,9 @@ async def run_episode(
     started = time.monotonic()
     failure: tuple[FailureKind, str] | None = None
     try:
-        async with asyncio.timeout(settings.timeout_s) as deadline:
-            await episode.play()
+        await episode.play()
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
-    except TimeoutError as error:
-        if not deadline.expired():
-            failure = (episode.blame, f"TimeoutError: {error}")
-        elif episode.blame == FailureKind.ENV_INIT_FAILED:
-            failure = (episode.blame, f"the environment did not start within {settings.timeout_s:g} s")
-        else:
-            episode.stop_reason = StopReason.TIMEOUT
     except Exception as error:
         failure = (episode.blame, f"{type(error).__name__}: {error}")
     finally:

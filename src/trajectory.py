@@ -17,7 +17,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"
     SESSION_CLOSED = "session_closed"  # the agent closed its own terminal
-    TIMEOUT = "timeout"  # the episode's own deadline
+    TIMEOUT = "timeout"  # one call of the environment did not come back
     FAILED = "failed"  # the trial could not be graded, and failed_trial_reward stands in for its reward
 
 

@@ -21,7 +21,7 @@ def ending(reward: float = 1.0) -> Observation:
 class ScriptedEnv:
     """Opens with `opening` and gives one observation per answer, whatever the answer; an exception in the script is raised.
 
-    A script that is over is an error of the test. `hang_at` is the step, from 1, that never returns; 0 is the start.
+    A script that is over is an error of the test. `hang_at` is the step, from 1, that never returns.
     """
 
     def __init__(
@@ -43,8 +43,6 @@ class ScriptedEnv:
         self._hang_at = hang_at
 
     async def start(self) -> Opening:
-        if self._hang_at == 0:
-            await self._hang()
         if isinstance(self._opening, Exception):
             raise self._opening
         messages = [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
@@ -53,7 +51,8 @@ class ScriptedEnv:
     async def step(self, answer: str) -> Observation:
         self.answers.append(answer)
         if self._hang_at == len(self.answers):
-            await self._hang()
+            self.hangs.set()
+            await asyncio.Event().wait()
         observation = self._script[len(self.answers) - 1]
         if isinstance(observation, Exception):
             raise observation
@@ -61,7 +60,3 @@ class ScriptedEnv:
 
     async def close(self) -> None:
         self.num_closed += 1
-
-    async def _hang(self) -> None:
-        self.hangs.set()
-        await asyncio.Event().wait()

@@ -314,15 +314,8 @@ async def test_an_environment_that_breaks_is_no_reward():
 
 
 async def test_an_environments_own_timeout_is_its_own_failure():
-    failure, _, _ = await play([TimeoutError("user simulator")], ["AB"], settings=replace(SETTINGS, timeout_s=60))
+    failure, _, _ = await play([TimeoutError("user simulator")], ["AB"])
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
-
-
-async def test_an_episode_past_its_deadline_keeps_its_turns():
-    trajectory, _, _ = await play([replace(OB, reward=0.5)], ["AB", "C"], settings=replace(SETTINGS, timeout_s=0.5), hang_at=2)
-    assert (trajectory.stop_reason, len(trajectory.turns), trajectory.reward) == (StopReason.TIMEOUT, 1, 0.5)
-    failure, _, _ = await play([], [], settings=replace(SETTINGS, timeout_s=0.05), hang_at=0)
-    assert isinstance(failure, TrialFailure) and "did not start within 0.05 s" in failure.message
 
 
 async def test_a_cancelled_episode_closes_its_environment():
