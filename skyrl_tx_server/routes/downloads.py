@@ -15,7 +15,6 @@ import secrets
 import shutil
 import tarfile
 import uuid
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -26,12 +25,11 @@ from starlette.responses import FileResponse, RedirectResponse
 
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.ops import OpResult, SaveExternal
+from skyrl_tx_server.ops import SaveExternal
 from skyrl_tx_server.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.routes.training import model_key
-from skyrl_tx_server.routes.weights import CHECKPOINT, RUN, check_free, named, note_expiry, path_of
+from skyrl_tx_server.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
 from skyrl_tx_server.wire import Fields, check_ttl
 
 FILES = (CONFIG, WEIGHTS)
@@ -51,19 +49,8 @@ async def save_weights_external(context: Context, request: Request) -> Reply:
     fields.finish()
     model = context.registry.model(model_id)
     path = named(model_id, CheckpointKind.EXTERNAL, name)
-
-    def start() -> Future[OpResult]:
-        check_free(context, path)
-        return context.engine.submit(SaveExternal(model_id=model_id, name=name))
-
-    request_id = context.futures.submit(
-        start,
-        kind="save_weights_external",
-        key=model_key(model_id, seq_id),
-        session_id=model.session_id,
-        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
-    )
-    return {"request_id": request_id, "model_id": model_id}
+    op = SaveExternal(model_id=model_id, name=name)
+    return save_named(context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds)
 
 
 async def external_weights_urls(context: Context, request: Request) -> Reply:

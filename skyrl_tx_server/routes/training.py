@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
+from skyrl_tx_server.registry import Model
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.wire import Fields, TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
@@ -93,15 +95,15 @@ async def get_info(context: Context, request: Request) -> Reply:
 async def forward_backward(context: Context, request: Request) -> Reply:
     """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
-        return _submit(context, parse_training_proto(await read_body(context, request), context.limits))
-    return _submit(context, parse_training_json(await read_json(context, request), context.limits, forward_only=False))
+        return _train(context, parse_training_proto(await read_body(context, request), context.limits))
+    return _train(context, parse_training_json(await read_json(context, request), context.limits, forward_only=False))
 
 
 async def forward(context: Context, request: Request) -> Reply:
-    return _submit(context, parse_training_json(await read_json(context, request), context.limits, forward_only=True))
+    return _train(context, parse_training_json(await read_json(context, request), context.limits, forward_only=True))
 
 
-def _submit(context: Context, train: TrainRequest) -> Reply:
+def _train(context: Context, train: TrainRequest) -> Reply:
     model = context.registry.model(train.model_id)
     op = ForwardBackward(
         model_id=train.model_id,
@@ -110,17 +112,24 @@ def _submit(context: Context, train: TrainRequest) -> Reply:
         loss_fn_config=train.loss_fn_config,
         forward_only=train.forward_only,
     )
-    request_id = context.futures.submit(
-        lambda: context.engine.submit(op),
-        kind="forward" if train.forward_only else "forward_backward",
-        key=model_key(train.model_id, train.seq_id),
-        session_id=model.session_id,
-    )
-    return {"request_id": request_id, "model_id": train.model_id}
+    kind = "forward" if train.forward_only else "forward_backward"
+    return submit(context, model, lambda: context.engine.submit(op), kind=kind, seq_id=train.seq_id)
 
 
-def model_key(model_id: str, seq_id: int | None) -> RequestKey | None:
-    return None if seq_id is None else RequestKey(scope=model_id, seq_id=seq_id)
+def submit(
+    context: Context,
+    model: Model,
+    start: Callable[[], Future[OpResult]],
+    *,
+    kind: str,
+    seq_id: int | None,
+    extra: dict[str, str] | None = None,
+    when_done: Callable[[Outcome], None] | None = None,
+) -> Reply:
+    """Have `start` begin an operation of `model`, once for each `seq_id`; the reply names the request."""
+    key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
+    request_id = context.futures.submit(start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done)
+    return {"request_id": request_id, "model_id": model.model_id}
 
 
 async def optim_step(context: Context, request: Request) -> Reply:
@@ -131,13 +140,8 @@ async def optim_step(context: Context, request: Request) -> Reply:
     fields.ignore("type")
     fields.finish()
     model = context.registry.model(model_id)
-    request_id = context.futures.submit(
-        lambda: context.engine.submit(OptimStep(model_id=model_id, adam=adam)),
-        kind="optim_step",
-        key=model_key(model_id, seq_id),
-        session_id=model.session_id,
-    )
-    return {"request_id": request_id, "model_id": model_id}
+    op = OptimStep(model_id=model_id, adam=adam)
+    return submit(context, model, lambda: context.engine.submit(op), kind="optim_step", seq_id=seq_id)
 
 
 async def unload_model(context: Context, request: Request) -> Reply:
@@ -145,14 +149,8 @@ async def unload_model(context: Context, request: Request) -> Reply:
     fields = Fields(await read_json(context, request), "unload_model")
     model = context.registry.model(fields.text("model_id"))
     context.registry.forget_model(model.model_id)
-    request_id = context.futures.submit(
-        lambda: context.engine.submit(UnloadModel(model_id=model.model_id)),
-        kind="unload_model",
-        key=None,
-        session_id=model.session_id,
-        extra={"model_id": model.model_id},
-    )
-    return {"request_id": request_id, "model_id": model.model_id}
+    op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}
+    return submit(context, model, lambda: context.engine.submit(op), kind="unload_model", seq_id=None, extra=extra)
 
 
 ENDPOINTS = (

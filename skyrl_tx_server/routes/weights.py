@@ -13,11 +13,11 @@ from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, checkpoi
 from skyrl_tx_server.errors import NotFoundError, UserError
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
-from skyrl_tx_server.ops import LoadWeights, LoraSpec, OpResult, SaveSampler, SaveWeights
+from skyrl_tx_server.ops import LoadWeights, LoraSpec, OpResult, SaveExternal, SaveSampler, SaveWeights
 from skyrl_tx_server.registry import Model
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.routes.training import begin_model, model_key
+from skyrl_tx_server.routes.training import begin_model, submit
 from skyrl_tx_server.wire import Fields, check_optimizer_config, check_ttl
 
 CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
@@ -39,20 +39,7 @@ async def save_weights(context: Context, request: Request) -> Reply:
     model = context.registry.model(model_id)
     path = named(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
-
-    def start() -> Future[OpResult]:
-        if not overwrite:
-            check_free(context, path)
-        return context.engine.submit(op)
-
-    request_id = context.futures.submit(
-        start,
-        kind="save_weights",
-        key=model_key(model_id, seq_id),
-        session_id=model.session_id,
-        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
-    )
-    return {"request_id": request_id, "model_id": model_id}
+    return save_named(context, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds, overwrite=overwrite)
 
 
 async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
@@ -72,30 +59,12 @@ async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
         raise UserError(f"save_weights_for_sampler: kind {kind!r} is unknown; use 'snapshot'")
     model = context.registry.model(model_id)
     if name is not None:
-        return _save_named_sampler(context, model, name, seq_id, ttl_seconds, user_metadata)
+        path = named(model_id, CheckpointKind.SAMPLER, name)
+        op = SaveSampler(model_id=model_id, name=name, weights=path, user_metadata=user_metadata)
+        return save_named(context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds)
     if sampling_session_seq_id is None:
         raise UserError("save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id")
     return _save_snapshot(context, model, sampling_session_seq_id, seq_id, user_metadata)
-
-
-def _save_named_sampler(
-    context: Context, model: Model, name: str, seq_id: int | None, ttl_seconds: int | None, user_metadata: dict[str, str]
-) -> Reply:
-    path = named(model.model_id, CheckpointKind.SAMPLER, name)
-    op = SaveSampler(model_id=model.model_id, name=name, weights=path, user_metadata=user_metadata)
-
-    def start() -> Future[OpResult]:
-        check_free(context, path)
-        return context.engine.submit(op)
-
-    request_id = context.futures.submit(
-        start,
-        kind="save_weights_for_sampler",
-        key=model_key(model.model_id, seq_id),
-        session_id=model.session_id,
-        when_done=lambda outcome: note_expiry(context, path, ttl_seconds, outcome),
-    )
-    return {"request_id": request_id, "model_id": model.model_id}
 
 
 def _save_snapshot(
@@ -112,15 +81,8 @@ def _save_snapshot(
         if outcome.error is not None:
             context.registry.forget_sampler(sampler_id)
 
-    request_id = context.futures.submit(
-        start,
-        kind="save_weights_for_sampler",
-        key=model_key(model.model_id, seq_id),
-        session_id=model.session_id,
-        extra={"sampling_session_id": sampler_id},
-        when_done=when_done,
-    )
-    return {"request_id": request_id, "model_id": model.model_id}
+    extra = {"sampling_session_id": sampler_id}
+    return submit(context, model, start, kind="save_weights_for_sampler", seq_id=seq_id, extra=extra, when_done=when_done)
 
 
 def named(model_id: str, kind: CheckpointKind, name: str) -> str:
@@ -131,14 +93,33 @@ def named(model_id: str, kind: CheckpointKind, name: str) -> str:
     return path
 
 
-def check_free(context: Context, path: str) -> None:
-    if context.checkpoints.exists(path):
-        raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
+def save_named(
+    context: Context,
+    model: Model,
+    op: SaveWeights | SaveSampler | SaveExternal,
+    path: str,
+    *,
+    kind: str,
+    seq_id: int | None,
+    ttl_seconds: int | None,
+    overwrite: bool = False,
+) -> Reply:
+    """Write the checkpoint `path`, which must be free unless it may be overwritten; once it is there it expires after `ttl_seconds`."""
+
+    def start() -> Future[OpResult]:
+        if not overwrite and context.checkpoints.exists(path):
+            raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
+        return context.engine.submit(op)
+
+    def when_done(outcome: Outcome) -> None:
+        if outcome.error is None:
+            context.ledger.set_expiry(path, _expiry(ttl_seconds))
+
+    return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
 
-def note_expiry(context: Context, path: str, ttl_seconds: int | None, outcome: Outcome) -> None:
-    if outcome.error is None:
-        context.ledger.set_expiry(path, None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds))
+def _expiry(ttl_seconds: int | None) -> datetime | None:
+    return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------
@@ -200,14 +181,7 @@ def _load_into(context: Context, model: Model, path: str, lora: LoraSpec, *, opt
     ):
         raise UserError(f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state")
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
-    request_id = context.futures.submit(
-        lambda: context.engine.submit(op),
-        kind="load_weights",
-        key=model_key(model.model_id, seq_id),
-        session_id=model.session_id,
-        extra={"path": path},
-    )
-    return {"request_id": request_id, "model_id": model.model_id}
+    return submit(context, model, lambda: context.engine.submit(op), kind="load_weights", seq_id=seq_id, extra={"path": path})
 
 
 async def weights_info(context: Context, request: Request) -> Reply:
@@ -334,7 +308,7 @@ async def set_ttl(context: Context, request: Request) -> Reply:
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
     context.checkpoints.info(path)  # refuses a path that does not exist
-    context.ledger.set_expiry(path, None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds))
+    context.ledger.set_expiry(path, _expiry(ttl_seconds))
     return None
 
 
