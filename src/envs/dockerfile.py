@@ -67,16 +67,13 @@ def parse_dockerfile(path: Path) -> Recipe:
     workdir = "/"
     stages = 0
 
-    def refuse(line: int, what: str) -> ConfigError:
-        return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
-
     for line, instruction, value in _instructions(path):
         known = {**arguments, **environment}
         match instruction:
             case "FROM":
                 stages += 1
                 if stages > 1:
-                    raise refuse(line, "build more than one stage")
+                    raise _refusal(path, line, "build more than one stage")
             case "ARG":
                 for item in shlex.split(value):
                     name, _, default = item.partition("=")
@@ -88,18 +85,18 @@ def parse_dockerfile(path: Path) -> Recipe:
                 steps.append(MakeDirectory(path=workdir, line=line))
             case "USER":
                 if value.split(":")[0] not in ("root", "0"):
-                    raise refuse(line, f"run as the user {value}")
+                    raise _refusal(path, line, f"run as the user {value}")
             case "COPY" | "ADD":
-                steps.append(_copy(path, line, value, known, workdir))
+                steps.append(_copy(path, line, value, known, workdir, unpacks=instruction == "ADD"))
             case "RUN":
                 script = _run_script(value)
                 if reason := why_not_runnable(script):
-                    raise refuse(line, reason)
+                    raise _refusal(path, line, reason)
                 steps.append(Run(script=script, workdir=workdir, environment=known, line=line))
             case _ if instruction in IGNORED:
                 pass
             case _:
-                raise refuse(line, f"follow {instruction}")
+                raise _refusal(path, line, f"follow {instruction}")
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
     return Recipe(steps=tuple(steps), environment=environment, workdir=workdir)
@@ -163,10 +160,30 @@ def _run_script(value: str) -> str:
     return value
 
 
-def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: str) -> Copy:
-    def refuse(what: str) -> ConfigError:
-        return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
+def _refusal(path: Path, line: int, what: str) -> ConfigError:
+    return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
 
+
+def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool) -> Copy:
+    """`unpacks`: Docker would take an archive apart here."""
+    mode, value = _copy_options(path, line, value)
+    words = [_expand(word, known) for word in (json.loads(value) if value.startswith("[") else shlex.split(value))]
+    if len(words) < 2:
+        raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
+    *sources, target = words
+    into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
+    files: list[tuple[Path, str]] = []
+    for source in sources:
+        if re.match(r"(https?|git|ssh)://|git@", source):
+            raise _refusal(path, line, f"fetch {source}")
+        if unpacks and source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")):
+            raise _refusal(path, line, f"unpack {source} with ADD")
+        files += _copied(path, line, source, PurePosixPath(workdir) / target, into_directory=into_directory)
+    return Copy(files=tuple(files), mode=mode, line=line)
+
+
+def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
+    """The mode that --chmod gives, and what follows the options."""
     mode: int | None = None
     while match := re.match(r"--(\w+)(?:=(\S+))?\s+", value):
         option, setting = match.groups()
@@ -176,38 +193,26 @@ def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: 
         elif option == "chown" and setting and set(setting.split(":")) <= {"root", "0"}:
             pass
         elif option != "link":
-            raise refuse(f"COPY with --{option}={setting}")
-    words = json.loads(value) if value.startswith("[") else shlex.split(value)
-    words = [_expand(word, known) for word in words]
-    if len(words) < 2:
-        raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
-    *sources, target = words
+            raise _refusal(path, line, f"COPY with --{option}={setting}")
+    return mode, value
+
+
+def _copied(path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool) -> list[tuple[Path, str]]:
+    """What one source stands for in the build context, and where each file of it goes."""
     context = path.parent.resolve()
-    into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
-    target = str(PurePosixPath(workdir) / target)
+    relative = source.lstrip("/") or "."
+    matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
     files: list[tuple[Path, str]] = []
-    for source in sources:
-        if re.match(r"(https?|git|ssh)://|git@", source):
-            raise refuse(f"fetch {source}")
-        if (
-            source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2"))
-            and path.read_text().splitlines()[line - 1].strip()[:3].upper() == "ADD"
-        ):
-            raise refuse(f"unpack {source} with ADD")
-        relative = source.lstrip("/") or "."
-        matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
-        for found in matches:
-            found = found.resolve()
-            if not found.is_relative_to(context) or not found.exists():
-                raise ConfigError(f"{path}:{line}: {source} is not in {context}")
-            if found.is_dir():
-                files += [(item, str(PurePosixPath(target, item.relative_to(found).as_posix()))) for item in sorted(found.rglob("*"))]
-            else:
-                many = into_directory or len(matches) > 1
-                files.append((found, str(PurePosixPath(target, found.name)) if many else target))
-        if not matches:
+    for found in map(Path.resolve, matches):
+        if not found.is_relative_to(context) or not found.exists():
             raise ConfigError(f"{path}:{line}: {source} is not in {context}")
-    return Copy(files=tuple(files), mode=mode, line=line)
+        if found.is_dir():
+            files += [(item, str(PurePosixPath(target, item.relative_to(found).as_posix()))) for item in sorted(found.rglob("*"))]
+        else:
+            files.append((found, str(target / found.name if into_directory or len(matches) > 1 else target)))
+    if not matches:
+        raise ConfigError(f"{path}:{line}: {source} is not in {context}")
+    return files
 
 
 def _environment(value: str, known: Mapping[str, str]) -> dict[str, str]:

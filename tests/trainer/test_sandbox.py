@@ -20,7 +20,7 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
 from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, bubblewrap_command, why_no_sandbox
-from src.envs.dockerfile import parse_dockerfile
+from src.envs.dockerfile import Copy, parse_dockerfile
 from src.envs.run_directory import root_directory, run_directory, sweep
 from src.envs.sandbox import SandboxEnvironment, wants_network
 from src.envs.skeleton import build_skeleton
@@ -278,6 +278,7 @@ CMD ["sleep", "infinity"]
         ("FROM a\nCOPY --from=b /x /y\n", "cannot COPY with --from=b"),
         ("FROM a\nCOPY ../up /y\n", "../up is not in"),
         ("FROM a\nADD https://example.org/x /y\n", "cannot fetch https://example.org/x"),
+        ("FROM a\nADD x.tar.gz /y\n", "cannot unpack x.tar.gz with ADD"),
         ("FROM a\nONBUILD RUN true\n", "cannot follow ONBUILD"),
         ("RUN true\n", "no FROM line"),
     ],
@@ -287,6 +288,13 @@ def test_what_the_sandbox_cannot_build_is_refused_by_line(tmp_path: Path, docker
     path.write_text(dockerfile)
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_dockerfile(path)
+
+
+def test_an_archive_is_copied_as_it_is_whatever_the_comments_are_written_in(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").touch()
+    (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nCOPY x.tar /y\n")
+    (copy,) = parse_dockerfile(tmp_path / "Dockerfile").steps
+    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
 
 
 async def test_a_build_step_that_fails_names_docker(tmp_path: Path) -> None:
