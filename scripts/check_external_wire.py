@@ -1,6 +1,6 @@
 """Holds what an external sampler is sent against vLLM's and SGLang's own code, which needs no GPU: request bodies and an exported adapter.
 
-    .venv/bin/python scripts/check_external_wire.py write DIR
+    .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS    # exit status 1 where they read something else than was meant
 
 VLLM_PYTHON has torch, safetensors and what vllm imports; WHEELS is a folder with the wheels of vllm and sglang unpacked, whose kernels
