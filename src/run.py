@@ -208,10 +208,9 @@ async def judging(config: TrainerConfig) -> AsyncIterator[Judge | None]:
 
 def backend_settings(config: TrainerConfig, folder: RunFolder) -> BackendSettings:
     """The endpoint, and where the weights come from: the run's own last checkpoint where it has one."""
-    settings = narrow(config, BackendSettings)
     if folder.checkpoint is None:
-        return settings
-    return dataclasses.replace(settings, load_checkpoint_path=folder.checkpoint.state_path)
+        return narrow(config, BackendSettings)
+    return narrow(config, BackendSettings, load_checkpoint_path=folder.checkpoint.state_path)
 
 
 @contextmanager
@@ -242,36 +241,24 @@ def end_state(error: BaseException) -> RunState:
 
 
 def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:
-    return LearnerSettings(
-        loss_fn=config.loss_fn,
-        loss_fn_config=loss_settings(config.loss_fn_config, loss_fn=config.loss_fn),
-        learning_rate=config.learning_rate,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        grad_clip_norm=config.grad_clip_norm,
-        lr_schedule=config.lr_schedule,
-        lr_warmup_steps=config.lr_warmup_steps,
-        num_steps=num_steps,
-    )
+    clip_bounds = loss_settings(config.loss_fn_config, loss_fn=config.loss_fn)
+    return narrow(config, LearnerSettings, loss_fn_config=clip_bounds, num_steps=num_steps)
 
 
 def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     """Derived defaults live here: evaluation follows training unless told otherwise."""
-    return LoopSettings(
+    return narrow(
+        config,
+        LoopSettings,
         log_path=log_path,
         export_path=(Path(config.export_path).expanduser() if config.export_path else log_path) if config.dump_eval_results else None,
-        save_every=config.save_every,
-        eval_every=config.eval_every,
-        eval_before_train=config.eval_before_train,
         evaluation=EvaluationSettings(
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
-        groups=GroupSettings(
-            group_size=config.group_size,
-            temperature=config.temperature,
+        groups=narrow(
+            config,
+            GroupSettings,
             filters=narrow(config, FilterSettings),
             curriculum=narrow(config, CurriculumSettings),
             dynamic_sampling=narrow(config, DynamicSamplingSettings),

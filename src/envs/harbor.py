@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from src.chat import Chat
-from src.config import TrainerConfig, pairs
+from src.config import TrainerConfig, narrow, pairs
 from src.envs.base import Trial
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
@@ -57,20 +57,13 @@ class HarborSettings:
 def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
     """env=harbor. ConfigError for a folder that holds no valid tasks."""
     assert config.tasks_dir is not None
-    settings = HarborSettings(
-        model_name=config.model_name,
-        environment_type=config.environment_type,
+    settings = narrow(
+        config,
+        HarborSettings,
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        max_turns=config.max_turns,
         max_tokens=config.length_limits.max_generate_length,
-        context_limit=config.context_limit,
-        max_input_length=config.max_input_length,
-        train_subagents=config.train_subagents,
-        max_length_stops=config.max_length_stops,
-        enable_summarize=config.enable_summarize,
-        proactive_summarization_threshold=config.proactive_summarization_threshold,
         trial_timeout_s=config.trial_timeout_sec,
-        n_parallel_envs=config.n_parallel_envs,
+        run_label=new_run_label(),
     )
     tasks_dir = Path(config.tasks_dir).expanduser()
     return HarborTasks(settings, chat, tasks_dir, eval_tasks=config.eval_tasks or (), eval_split=config.eval_split, seed=config.seed)

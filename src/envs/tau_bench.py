@@ -174,7 +174,7 @@ def customer_model(config: TrainerConfig, options: Options) -> Model | None:
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = replace(narrow(config, BackendSettings), model_name=base_model, load_checkpoint_path=None)
+    settings = narrow(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
     return TinkerModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 
