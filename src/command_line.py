@@ -89,7 +89,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _none_in_any_case(argument: str) -> str:
-    """`max_turns=none` and `max_turns=` mean None as much as `max_turns=None` does."""
+    """`max_turns=none` and `max_turns=null` mean None as much as `max_turns=None` does."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in ("none", "null") else argument
 
