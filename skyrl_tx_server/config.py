@@ -121,8 +121,8 @@ class ServerConfig:
     decode_slots: int = chz.field(default=32, doc="Sequences decoded at once")
     cache_tokens: int | None = chz.field(
         default=None,
-        doc="Tokens whose keys and values are kept, of sequences being sampled and of what later prompts may continue; "
-        "default: a whole context for each of decode_slots. With less, the sample that came last waits when pages run out",
+        doc="Tokens whose keys and values are kept, of sequences being sampled and of what later prompts may continue; default: "
+        "a whole context for each of decode_slots, or as many as fit. With less, the sample that came last waits when pages run out",
     )
     decode_block: int = chz.field(default=16, doc="Decode steps per device dispatch")
     sampled_logprobs: Literal["model", "tempered"] = chz.field(

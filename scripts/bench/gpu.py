@@ -105,16 +105,16 @@ class Driver:
         while self.executor.rows_decoding:
             self.decode()
 
-    def decode(self) -> None:
+    def decode(self, *, go_on: bool = True) -> None:
         self.executor.decode()
-        self.executor.collect(go_on=True)
+        self.executor.collect(go_on=go_on)
 
-    def block_s(self, prompts: Sequence[Sequence[int]], *, blocks: int, steps: int, adapters: int = 1) -> float:
+    def block_s(self, prompts: Sequence[Sequence[int]], *, blocks: int, steps: int, adapters: int = 1, go_on: bool = True) -> float:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
             tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
-            took = [timed(self.decode)().wall_s for _ in range(blocks)]
+            took = [timed(partial(self.decode, go_on=go_on))().wall_s for _ in range(blocks)]
             for ticket in tickets:
                 self.executor.release(ticket)
         return median(took)
@@ -187,6 +187,8 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
     groups = [beginning for beginning in driver.fresh([shared] * -(-config.rows // GROUP)) for _ in range(GROUP)][: config.rows]
     together_s = measure([beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)])
     figure("a block with 3/4 of the context shared by 16, against none", alone_s / together_s, at_least=1.5)
+    waiting_s = measure(driver.fresh([config.context] * config.rows), go_on=False)
+    figure("a block that begins when the host is done with the one before, against one that does not wait", waiting_s / alone_s)
     mixed_s = measure(driver.fresh([config.context] * config.rows), adapters=ACTIVE)
     figure(f"a block with {ACTIVE} adapters, against one", mixed_s / alone_s, at_most=1.1)
     return alone_s
