@@ -128,6 +128,8 @@ def quick_start(given: dict[str, str]) -> int:
     kind = given.get("env", "harbor")
     if kind not in QUICKSTARTS:
         return fail(f"env={kind} has no quick start; give model_name=MODEL, or one of env={', env='.join(QUICKSTARTS)}")
+    if "skyrl_tx_url" in given:
+        return fail("the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for a run on that one")
     chosen = QUICKSTARTS[kind]
     say(f"quick start: {chosen.says}")
     options = {**QUICKSTART_OPTIONS, "tokenizer": str(chosen.folder / "model"), **chosen.options, **given}

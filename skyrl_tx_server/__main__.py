@@ -234,8 +234,10 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     try:
         from skyrl_tx_server.executor import DeviceExecutor
         from skyrl_tx_server.rendezvous import lead
+        from skyrl_tx_server.stop_strings import check_tokenizer
 
         settings, hosts = _engine_settings(config), config.hosts_settings()
+        check_tokenizer(settings.model_dir)
         if hosts is not None:
             leader = lead(hosts, settings, on_lost)
         executor = DeviceExecutor(settings, leader)

@@ -8,11 +8,12 @@ samples fail together; the executor starts over with an empty cache and waiting 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -211,7 +212,7 @@ class Engine:
             self._work.notify_all()
             pending, self._futures = self._futures, {}
         for future in pending.values():
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
                 future.set_exception(ServerError(reason))
 
     def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:

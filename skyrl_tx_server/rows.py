@@ -14,6 +14,9 @@ from skyrl_tx_server.ops import Sample, SamplingSettings, StopReason
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, RowSettings
 from skyrl_tx_server.stop_strings import find_stop
 
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
+"""All are looked for after every decode block, by the thread that keeps the devices busy."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Row:
@@ -128,4 +131,6 @@ def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int
         raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
     if any(not stop for stop in settings.stop_strings):
         raise UserError("an empty stop string would stop everything; leave it out")
+    if len(settings.stop_strings) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings):
+        raise UserError(f"at most {MAX_STOP_STRINGS} stop strings of at most {MAX_STOP_LENGTH} characters are supported")
     return tuple(sorted(tokens))

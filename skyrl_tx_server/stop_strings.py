@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.errors import ConfigError, UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -16,6 +17,16 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError("stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead")
     return Tokenizer.from_file(str(path))
+
+
+def check_tokenizer(model_dir: Path) -> None:
+    """ConfigError where the directory has a tokenizer.json that is cut short; without one only text cannot be had."""
+    path = model_dir / "tokenizer.json"
+    if path.is_file():
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"{path} is broken or cut short: {error}; fetch it again") from None
 
 
 def find_stop(tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int) -> int | None:

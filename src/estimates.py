@@ -152,7 +152,16 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Student's t by its expansion around the normal quantile: within 4 % at 2 degrees of freedom, 0.3 % from 4 on."""
+    """Student's t: in closed form for 1 and 2 degrees of freedom, then by its expansion around the normal quantile, within 1 % at 3 and
+    0.3 % from 4 on.
+
+    >>> [round(student_quantile(0.975, degrees), 2) for degrees in (1, 2, 4, 30)]
+    [12.71, 4.3, 2.77, 2.04]
+    """
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        return (2 * probability - 1) * math.sqrt(1 / (2 * probability * (1 - probability)))
     z = NormalDist().inv_cdf(probability)
     return (
         z

@@ -36,6 +36,7 @@ from src.policy import Policy
 from src.recorder import record_groups
 from src.rollouts import Rollouts, RolloutSettings
 from src.run import logging_to_file
+from src.run_folder import held
 from src.trajectory import Task
 
 
@@ -91,6 +92,7 @@ async def play(
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained)
+        source_open.enter_context(held(directory))
         prepare_folder(directory, name, config)
         display.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
@@ -173,6 +175,6 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     if path.is_file():
         if json.loads(path.read_text()) != json.loads(json.dumps(identity)):
             raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
-    elif directory.is_dir() and any(directory.iterdir()):
+    elif directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
         raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
     write_json(path, identity)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
+from src.errors import TrainerError
 from src.policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's, as absolute bounds of the ratio
@@ -88,6 +89,11 @@ class Learner:
         if not steps:
             return metrics
         tokens = [trained_tokens(share, output) for share, output in outputs]
+        if not all(np.isfinite(own.trained_logprobs).all() for own in tokens):
+            raise TrainerError(
+                f"step {step}: the server's logprobs are no numbers: its weights have diverged; resume from the last checkpoint with a lower "
+                "learning_rate"
+            )
         metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics))
         for name in sorted({name for answer in answers for name in answer.metrics or {}}):
             values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]

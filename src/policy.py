@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,8 @@ class Policy:
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
             raise BackendError(f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train")
+        if not all(map(math.isfinite, sequence.logprobs)):
+            raise BackendError("sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint")
         return Turn(
             prompt_ids=list(prompt_ids),
             completion_ids=list(sequence.tokens),

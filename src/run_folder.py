@@ -61,7 +61,7 @@ def run_path(config: TrainerConfig, *, name: str) -> Path:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Nobody else trains into the folder while the block runs; ConfigError where somebody does.
+    """Nobody else trains or evaluates into the folder while the block runs; ConfigError where somebody does.
 
     The lock lies beside the folder, which may be deleted, or in it where nothing can be written beside it. The kernel drops it with the
     process. A file system without locks has none.
@@ -76,7 +76,7 @@ def held(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"another trainer is at work in log_path {path}; stop it first, or give another log_path") from error
+            raise ConfigError(f"log_path {path} is in use by a run that lives; stop it first, or give another log_path") from error
         except OSError as error:
             logger.warning("%s: no lock can be taken there (%s); start no second trainer on this run", path, error)
         yield

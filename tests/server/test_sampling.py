@@ -311,6 +311,8 @@ def test_max_tokens_none_means_up_to_the_context(engine: Engine):
         (tokens(3), {"top_p": 0.0}, "top_p=0.0"),
         (tokens(3), {"top_k": 0}, "top_k=0"),
         (tokens(3), {"stop_strings": ("",)}, "empty stop string"),
+        (tokens(3), {"stop_strings": ("a",) * 65}, "at most 64 stop strings"),
+        (tokens(3), {"stop_strings": ("a" * 1025,)}, "at most 1024 characters"),
         (tokens(3), {"stop_token_ids": tuple(range(17))}, "17 stop tokens"),
         (tokens(3), {"num_samples": 0}, "num_samples=0"),
     ],

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from src.datums import sequences_of, to_datums
-from src.errors import BackendError
+from src.errors import BackendError, TrainerError
 from src.learner import Learner, LearnerSettings, learning_rate
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
@@ -89,6 +89,13 @@ async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
 async def test_losses_that_do_not_clip_report_no_clipping():
     metrics = await Learner(BanditTrainingClient(), settings(loss_fn="importance_sampling")).update([datums(2)])
     assert "optim/clip_frac" not in metrics
+
+
+async def test_weights_that_have_diverged_end_the_run():
+    client = BanditTrainingClient()
+    client.logits[0] = math.nan
+    with pytest.raises(TrainerError, match="step 7: .* have diverged"):
+        await Learner(client, settings()).update([datums(3)], step=7)
 
 
 async def test_a_failing_server_is_a_backend_error():

@@ -171,7 +171,7 @@ async def test_a_folder_in_which_a_trainer_is_at_work_is_nobody_elses(tmp_path, 
     first, second = Bench(tmp_path, play=wait), Bench(tmp_path)
     running = asyncio.create_task(first.go())
     await entered.wait()
-    with pytest.raises(ConfigError, match="another trainer is at work"):
+    with pytest.raises(ConfigError, match="is in use by a run that lives"):
         await second.go(f"behavior_if_log_dir_exists={behavior}")
     free.set()
     await running
