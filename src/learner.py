@@ -91,7 +91,7 @@ class Learner:
         tokens = [trained_tokens(share, output) for share, output in outputs]
         if not all(np.isfinite(own.trained_logprobs).all() for own in tokens):
             raise TrainerError(
-                f"step {step}: the server's logprobs are no numbers: its weights have diverged; resume from the last checkpoint with a lower "
+                f"step {step}: the weights have diverged, their logprobs are no numbers; resume from the last checkpoint with a lower "
                 "learning_rate"
             )
         metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics))
