@@ -1,0 +1,73 @@
+"""What lies between two decode blocks: milliseconds from when one is done until the next has been given to the device, where it follows at
+once and where it begins after the host has looked at the one before.
+
+taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import chz
+
+from scripts.bench.compare import figure
+from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
+from scripts.bench.small_model import make_model
+from skyrl_tx_server import slots
+
+BLOCKS = 8
+
+
+@chz.chz
+class BetweenBlocks:
+    rows: int = 64
+    context: int = chz.field(default=512, doc="Tokens of each row when decoding begins")
+    rounds: int = 3
+
+
+def main(config: BetweenBlocks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
+        new = (2 * config.rounds * BLOCKS + 4) * 16
+        sizes = GpuConfig(model="tiny", rows=config.rows, context=config.context + new, train_length=256)
+        with opened(model_dir, sizes, "float32", decode_block=16) as driver:
+            driver.admit(driver.fresh([config.context] * config.rows), new=new)
+            driver.decode(go_on=False)
+            waiting, following = zip(
+                *((between_ms(driver, go_on=False), between_ms(driver, go_on=True)) for _ in range(config.rounds)), strict=True
+            )
+    figure("the host first, ms", median(waiting))
+    figure("at once, ms", median(following))
+    figure("  of the other", median(following) / median(waiting))
+
+
+def between_ms(driver: Driver, *, go_on: bool) -> float:
+    """The median over some blocks, of which the first begins here."""
+    done: list[float] = []
+    given: list[float] = []
+    with (
+        mock.patch.object(slots, "to_host", partial(noted, done, slots.to_host)),
+        mock.patch.object(slots, "decode_block", partial(noted, given, slots.decode_block)),
+    ):
+        for number in range(BLOCKS):
+            driver.decode(go_on=go_on and number < BLOCKS - 1)
+    return 1000 * median(start - end for end, start in zip(done, given[1:], strict=False))
+
+
+def noted[**Inputs, Output](
+    times: list[float], function: Callable[Inputs, Output], /, *args: Inputs.args, **options: Inputs.kwargs
+) -> Output:
+    result = function(*args, **options)
+    times.append(time.perf_counter())
+    return result
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(BetweenBlocks, argv=sys.argv[1:], allow_hyphens=True))
