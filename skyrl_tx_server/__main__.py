@@ -26,7 +26,7 @@ from skyrl_tx_server.app import build_app
 from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
-from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.engine import STOPPING, Engine
 from skyrl_tx_server.errors import ConfigError, ServerError
 from skyrl_tx_server.external_sampling import ExternalSampling, ExternalSettings
 from skyrl_tx_server.external_server import ExternalServer, ServerSettings, connect
@@ -219,6 +219,8 @@ async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: s
     stopper.start()
     # Every poll that waits is answered: with its result if the turn under way brings it, with an error otherwise.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
+    if stopper.is_alive():
+        result.engine.abandon(STOPPING)
     context.futures.close()
     await serving
     stopper.join(ENGINE_STOP_S)

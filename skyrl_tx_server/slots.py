@@ -10,6 +10,7 @@ that came last is set aside; it is computed again when there is room, and sample
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, BlockOutputs, Carry, PassOutputs, Rows, RowSettings, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,6 +171,7 @@ class DecodeSlots:
         None for a long prompt of which only a piece was computed."""
         if self._aside:
             raise CapacityError("samples that were set aside for want of pages come first")
+        self._forget_flight_of_nobody()
         joining: list[_Joining] = []
         try:
             for admit in admits:
@@ -189,6 +193,19 @@ class DecodeSlots:
         finally:
             for one in joining:
                 self._bank.unpin(one.piece.weights)
+
+    def _forget_flight_of_nobody(self) -> None:
+        """Rows may all go while a block of theirs is under way: how it ends concerns nobody who comes after them."""
+        if self._flight is None or self.rows_decoding:
+            return
+        self._flight = None
+        try:
+            jax.block_until_ready(self._cache)
+        except Exception as error:
+            logger.warning("a decode block that nobody waited for has failed; the cache is empty again: %s", error)
+            self._clear_all()
+            if jax.process_count() > 1:  # nobody could say whether it failed for all
+                raise
 
     def _next_piece(self, admit: Admit, beside: Sequence[Piece]) -> _Joining | None:
         """None where it does not go with those `beside` it. Its weights are pinned."""
@@ -283,6 +300,8 @@ class DecodeSlots:
         if isinstance(flight, _Flight):
             assert flight.sampled is not None, "decode comes first"
             going = flight.sampled.carry.going
+            if self._aside and not all(going[slot] for slot, _ in flight.block.live):
+                go_on = False  # rows that were set aside wait for the pages of those that ended
             if go_on and flight.next is not None and any(going[slot] or not row.coming for slot, row in flight.next.live):
                 try:
                     self._flight = self._begin(flight.next, flight.outputs.carry)
@@ -512,7 +531,7 @@ class DecodeSlots:
         """What may follow a block that is under way: None where that needs pages that are not free, or another program, whose compilation
         nobody should wait for."""
         live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None and row.remaining > 0]
-        if self._aside or not live or not all(self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))):
+        if not live or not all(self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))):
             return None
         after = self._block_of(live)
         return after if after.same_program(block) else None

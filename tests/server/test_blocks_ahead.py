@@ -169,6 +169,25 @@ def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Dri
     assert not driver.executor.rows_decoding
 
 
+def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.admit(LONG)
+    slots = driver.executor._slots
+    begin, begun = slots._begin, []
+
+    def failing(*arguments: object) -> object:
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return begin(*arguments)
+
+    monkeypatch.setattr(slots, "_begin", failing)
+    driver.block(go_on=True)
+    driver.executor.release(LONG)
+    driver.admit(SHORT)
+    driver.block(go_on=True)
+    assert {ticket for ticket, _ in driver.finished} == {SHORT}
+
+
 def test_nothing_begins_where_all_rows_have_ended(driver: Driver) -> None:
     before = driver.executor.stats()["decode_blocks_ahead"]
     driver.admit(SHORT)
