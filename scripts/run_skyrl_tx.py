@@ -168,6 +168,8 @@ def full_recipe(given: dict[str, str]) -> int:
         say(f"using the server at {url}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}")
+    elif httpx.URL(url).scheme != "http":
+        return fail(f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set SSL_CERT_FILE=CERT.pem")
     else:
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
         check_options(options)

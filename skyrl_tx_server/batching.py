@@ -12,7 +12,8 @@ import numpy as np
 PAGE = 64
 """Positions of a page of the key-value cache."""
 MIN_SEGMENT = 512
-MIN_SCORED = 128
+SCORED_BLOCK = 128
+"""Tokens of a scored text that attend together; it is padded to whole blocks."""
 
 
 BLOCK = 64
@@ -52,14 +53,15 @@ def blocks_of(length: int) -> int:
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
-    """Every length for which scoring a whole text may be compiled: doubling, up to the context.
+    """Every length for which scoring a whole text may be compiled: whole blocks, doubling, up to the context.
 
-    >>> score_lengths(2000)
-    (128, 256, 512, 1024, 2000)
+    >>> score_lengths(2000), score_lengths(100)
+    ((128, 256, 512, 1024, 2048), (128,))
     """
-    lengths = [min(MIN_SCORED, max_context_length)]
-    while lengths[-1] < max_context_length:
-        lengths.append(min(2 * lengths[-1], max_context_length))
+    whole = -(-max_context_length // SCORED_BLOCK) * SCORED_BLOCK
+    lengths = [SCORED_BLOCK]
+    while lengths[-1] < whole:
+        lengths.append(min(2 * lengths[-1], whole))
     return tuple(lengths)
 
 

@@ -24,7 +24,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.cache_size import asked_cache, fitting_cache
+from skyrl_tx_server.cache_size import CacheSize, asked_cache, fitting_cache
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
@@ -34,10 +34,10 @@ from skyrl_tx_server.live_models import LiveModel, LiveModels, available_host_by
 from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_plan
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.mesh import check_device, check_divisible, make_mesh, on_gpu, to_host
+from skyrl_tx_server.model.lora import Adapter, adapter_size, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.mesh import bytes_per_device, check_device, check_divisible, make_mesh, on_gpu, to_host
 from skyrl_tx_server.model.transformer import Remat
-from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, param_shapes
 from skyrl_tx_server.ops import (
     CreateModel,
     Done,
@@ -95,6 +95,8 @@ class DeviceExecutor:
         _use_compilation_cache(settings)
         compilations.watch()
         dtype = _dtype(settings)
+        if on_gpu() and dtype == np.float32:
+            jax.config.update("jax_default_matmul_precision", "highest")  # or NVIDIA's devices round factors to ten bits (TF32)
         self._config = _on_mesh(settings, _model_config(settings))
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
@@ -114,7 +116,7 @@ class DeviceExecutor:
             read=self._read,
             free_host_bytes=lambda: hosts.agreed(available_host_bytes),
         )
-        cache_budget = hosts.agreed(lambda: _cache_budget_bytes(settings, self._config, dtype))
+        cache_budget = _cache_budget_bytes(hosts.agreed(lambda: _memory_bytes(settings)), self._config, dtype)
         self._slots = DecodeSlots(
             self._config,
             self._params,
@@ -437,13 +439,23 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         device=f"{jax.default_backend()} ({device.device_kind}){each}",
         available_bytes=int(available),
         context=context,
-        cache=asked_cache(settings, config, context, dtype),
+        cache=_planned_cache(settings, config, context, dtype, available),
         max_lora_rank=settings.max_lora_rank,
         max_models=settings.max_models,
         max_snapshots=settings.max_snapshots,
         shapes=_train_shapes(settings, context),
         remat=_remat(settings, config, dtype, available),
     )
+
+
+def _planned_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, available_bytes: float) -> CacheSize:
+    """What is asked for, but where pages are read as they lie and no option says how many, as many as a server would find room for."""
+    asked = asked_cache(settings, config, context, dtype)
+    if settings.cache_tokens is not None or asked.copied_pages:
+        return asked
+    adapter = adapter_size(config, settings.max_lora_rank)
+    held = bytes_per_device(param_shapes(config, dtype)) + (4 + (settings.max_snapshots + 1) * dtype.itemsize) * adapter
+    return fitting_cache(settings, config, context, dtype, _cache_budget_bytes(available_bytes - held, config, dtype))
 
 
 def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, available_bytes: float) -> Remat:
@@ -473,9 +485,9 @@ def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: n
     return tokens * (kept + one_layer) * dtype.itemsize
 
 
-def _cache_budget_bytes(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> float:
+def _cache_budget_bytes(free_bytes: float, config: ModelConfig, dtype: np.dtype) -> float:
     share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
-    return max(0.0, _memory_bytes(settings) - copied_layers_bytes(config, dtype)) * share
+    return max(0.0, free_bytes - copied_layers_bytes(config, dtype)) * share
 
 
 def _device_memory() -> dict[str, object]:

@@ -169,12 +169,14 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """A folder of its own, or that of the same evaluation, interrupted. ConfigError for any other."""
     identity = {"evaluated": name, **chz.asdict(config)}
-    for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint"):
-        identity.pop(free)
     path = directory / "config.json"
-    if path.is_file():
-        if json.loads(path.read_text()) != json.loads(json.dumps(identity)):
-            raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
-    elif directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
+    before = json.loads(path.read_text()) if path.is_file() else None
+    for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"):
+        identity.pop(free)
+        if before is not None:
+            before.pop(free, None)
+    if before is not None and before != json.loads(json.dumps(identity)):
+        raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
+    if before is None and directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
         raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
     write_json(path, identity)

@@ -23,6 +23,7 @@ from src.backend import DUMMY_KEY, check_alive
 from src.capabilities import CAPABILITIES, Capabilities, Finding
 from src.console import terminal
 from src.errors import ConfigError, TrainerError
+from src.policy import sdk_boundary
 from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
 
 OPTIONS = ("model_name", "output", "tolerance", "only")
@@ -57,6 +58,12 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
     options = {"output": CAPABILITIES} | {name: value for name, _, value in pairs}
+    try:
+        float(options.get("tolerance", TOLERANCE))
+    except ValueError as error:
+        raise ConfigError(f"tolerance={options['tolerance']} is not a number") from error
+    if options["output"] and not Path(options["output"]).parent.is_dir():
+        raise ConfigError(f"output={options['output']}: there is no such folder")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*NEEDED, *WHERE_ASKED_FOR}
     if unknown:
         raise ConfigError(f"no check is called {', '.join(sorted(unknown))}; there are: {', '.join([*NEEDED, *WHERE_ASKED_FOR])}")
@@ -66,7 +73,8 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None) -> Capabilities:
     """Every check, or those in `only`. ConfigError when the endpoint does not serve the model."""
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
-    served = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models
+    with sdk_boundary("asking the server for its models"):
+        served = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models
     models = {model.model_name: model for model in served if model.model_name}
     name = options.get("model_name") or next(iter(models), "")
     if name not in models:

@@ -110,7 +110,7 @@ class Terminus2RLTrainer:
         except (BackendError, StorageError):
             raise
         except BaseException:
-            await self._save_on_the_way_out()
+            await _uninterrupted(self._save_on_the_way_out())
             raise
 
     async def _batch(self, batch: Batch, reference: Policy | None, *, num_batches: int) -> None:

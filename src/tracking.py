@@ -135,13 +135,13 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
 def is_wall_clock(name: str) -> bool:
     """Whether a metric measures time. All others are the same in an unbroken run and in one that was killed and resumed.
 
-    >>> [is_wall_clock(name) for name in ("time/total", "test/environment/agent_s", "environment/prefix_breaks")]
+    >>> [is_wall_clock(name) for name in ("test/environment/agent_s", "test/env/retail/duration_s", "environment/prefix_breaks")]
     [True, True, False]
     """
     name = name.removeprefix("test/")
     if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith("_duration"):
         return True
-    return name.startswith(("environment/", "env/all/")) and name.endswith("_s")
+    return name.startswith(("environment/", "env/")) and name.endswith("_s")
 
 
 def forget_from(path: Path, step: int) -> None:

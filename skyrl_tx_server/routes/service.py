@@ -29,6 +29,8 @@ async def client_config(context: Context, request: Request) -> Reply:
         # The two flags that make SDK 0.19 - 0.36 speak as 0.38 does.
         "proto_write_fwdbwd": True,
         "create_model_via_load_weights": True,
+        # pyqwest refuses what `openssl req -x509` makes (a CA's certificate, CaUsedAsEndEntity), and the SDK tries again for minutes.
+        **({"use_pyqwest_transport": False} if request.url.scheme == "https" else {}),
     }
 
 

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.batching import pad_tokens
+from skyrl_tx_server.batching import SCORED_BLOCK, pad_tokens
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.tree_attention import tree_attention
+from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, TopkLogprobs
 
 MAX_SCORE_LOGITS = 1 << 24
@@ -31,7 +32,7 @@ MAX_SCORE_LOGITS = 1 << 24
 class Text:
     """What is scored: row t of every output is about the token that follows tokens[: t + 1]."""
 
-    tokens: Leaf  # [T] int32, right-padded
+    tokens: Leaf  # [T] int32, right-padded to whole blocks
     length: Leaf  # [] int32
     adapter_index: Leaf  # [] int32, slot of the bank
     temperature: Leaf  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
@@ -52,10 +53,8 @@ def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top
     adapter = jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
     length = text.tokens.shape[0]
     positions = jnp.arange(length)
-    inside = (positions < text.length).astype(jnp.int32)
-    hidden = hidden_states(config, params, adapter, text.tokens[None], positions[None], within_segments(inside[None]), remat=Remat.NOTHING)[
-        0
-    ]
+    attend = partial(tree_attention, config, _one_sequence(text))
+    (hidden,) = hidden_states(config, params, adapter, text.tokens[None], positions[None], attend, remat=Remat.NOTHING)
     chunk = min(length, max(1, MAX_SCORE_LOGITS // config.vocab_size))
     count = -(-length // chunk)
 
@@ -111,6 +110,17 @@ class Scorer:
         values = np.zeros(len(targets.values), np.float32)
         values[wanted] = host.target_logprobs[targets.rows()[wanted], columns]
         return topk, Cells(values=values, shape=targets.shape, crow_indices=targets.crow_indices, col_indices=targets.col_indices)
+
+
+def _one_sequence(text: Text) -> TreeLayout:
+    """A stream of nothing but the text: every block looks at those up to itself, one of padding at none."""
+    length = text.tokens.shape[0]
+    blocks = np.arange(length // SCORED_BLOCK, dtype=np.int32)
+    return TreeLayout(
+        ends=np.full((1, length), length, np.int32),
+        key_blocks=np.broadcast_to(blocks, (1, len(blocks), len(blocks))),
+        num_key_blocks=jnp.where(blocks * SCORED_BLOCK < text.length, blocks + 1, 0)[None],
+    )
 
 
 def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:

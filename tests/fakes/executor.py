@@ -109,10 +109,11 @@ class FakeExecutor:
         for index in range(first, first + count):
             self._rows[ticket, index] = (op, 0)
         logprobs = None
-        if op.prompt_logprobs:
+        if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
-        return Admission(prompt_logprobs=logprobs, prompt_cache_hit_tokens=0, finished=())
+        known = len(op.prompt) - 1 if first else 0  # a request's later samples find its prompt in the cache
+        return Admission(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
 
     def decode(self) -> bool:
         try:

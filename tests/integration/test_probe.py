@@ -248,6 +248,8 @@ def test_our_own_server_raises_no_alarm_and_the_trainer_goes_by_what_was_found(
     [
         ([], "give the address of one endpoint"),
         (["http://h:1", "models=3"], "unknown argument 'models'"),
+        (["http://h:1", "tolerance=abc"], "tolerance=abc is not a number"),
+        (["http://h:1", "output=/no/such/c.json"], "output=/no/such/c.json: there is no such folder"),
         (["http://h:1", "only=seeds,tides"], "no check is called tides; there are: sums gradients"),
     ],
 )

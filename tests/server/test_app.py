@@ -115,6 +115,14 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
     assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
+async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(context: Context) -> None:
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    for scheme, told in (("http", None), ("https", False)):
+        async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
+            assert (await post(http, "client/config", sdk_version="0.38.0")).get("use_pyqwest_transport") is told
+    fake_engine(context).stop()
+
+
 async def test_protobuf_and_json_requests_and_replies_by_header(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
     sent = await http.post("forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO})

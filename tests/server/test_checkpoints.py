@@ -1,12 +1,15 @@
 import json
 import os
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from skyrl_tx_server import disk
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import LoraSpec
@@ -86,6 +89,32 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: Ch
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     assert [info.name for info in store.list()] == ["one"]
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    """What a power cut leaves of a file that was renamed and never synced is its name."""
+    events: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def syncing(descriptor: int) -> None:
+        events.append(re.split("[-.]", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))[0])
+        fsync(descriptor)
+
+    def renaming(source: Path, target: Path) -> None:
+        events.append("rename")
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", renaming)
+    write(store)
+    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last is its directory
+
+
+def test_nothing_is_written_where_there_is_no_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: SimpleNamespace(free=disk.SLACK_BYTES))
+    with pytest.raises(ServerError, match="not enough disk space"):
+        write(store)
+    assert list(Path(store._root).iterdir()) == []
 
 
 def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path: Path):

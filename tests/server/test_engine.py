@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -70,9 +71,12 @@ def test_results_come_back_through_futures_and_one_thread_does_the_work():
 
 def test_samples_of_one_request_return_in_order_even_when_slots_are_few():
     with running(FakeExecutor(num_slots=2)) as engine:
-        result = engine.submit(sample(10, num_samples=5)).result(TIMEOUT_S)
+        result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
+    assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0  # as when the first of them came
+    stats = engine.stats()
+    assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
 
 def test_training_runs_between_the_blocks_of_a_long_generation():
@@ -162,6 +166,21 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
     with running(OneAtATime()) as engine:
         futures = [engine.submit(sample(last)) for last in (1, 2, 3)]
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
+
+
+def test_a_sample_without_room_gets_that_of_one_that_fails():
+    class OneAtATime(FakeExecutor):
+        def admit(self, admits):
+            if self.rows_decoding:
+                raise CapacityError("bank is full")
+            return super().admit(admits)
+
+    with running(OneAtATime(block=2)) as engine:
+        forsaken = engine.submit(sample(1, max_tokens=50), Notes(patience=2))
+        waiting = engine.submit(sample(2))
+        with pytest.raises(WithdrawnError):
+            forsaken.result(TIMEOUT_S)
+        assert waiting.result(TIMEOUT_S).sequences[0].tokens[0] == 3
 
 
 class Together(FakeExecutor):

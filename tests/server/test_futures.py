@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from skyrl_tx_server import futures
 from skyrl_tx_server.errors import FutureLostError, UserError
 from skyrl_tx_server.futures import FutureStore, Outcome, RequestKey, Retention
 from skyrl_tx_server.ops import Done, ForwardBackwardResult, OpResult
@@ -148,6 +149,22 @@ async def test_the_bound_on_bytes_drops_delivered_results_before_unread_ones() -
         await store.wait(ids[1])
 
 
+async def test_the_newest_result_stays_however_large() -> None:
+    store, work = FutureStore(Retention(max_bytes=1)), Work()
+    request_id = submit(store, work)
+    work.futures[0].set_result(Done())
+    await asyncio.sleep(0)  # the result is there before anyone asks
+    assert await store.wait(request_id) is not None
+
+
+async def test_of_more_keys_than_are_kept_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "MAX_KEYS_PER_SCOPE", 2)
+    store, work = FutureStore(Retention()), Work()
+    ids = [submit(store, work, seq_id=seq_id) for seq_id in range(3)]
+    assert [submit(store, work, seq_id=seq_id) for seq_id in (2, 1)] == [ids[2], ids[1]]
+    assert submit(store, work, seq_id=0) != ids[0]
+
+
 async def test_the_bound_on_count_counts_the_results_nobody_fetched() -> None:
     store, work = FutureStore(Retention(max_finished=2)), Work()
     ids = [submit(store, work) for _ in range(4)]
@@ -178,6 +195,20 @@ async def test_the_end_of_a_session_withdraws_what_waits_and_ages_what_is_done()
     assert store.stats() == {"pending": 1, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
     work.futures[3].set_result(Done())
     assert await store.wait(other) is not None
+
+
+async def test_what_ends_after_its_session_stays_for_the_grace_period_only() -> None:
+    now = [0.0]
+    store, work = FutureStore(Retention(grace_s=10), clock=lambda: now[0]), Work()
+    store.submit(work, kind="sample", key=None, session_id="s")
+    assert work.futures[0].set_running_or_notify_cancel()
+    store.abandon("s")
+    work.futures[0].set_result(Done())
+    await asyncio.sleep(0)
+    assert store.stats()["finished"] == 1
+    now[0] = 11
+    store.prune()
+    assert store.stats()["finished"] == 0
 
 
 async def test_closing_lets_go_of_every_waiting_poll() -> None:

@@ -7,7 +7,7 @@ import pytest
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.lora import adapted_stacks, check_spec, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
 from skyrl_tx_server.model.low_rank import low_rank_deltas, project, users_of
-from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.ops import LoraSpec, expert_rank
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
 
@@ -33,6 +33,7 @@ def test_the_seed_decides_a() -> None:
     for one, same, different in zip(modules(first).values(), modules(again).values(), modules(other).values(), strict=True):
         np.testing.assert_array_equal(one.a, same.a)
         assert np.any(one.a != different.a)
+    assert len({float(np.ravel(module.a)[0] * module.a.shape[-2] ** 0.5) for module in modules(first).values()}) == len(modules(first))
 
 
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
@@ -97,6 +98,10 @@ def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(en
     for expected, found in zip(one, several, strict=True):
         assert np.any(expected)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_expert_has_its_share_of_the_rank_and_one_at_least() -> None:
+    assert [expert_rank(rank, 8) for rank in (32, 8, 2)] == [4, 1, 1]
 
 
 def test_the_delta_is_scale_times_x_a_b() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import LossFn
-from skyrl_tx_server.steps.losses import LossInputs, check_loss_inputs, select_loss, token_losses
+from skyrl_tx_server.steps.losses import LossInputs, check_loss_inputs, select_loss, token_losses, trained_positions
 from tests.server import reference_losses, tiny_qwen3
 
 CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}
@@ -132,9 +132,10 @@ def test_every_loss_runs_in_one_program() -> None:
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     _, inputs = tokens(4)
+    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or what the sampler is to have said
     inputs = replace(
         inputs,
-        sampler_logprobs=np.array([-200, -200, 0, 0], np.float32),
+        sampler_logprobs=np.array([huge, huge, 0, 0], np.float32),
         advantages=np.array([0, -1, 1, 1], np.float32),
         counts=np.array([1, 1, 1, 0], np.float32),
     )
@@ -162,6 +163,23 @@ def test_default_settings_are_the_documented_ones() -> None:
 def test_a_wrong_setting_is_refused_by_name(loss_fn: LossFn, config: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         select_loss(loss_fn, config)
+
+
+def test_bounds_may_be_one_and_the_same() -> None:
+    selection = select_loss(LossFn.PPO, {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0})
+    assert float(selection.clip_low) == float(selection.clip_high) == 1
+
+
+@pytest.mark.parametrize("loss_fn", list(LossFn))
+def test_what_trains_is_what_has_a_gradient(loss_fn: LossFn) -> None:
+    (datum,) = tiny_qwen3.data((4,))
+    weights, advantages = np.array([[0, 0], [0, 1], [2, 0], [0, 0]], np.float32), np.array([0, 1, -1, 0], np.float32)
+    if loss_fn is LossFn.CROSS_ENTROPY:
+        assert trained_positions(datum, loss_fn).all()
+        datum = replace(datum, target_tokens=np.zeros((4, 2), np.int32), weights=weights)
+    else:
+        datum = replace(datum, logprobs=np.zeros(4, np.float32), advantages=advantages)
+    assert trained_positions(datum, loss_fn).tolist() == [loss_fn is LossFn.DRO, True, True, loss_fn is LossFn.DRO]
 
 
 def test_data_lacking_what_the_loss_reads_are_refused() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import TrainDatum
-from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, check_data, pack, train_shapes, unpack
+from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, check_data, pack, train_shapes, unpack, with_sequence_ratios
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
@@ -137,6 +139,18 @@ def test_missing_weights_mean_one_on_every_real_token() -> None:
     assert not np.any(batch.advantages)
 
 
+def test_a_sequences_ratio_is_the_mean_over_its_mask() -> None:
+    sampler, own = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
+    masks = [np.array(mask, np.float32) for mask in ([0, 1, 1], [0, 0, 0])]
+    data = tuple(replace(datum([1, 2, 3], [2, 3, 4]), logprobs=sampler, sequence_ratio_mask=mask) for mask in masks)
+    assert [found.logprobs.tolist() for found in with_sequence_ratios(data, [own, own])] == [[1.5] * 3, [0] * 3]
+
+
+def test_blocks_of_padding_look_at_nothing() -> None:
+    (batch,) = packed(tiny_qwen3.data((2 * BLOCK + 1,)))
+    assert batch.tokens.shape == (1, 4 * BLOCK) and batch.num_key_blocks[0].tolist() == [1, 2, 3, 0]
+
+
 def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
     return TrainDatum(tokens=np.array(tokens, np.int32), target_tokens=np.array(targets, np.int32))
 
@@ -154,6 +168,10 @@ def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
 def test_a_sequence_the_model_cannot_hold_is_refused(bad: TrainDatum, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_data([datum([1, 2], [2, 3]), bad], vocab_size=53, max_context_length=8)
+
+
+def test_a_sequence_may_fill_the_context_and_name_the_last_token() -> None:
+    check_data([datum([52] * 8, [52] * 8)], vocab_size=53, max_context_length=8)
 
 
 def test_a_request_without_data_is_refused() -> None:

@@ -55,5 +55,11 @@ def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.n
     assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
 
 
+def test_a_row_that_no_stretch_has_room_for_reads_in_one_of_its_own() -> None:
+    """Five rows alike, of which four fill a matrix product."""
+    found = stretches_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
+    assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]
+
+
 def _stretches(found) -> list[tuple[int, int, int, np.ndarray]]:
     return [(found.part[at], found.first[at], found.end[at], found.rows[at]) for at in range(found.counts[0])]

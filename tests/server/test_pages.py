@@ -46,6 +46,18 @@ def test_a_page_that_fills_up_is_remembered_once():
     assert pages.num_remembered == 2 and pages.find("w", whole).length == 2 * PAGE
 
 
+def test_a_page_that_filled_up_and_was_forgotten_is_found_no_more():
+    pages = Pages(first=0, count=3)
+    whole = text(PAGE)
+    own = pages.take(1)
+    assert own is not None
+    for length in (5, PAGE):
+        pages.remember("w", whole[:length], own)
+    pages.give_back(own)
+    assert pages.take(2) is not None and pages.num_remembered == 0
+    assert pages.find("w", whole).length == 0
+
+
 def test_what_was_unused_longest_gives_way_and_never_what_a_row_has():
     pages = Pages(first=0, count=7)
     old, new = text(2 * PAGE, seed=1), text(2 * PAGE, seed=2)

@@ -366,6 +366,7 @@ def draws(
         ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0]),  # 0.8 is not enough, so the third belongs
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
+        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of what the three hold: 0.8 / 0.95
     ],
 )
 def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dict, expected: list[float]):

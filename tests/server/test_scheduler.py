@@ -171,6 +171,21 @@ def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), Admit)
     drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
     assert isinstance(drop, Step) and drop.ticket == 2
+    assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
+
+
+def test_dropping_a_snapshot_waits_for_its_save():
+    save = SaveSampler(model_id="a", name=None, weights="s")
+    assert run_steps(queue(optim("a"), save, DropSnapshot(weights="s"))) == [1, 2, 3]
+
+
+def test_what_is_put_back_keeps_its_order():
+    scheduler = queue(*[sample(num_samples=2)] * 3)
+    for _ in range(2):
+        offered = scheduler.next(free_slots=5, rows_decoding=0)
+        assert isinstance(offered, Prefill)
+        assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
+        scheduler.put_back(offered.admits)
 
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():

@@ -366,6 +366,25 @@ def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object],
         parse_sample(sample_body(**changes), LIMITS)
 
 
+def test_every_limit_may_be_reached() -> None:
+    def sampled(length: int, **settings: object) -> int:
+        return parse_sample(sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS).prompt.size
+
+    assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
+    with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
+        sampled(16)  # an answer has one token at least
+    (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).data
+    assert full.tokens.tolist() == [63] * 16
+    assert parse_lora({"rank": 8}, LIMITS).rank == 8
+    assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
+
+
+def test_whoever_gives_a_stop_means_no_other() -> None:
+    for stop in ("\n", ["\n"], [7], []):
+        assert not parse_sampling_params({"stop": stop}, LIMITS).stop_at_eos
+    assert parse_sampling_params({}, LIMITS).stop_at_eos
+
+
 def test_switched_off_options_are_no_reason_to_refuse() -> None:
     off = {
         "topk_prompt_logprobs": 0,
@@ -401,6 +420,7 @@ def test_a_lora_this_server_cannot_make_is_refused(body: dict[str, object], mess
 def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
     default = parse_adam(Fields({"adam_params": {}}, "optim_step"))
     assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
+    assert (default.weight_decay, default.grad_clip_norm) == (0, 0)
     given = {"learning_rate": 1, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.5}
     adam = parse_adam(Fields({"adam_params": given}, "optim_step"))
     assert {name: getattr(adam, name) for name in given} == given

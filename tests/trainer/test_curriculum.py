@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from scripts.bench.signal_sampling import simulated
@@ -46,6 +48,16 @@ def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
     assert len({tuple(chosen(step=step)) for step in range(10)}) > 1
     assert chosen() != chosen(attempt=1)
     assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
+
+
+def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_between_equals():
+    half = replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
+    known = Curriculum().after([group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")])
+    for name in "bcdefgh" * 20:
+        known = known.after([group(name, 1, 0)])
+    explored = sum(known.choose(TASKS, 4, half, step=step, attempt=0)[0].id == "a" for step in range(200))
+    assert 70 < explored < 130
+    assert len({Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}) == len(TASKS)
 
 
 def test_the_state_survives_its_record():

@@ -1,6 +1,6 @@
 import numpy as np
 
-from src.datums import merge_turns, scaled, sequences_of, to_datum, to_datums
+from src.datums import merge_turns, scaled, sequences_of, step_sequences_of, to_datum, to_datums
 from tests.fakes.trials import turn
 
 
@@ -54,6 +54,8 @@ def test_an_empty_completion_adds_no_token():
     assert sequences_of([turn([1], [])], advantage=1.0) == []
     [sequence] = sequences_of([turn([1], []), turn([1, 2], [10])], advantage=1.0)
     assert sequence.tokens.tolist() == [1, 2, 10]
+    [step] = step_sequences_of([turn([1], []), turn([1, 2], [10])], advantage=1.0)
+    assert step.tokens.tolist() == [1, 2, 10]
 
 
 def test_sequences_without_advantage_are_not_sent():

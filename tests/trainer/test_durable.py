@@ -29,6 +29,8 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
     mend(path)
     append_record(path, {"n": 3})
     assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
+    path.write_text('{"n": 1}\n{"n": 2\n{"n": 3}\n')
+    assert records(path) == [{"n": 1}, {"n": 3}]
     assert records(tmp_path / "none.jsonl") == []
     mend(tmp_path / "none.jsonl")
 

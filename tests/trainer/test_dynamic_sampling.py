@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,15 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
     state = await sample_groups(play, [task("a"), task("b")], refills, settings("filter"), filters, step=1)
     assert asked == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
     assert names(state.kept) == ["a", "d"]
+
+
+async def test_groups_are_good_by_the_rewards_to_learn_from_and_played_with_their_own():
+    played = [group("a", 1), replace(group("b", 1), failures=[failure()])]
+
+    async def play(tasks, attempt):
+        return played
+
+    filters = FilterSettings(remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=1.0, apply_overlong_filtering="off")
+    state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
+    assert (names(state.kept), state.num_bad) == (["a"], 1)  # b has two rewards of 1, now that its failure has one
+    assert state.played == played

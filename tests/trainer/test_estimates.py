@@ -50,6 +50,11 @@ def test_trials_of_one_task_are_not_counted_as_if_they_were_independent():
     assert 0.15 < spread.high - spread.low < 0.6
 
 
+def test_tasks_that_are_nearly_alike_are_no_more_trials_than_there_were():
+    estimate = mean_rate([0.5, 0.52], num_trials=100)  # they vary as the means of 2,499 would
+    assert (estimate.low, estimate.high) == (pytest.approx(0.41348, abs=1e-5), pytest.approx(0.60578, abs=1e-5))  # Wilson's at 100
+
+
 def test_an_interval_has_a_width_even_where_every_trial_was_solved():
     estimate = mean_rate([1.0] * 20, num_trials=80)
     assert estimate.value == 1 and estimate.high == pytest.approx(1) and 0.8 < estimate.low < 0.9
@@ -75,6 +80,18 @@ def test_the_sign_flip_test_agrees_with_trying_every_flip():
     sums = [abs(sum(sign * value for sign, value in zip(signs, values, strict=True))) for signs in product([1, -1], repeat=5)]
     assert sign_flip_p_value(values) == pytest.approx(np.mean([total >= abs(sum(values)) for total in sums]))
     assert sign_flip_p_value([Fraction(0)] * 3) == 1.0
+
+
+@pytest.mark.parametrize("primes", [(1009, 1013, 1033), (1009, 1013, 1061), (1009, 1019, 1021)])
+def test_where_sums_are_too_many_the_sign_flip_test_errs_on_the_safe_side(primes):
+    """Rounded to the grid, the differences come to less than they are."""
+    assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
+
+
+def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_tasks():
+    before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
+    difference = compared(before, after).difference
+    assert (difference.low, difference.high) == (pytest.approx(0.2 - 4.3027 * 0.1 / 3**0.5, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
 
 
 def test_a_comparison_is_paired_by_task():

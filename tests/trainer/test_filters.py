@@ -38,7 +38,8 @@ def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_varia
 
 
 @pytest.mark.parametrize(
-    ("stop", "reward"), [("stop", 1), ("session_closed", 1), ("length", 0), ("context_length", 0), ("max_turns", 0), ("timeout", 0)]
+    ("stop", "reward"),
+    [("stop", 1), ("session_closed", 1), ("length", 0), ("context_length", 0), ("max_turns", 0), ("timeout", 0), ("failed", 0)],
 )
 def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
     turns = [turn([1], [2])]
@@ -127,3 +128,4 @@ def test_a_judges_bonus_is_part_of_what_is_learned_from():
     members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
     [kept], _ = keep_groups([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
     assert kept.rewards == [1.5, 0.0] and members[0].reward == 1
+    assert keep_groups([kept], settings()) == ([kept], {})  # it counts once

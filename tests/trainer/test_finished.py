@@ -79,3 +79,23 @@ def test_a_rollout_torn_by_a_crash_is_not_finished_and_does_not_spoil_the_next(t
     assert again.load("step", 1) == {}
     again.add(STEP, rollout)
     assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
+
+
+def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypatch):
+    journal, found = Journal(tmp_path), []
+    finished = FinishedRollouts(tmp_path, journal)
+    monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))
+    rollout = FinishedRollout(
+        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP), seed=5, attempts=1
+    )
+    finished.add(STEP, rollout)
+    assert found == [{STEP: rollout}]
+
+
+def test_of_an_earlier_process_the_finished_trials_keep_their_folders(tmp_path):
+    finished = FinishedRollouts(tmp_path, Journal(tmp_path))
+    result = Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole")
+    finished.add(STEP, FinishedRollout(result=result, seed=5, attempts=1))
+    for name in ("whole", "half"):
+        (tmp_path / "jobs" / "step_000001" / name).mkdir(parents=True)
+    assert [folder.name for folder in finished.job_directory("step", 1).iterdir()] == ["whole"]

@@ -123,6 +123,8 @@ async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
 
 
 async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
+    trajectory, _, _ = await play([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
+    assert trajectory.metrics["cut_answers"] == 1
     trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.stop_reason == StopReason.LENGTH
     assert not trains(trajectory, filters("stop_reason")) and not trains(trajectory, filters("eos"))
@@ -248,6 +250,7 @@ async def test_step_by_step_the_history_is_shown_as_the_template_shows_it():
 async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
     chat = byte_chat()
     _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)
+    assert len(policy.calls) == 2
     for call in policy.calls:
         shown = chat.tokenizer.decode(call.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -327,6 +330,24 @@ async def test_a_cancelled_episode_closes_its_environment():
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert environment.num_closed == 1
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+async def test_a_reward_that_is_no_number_is_a_failure(reward):
+    failure, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
+    assert isinstance(failure, TrialFailure) and f"a reward that is no number: {reward}" in failure.message
+
+
+async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
+    class Hanging(ScriptedEnv):
+        async def close(self):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("src.generator.CLOSE_TIMEOUT_S", 0.01)
+    chat = toy_chat()
+    playing = run_episode(Hanging([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
+    async with asyncio.timeout(10):
+        assert isinstance(await playing, Trajectory)
 
 
 async def test_an_empty_answer_is_seen_by_the_environment_and_trains_nothing():

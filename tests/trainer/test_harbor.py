@@ -250,6 +250,13 @@ async def test_a_reward_planted_by_the_agent_does_not_count(tmp_path: Path) -> N
     assert outcome.reward == 0.0
 
 
+async def test_what_the_agent_laid_beside_the_tests_is_gone_when_they_run(tmp_path: Path) -> None:
+    folder = variant(tmp_path, test="[ -e /tests/planted ]; echo $? > /logs/verifier/reward.txt")
+    outcome, _ = await play(tmp_path, solving("mkdir -p /tests; touch /tests/planted"), source(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 1.0
+
+
 async def test_a_verifier_may_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
     folder = variant(tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n')
     (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")

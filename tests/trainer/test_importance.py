@@ -52,6 +52,28 @@ def test_the_token_mask_keeps_its_bounds():
     assert same.factors.tolist() == [1]  # equality stays
 
 
+@pytest.mark.parametrize(("kind", "low", "high"), [("geometric", 0.99, 1.01), ("product", 0.5, 2.0), ("outlier", 1e-4, 100.0)])
+def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
+    def is_masked(ratio, **bounds):
+        return correction(np.log([ratio]), np.zeros(1), settings(tis_sequence_mask=kind, **bounds)).is_masked
+
+    assert [is_masked(ratio) for ratio in (0.99 * low, 1.005 * low, 0.995 * high, 1.01 * high)] == [True, False, False, True]
+    assert not is_masked(1.0, tis_sequence_mask_low=1.0, tis_sequence_mask_high=1.0)  # equality stays
+
+
+@pytest.mark.parametrize(
+    "option", [{"tis": "token"}, {"tis_sequence_mask": "outlier"}, {"tis_token_mask_low": 0.0}, {"tis_token_mask_high": 9.0}]
+)
+def test_each_correction_alone_is_one(option):
+    assert settings(**option).is_on and not settings().is_on
+
+
+def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_them():
+    one = example(turn([1], [10, 11], logprob=-1.0))
+    _, metrics = corrected([[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5))  # e, exp(-2)
+    assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
+
+
 def test_ratios_do_not_overflow():
     result = correction(np.array([900.0, -900.0]), np.zeros(2), settings(tis="token", tis_cap=1e9))
     assert np.isfinite(result.factors).all() and result.factors[0] == pytest.approx(np.exp(20))

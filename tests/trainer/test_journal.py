@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from src.durable import records
@@ -12,6 +14,7 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     first.started(resumed_from=0)
     assert first.admitted(HERE, policy_version=0, seed=7) == 1
     assert first.admitted(HERE, policy_version=0, seed=7) == 2
+    first.finished(HERE, "sandbox")
     first.finished(HERE, "graded")
     first.begun(1, [(1, "a")])
     assert not first.is_settled(HERE)
@@ -22,6 +25,8 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     assert second.state_after(1) == {"strikes": {"b": 1}} and second.state_after(0) == {}
     assert second.admitted(HERE, policy_version=0, seed=7) == 3
     assert first.progress == 2 and second.progress == 1  # what was trained may have to be trained again
+    second.trained(1, groups=[(1, "a")], state={})
+    assert second.progress == 1
     second.ended(RunState.DONE)
     admitted = records(tmp_path / JOURNAL)[1]
     del admitted["at"]
@@ -49,4 +54,45 @@ def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
     again.begun(3, [(3, "a"), (3, "b")])
     with pytest.raises(ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"):
         again.begun(3, [(3, "a"), (3, "c")])
+    with pytest.raises(ConfigError, match="was to train on a, b, and now on b, a"):
+        again.begun(3, [(3, "b"), (3, "a")])
     assert sum(record["event"] == "begun" for record in records(tmp_path / JOURNAL)) == 1
+
+
+def test_a_result_is_settled_by_the_step_that_learned_from_it_or_by_its_evaluation(tmp_path):
+    journal, late = Journal(tmp_path), Place(purpose="step", step=1, task="late", member=0)
+    journal.begun(1, [(1, "a")])
+    journal.begun(2, [(1, "late")])
+    journal.trained(1, groups=[(1, "a")], state={})
+    assert journal.is_settled(HERE) and not journal.is_settled(late)
+    journal.trained(2, groups=[(1, "late")], state={})
+    assert journal.is_settled(late)
+    tested = Place(purpose="eval", step=2, task="a", member=0)
+    assert not journal.is_settled(tested)
+    journal.evaluated(2)
+    assert journal.is_settled(tested)
+
+
+def test_a_group_that_stands_in_for_another_was_trained_once(tmp_path):
+    Journal(tmp_path).trained(1, groups=[(1, "a"), (1, "b"), (1, "a")], state={})
+    assert groups_trained(tmp_path) == {(1, "a"): 1, (1, "b"): 1}
+
+
+def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path):
+    Journal(tmp_path).evaluated(1)
+    path = tmp_path / JOURNAL
+    path.write_text(path.read_text() + '{"event": "trai')
+    Journal(tmp_path).evaluated(2)
+    assert [record["step"] for record in records(path)] == [1, 2]
+
+
+def test_what_was_trained_waits_for_the_disk_and_what_is_played_does_not(tmp_path, monkeypatch):
+    journal, synced, fsync = Journal(tmp_path), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(fsync(descriptor)))
+    journal.admitted(HERE, policy_version=0, seed=7)
+    journal.finished(HERE, "graded")
+    assert not synced
+    journal.begun(1, [(1, "a")])
+    journal.trained(1, groups=[(1, "a")], state={})
+    journal.checkpointed(1, "tinker://a/weights/1")
+    assert len(synced) == 3

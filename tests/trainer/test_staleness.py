@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,8 +34,9 @@ def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
 
 
 def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
-    shares, metrics = within_bound([[example(1, 1)], [example(4)]], version=4, max_staleness=2)
-    assert [len(share) for share in shares] == [1, 1]
+    empty = replace(example(1), sequences=[])  # over-long, say: it has no tokens that could be old
+    shares, metrics = within_bound([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
+    assert [len(share) for share in shares] == [1, 2]
     assert not shares[0][0].sequences[0].advantages.any() and shares[1][0].sequences[0].advantages.any()
     assert metrics["staleness/masked_trajectories"] == 1 and metrics["staleness/masked_tokens"] == 2
 

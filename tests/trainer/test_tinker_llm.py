@@ -116,6 +116,16 @@ async def test_a_full_context_ends_the_episode_or_asks_for_a_summary_once() -> N
     assert llm.turns == []
 
 
+async def test_an_overflow_after_an_answer_or_of_a_subagent_is_no_second_in_a_row() -> None:
+    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
+    for _ in range(2):
+        with llm.recording_apart(), pytest.raises(ContextLengthExceededError):
+            await llm.call("a" * 200, message_history=[])
+        with pytest.raises(ContextLengthExceededError):
+            await HarborChat(llm).chat("a" * 200)
+        await HarborChat(llm).chat("a")
+
+
 async def test_harbor_has_skyrls_limit_on_what_is_still_answered() -> None:
     llm, policy = llm_saying("x")
     conversation = HarborChat(llm)
@@ -150,6 +160,18 @@ async def test_a_rewritten_history_breaks_the_prefix_once_and_then_grows_exactly
     third, fourth = llm.turns[2:]
     both = third.prompt_ids + third.completion_ids
     assert fourth.prompt_ids[: len(both)] == both
+
+
+async def test_the_ids_of_a_conversation_never_stand_for_another_as_long() -> None:
+    llm, policy = llm_saying("one", "two", "three", "four")
+    conversation = HarborChat(llm)
+    await conversation.chat("a")
+    await conversation.chat("b")
+    other = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
+    for prompt in ("c", "d"):  # the second time the other conversation is the one that is recorded
+        conversation._messages = list(other)
+        await conversation.chat(prompt)
+        assert policy.calls[-1].prompt_ids == byte_chat().render([*other, {"role": "user", "content": prompt}])
 
 
 async def test_going_back_in_a_conversation_keeps_the_exact_ids_of_what_stays() -> None:

@@ -67,6 +67,28 @@ def test_missing_last_braces_are_mended_and_counted(form, missing):
     assert parsed.counts == {"parse_attempts": 1, "parse_failures": 0, "parse_recovered": 1}
 
 
+@pytest.mark.parametrize(
+    ("answer", "calls", "num_mended"),
+    [
+        (f"[{JSON[:-1]}", [ORDER], 1),  # a bracket of each kind, in their order
+        (f"<tool_call>{JSON[:-1]}</tool_call><tool_call>{JSON[:-2]}", [ORDER, ORDER], 2),
+        ('{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\""}', [ORDER], 1),  # arguments as a string
+        ('{"name": "get_order", "arguments": {"id": "C:\\\\"', [ToolCall(name="get_order", arguments={"id": "C:\\"})], 1),
+        ('{"name": "get_order", "arguments": {"a": {"b": "c"', [ToolCall(name="get_order", arguments={"a": {"b": "c"}})], 1),
+        ('{"name": "get_order", "arguments": {"a": {"b": {"c": "d"', [], 0),  # four are too many
+    ],
+)
+def test_brackets_of_every_kind_are_mended_and_every_mended_call_is_counted(answer, calls, num_mended):
+    parsed = parse(answer, TOOLS)
+    assert list(parsed.calls) == calls
+    assert parsed.counts == {"parse_attempts": 1, "parse_failures": float(not calls), "parse_recovered": num_mended}
+
+
+def test_an_object_with_a_tools_name_alone_is_a_call_and_one_with_another_is_none():
+    assert list(parse('{"name": "list_orders"}', TOOLS).calls) == [ToolCall(name="list_orders", arguments={})]
+    assert parse('{"name": "Ann"}', TOOLS).strategy is None
+
+
 @pytest.mark.parametrize("cut", range(1, len(JSON) - 2))
 @pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "```json\n{}", "Well: {}"])
 def test_nothing_is_called_that_was_cut_anywhere_else(form, cut):

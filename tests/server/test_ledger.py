@@ -1,0 +1,47 @@
+"""The books that outlive the server: what is written is read again, whatever became of the last line."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from skyrl_tx_server.ledger import Ledger, TrainingRun
+from skyrl_tx_server.ops import LoraSpec
+
+PATH, OTHER = "tinker://run/weights/1", "tinker://run/weights/2"
+NOW = datetime.now(UTC)
+
+
+def run_of(run_id: str) -> TrainingRun:
+    return TrainingRun(run_id=run_id, base_model="m", lora=LoraSpec(rank=4), created_at=NOW, user_metadata={"a": "b"})
+
+
+def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record_run(run_of("one"))
+    for path in (PATH, OTHER):
+        ledger.set_expiry(path, NOW - timedelta(hours=1))
+        ledger.set_public(path, True)
+    ledger.set_expiry(PATH, NOW + timedelta(hours=1))
+    ledger.forget(OTHER)
+    for known in (ledger, Ledger(tmp_path / "ledger.jsonl")):
+        assert known.runs == {"one": run_of("one")}
+        assert known.expiries == {PATH: NOW + timedelta(hours=1)} and known.public == {PATH}
+        assert known.expired() == []
+    ledger.set_expiry(PATH, NOW - timedelta(hours=1))
+    assert ledger.expired() == [PATH]
+
+
+def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    ledger = Ledger(file)
+    ledger.record_run(run_of("one"))
+    ledger.record_run(run_of("torn"))
+    file.write_text(file.read_text()[:-20])
+    Ledger(file).record_run(run_of("two"))
+    assert list(Ledger(file).runs) == ["one", "two"]
+
+
+def test_a_line_of_another_version_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    file.write_text('{"run_id": "x", "lora": {"colour": 1}, "created_at": "never"}\n{"path": "p"}\n[]\n')
+    Ledger(file).record_run(run_of("one"))
+    assert list(Ledger(file).runs) == ["one"]
