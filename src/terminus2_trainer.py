@@ -110,7 +110,7 @@ class Terminus2RLTrainer:
         except (BackendError, StorageError):
             raise
         except BaseException:
-            await _uninterrupted(self._save_on_the_way_out())
+            await _uninterrupted(self._save_on_the_way_out(final=self.steps_done == len(batches)))
             raise
 
     async def _batch(self, batch: Batch, reference: Policy | None, *, num_batches: int) -> None:
@@ -247,12 +247,12 @@ class Terminus2RLTrainer:
         self._saved_step = self.steps_done
         self._display.say(f"checkpoint after step {self.steps_done}: {paths.state_path}")
 
-    async def _save_on_the_way_out(self) -> None:
+    async def _save_on_the_way_out(self, *, final: bool) -> None:
         """For a failed or interrupted run. Its own failure must not hide the cause, nor may a dead server hold the process."""
         try:
             async with asyncio.timeout(SAVE_ON_THE_WAY_OUT_S):
                 await self._backend.check()
-                await self._save(final=False)
+                await self._save(final=final)
         except Exception as error:
             self._display.say(f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip())
             logger.debug("saving on the way out failed", exc_info=True)

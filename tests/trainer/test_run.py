@@ -222,6 +222,24 @@ async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path)
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
 
 
+async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_checkpoint(tmp_path):
+    evaluating = asyncio.Event()
+
+    async def hang_at_the_end(trial, policy):
+        if policy.version == 2:
+            evaluating.set()
+            await asyncio.Event().wait()
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=hang_at_the_end)
+    running = asyncio.ensure_future(bench.go())
+    await asyncio.wait_for(evaluating.wait(), 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")][-1] == (2, True)
+
+
 async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_path):
     bench = Bench(tmp_path)
     client = bench.backend.training_client
