@@ -502,7 +502,7 @@ class DecodeSlots:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Every sampling program, one after the other, as it is before XLA has compiled it: the likeliest first."""
         config, tempered = self._config, self._tempered
-        rows, settings = self._decode_rows([]), row_settings([None] * self.num_slots, config.vocab_size)
+        nobody = self._block_of([])
         passes = self._layout.examples()
         ends = [None] if self._kernel_decodes else [self._ends[: 1 + longest] for longest in range(len(self._ends))]
         of_adapters = compiled_for(self._layout.bank, rows=self.num_slots)
@@ -512,20 +512,9 @@ class DecodeSlots:
                     given = (self._cache, self._params, self._bank.arrays, run, of_rows)
                     yield f"prefill, {len(run.tokens)} blocks", prefill.lower(*given, config=config, tempered=tempered)
             for each in ends if most in of_adapters else ():
-                decoding = replace(rows, adapters=replace(rows.adapters, most=most))
-                given = (self._cache, self._params_apart, self._bank.arrays, decoding, settings)
+                rows = replace(nobody.rows, adapters=replace(nobody.rows.adapters, most=most))
+                given = (self._cache, self._params_apart, self._bank.arrays, rows, nobody.settings)
                 yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
-
-    def _block_of(self, live: Sequence[tuple[int, Row]]) -> _Block:
-        rows = self._decode_rows(live)
-        longest = self._ends.index(bucket(int(rows.positions.max()), self._ends))
-        sitting = dict(live)
-        return _Block(
-            live=live,
-            rows=rows,
-            settings=row_settings([sitting.get(slot) for slot in range(self.num_slots)], self._config.vocab_size),
-            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
-        )
 
     def _block_after(self, block: _Block) -> _Block | None:
         """What may follow a block that is under way: None where that needs pages that are not free, or another program, whose compilation
@@ -554,7 +543,8 @@ class DecodeSlots:
         for _, row in block.live:
             row.coming = self._block
 
-    def _decode_rows(self, live: Sequence[tuple[int, Row]]) -> Rows:
+    def _block_of(self, live: Sequence[tuple[int, Row]]) -> _Block:
+        """The next block of these rows, with their slots."""
         sitting = dict(live)
         positions = np.zeros(self.num_slots, np.int32)
         tables = np.stack([self._table(slot, sitting[slot].pages if slot in sitting else ()) for slot in range(self.num_slots)])
@@ -568,7 +558,7 @@ class DecodeSlots:
             adapters[slot] = row.adapter_slot
             stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
         group = self._config.num_heads // self._config.num_kv_heads
-        return Rows(
+        rows = Rows(
             tokens=tokens,
             before=self._no_carry,
             positions=positions,
@@ -577,6 +567,13 @@ class DecodeSlots:
             stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
             adapters=users_of(adapters, bank=self._layout.bank),
             stop_tokens=stop_tokens,
+        )
+        longest = self._ends.index(bucket(int(positions.max()), self._ends))
+        return _Block(
+            live=live,
+            rows=rows,
+            settings=row_settings([sitting.get(slot) for slot in range(self.num_slots)], self._config.vocab_size),
+            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
         )
 
     def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:

@@ -145,9 +145,8 @@ def test_rows_end_in_every_way(alone: dict) -> None:
     assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
 
-def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.admit(SHORT)
-    driver.admit(LONG)
+def failing_second(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """From here on the second block cannot begin; those that were to are in the list."""
     slots = driver.executor._slots
     begin, begun = slots._begin, []
 
@@ -158,6 +157,13 @@ def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Dri
         return begin(*arguments)
 
     monkeypatch.setattr(slots, "_begin", failing)
+    return begun
+
+
+def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.admit(SHORT)
+    driver.admit(LONG)
+    begun = failing_second(driver, monkeypatch)
     driver.block(go_on=True)
     assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 2
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
@@ -171,21 +177,12 @@ def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Dri
 
 def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.admit(LONG)
-    slots = driver.executor._slots
-    begin, begun = slots._begin, []
-
-    def failing(*arguments: object) -> object:
-        begun.append(arguments)
-        if len(begun) == 2:
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-        return begin(*arguments)
-
-    monkeypatch.setattr(slots, "_begin", failing)
+    begun = failing_second(driver, monkeypatch)
     driver.block(go_on=True)
     driver.executor.release(LONG)
     driver.admit(SHORT)
     driver.block(go_on=True)
-    assert {ticket for ticket, _ in driver.finished} == {SHORT}
+    assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 3
 
 
 def test_nothing_begins_where_all_rows_have_ended(driver: Driver) -> None:
