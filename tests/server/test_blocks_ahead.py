@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,3 +192,17 @@ def test_nothing_begins_where_all_rows_have_ended(driver: Driver) -> None:
     assert driver.executor.decode()
     driver._collect(driver.executor.collect(go_on=True))
     assert driver.executor.stats()["decode_blocks_ahead"] == before
+
+
+def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(driver: Driver, alone: dict) -> None:
+    stop = int(alone[LONG, 0].tokens[4])
+    settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
+    driver.admit(LONG)
+    driver.executor.admit([Admit(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)])
+    slots: Any = driver.executor._slots
+    (slot,) = (at for at, row in enumerate(slots._rows) if row is not None and row.ticket == 99)
+    driver.block(go_on=True)
+    assert driver.finished[99, 0].tokens[-1] == stop and slot in dict(slots._flight.block.live)
+    driver.executor.decode()
+    assert (slots._flight.sampled.tokens[slot] == -1).all()
+    driver.executor.release(LONG)
