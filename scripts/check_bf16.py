@@ -2,6 +2,7 @@
 
     taskset -c 0,1 python -m scripts.check_bf16
     python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
 A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is as sure of the next token as a
 trained model is. Samples come through the engine, some alone, some as a group, some continuing an earlier turn; `forward` then scores them.
@@ -24,6 +25,7 @@ import numpy as np
 from scripts.bench.compare import figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
@@ -54,13 +56,16 @@ class Bf16Config:
     new: int = chz.field(default=64, doc="Tokens sampled per sample and turn")
     sureness: float = chz.field(default=8.0, doc="The final norm's weight; logits grow with it")
     dtype: str = chz.field(default="bfloat16", doc="float32 shows what is left without rounding")
+    fsdp_parallel: int = 1
+    tensor_parallel: int = 1
 
 
 def main(config: Bf16Config) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(config, Path(folder) / "model")
         worst = 0.0
-        with running(model_dir, dtype=config.dtype, max_context_length=1024, train_tokens_per_batch=2048) as ours:
+        mesh = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel)
+        with running(model_dir, dtype=config.dtype, max_context_length=1024, train_tokens_per_batch=2048, mesh=mesh) as ours:
             train(ours)
             for name, samples in sampled(ours, config).items():
                 differences = np.concatenate([recomputed(ours, *sample) for sample in samples]).astype(np.float64)

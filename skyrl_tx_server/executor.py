@@ -35,9 +35,9 @@ from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_
 from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, adapter_size, init_adapter, place_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.mesh import bytes_per_device, check_device, check_divisible, make_mesh, on_gpu, to_host
+from skyrl_tx_server.model.mesh import bytes_per_device, check_device, make_mesh, on_gpu, to_host
 from skyrl_tx_server.model.transformer import Remat
-from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, param_shapes
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, check_divisible, load_params, param_shapes
 from skyrl_tx_server.ops import (
     CreateModel,
     Done,

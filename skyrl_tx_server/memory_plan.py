@@ -122,12 +122,8 @@ def memory_plan(
 
 
 def copied_layers_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """What a decode block copies of the weights on each device: every layer, unless it can be read where it lies. A block gathers all of
-    them before its first step, so that `fsdp` divides nothing of this."""
-    if layers_stay(config):
-        return 0
-    divided = 1 if config.mesh is None else config.mesh.shape["fsdp"]
-    return divided * bytes_per_device(param_shapes(config, dtype).layers)
+    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies."""
+    return 0 if layers_stay(config) else bytes_per_device(param_shapes(config, dtype).layers)
 
 
 def training_bytes(config: ModelConfig, dtype: np.dtype, shape: TrainShape, *, max_lora_rank: int, remat: Remat) -> int:

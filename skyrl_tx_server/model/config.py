@@ -90,6 +90,7 @@ class ModelConfig:
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = None  # then the one key-value head is the latent vector beside the rotated key
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
+    weights_rest: bool = False  # on a mesh, within a program: see `mesh.at_rest`
 
     @property
     def tensor_shards(self) -> int:

@@ -62,10 +62,10 @@ def add_latent_attention[Aux](
     """x [B, T, D] plus what its heads attend to."""
     latent = _latent(config)
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    query, compressed = project(normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"))
+    query, compressed = project(config, normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"), by="tensor")
     if latent.query_rank is not None:
         query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
-        (query,) = project(query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
+        (query,) = project(config, query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
     query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotated = jnp.split(query, [latent.plain_dim], axis=-1)
     vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.width], axis=-1)
@@ -73,7 +73,7 @@ def add_latent_attention[Aux](
     query = jnp.concatenate([_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1)
     attended, aux = attend(query * _score_scale(config), key, key)
     values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
-    added = project(values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
     return checkpoint_name(x + added, "residual"), aux
 
 

@@ -25,7 +25,7 @@ from skyrl_tx_server.model.config import ExpertGroups, Experts, ModelConfig
 from skyrl_tx_server.model.family import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
-from skyrl_tx_server.model.mesh import on_each, on_gpu, rows_spec
+from skyrl_tx_server.model.mesh import Axes, by_rows, on_each, on_gpu, rows_axes
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
 TINY = 1e-20
@@ -60,22 +60,20 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     """x [B, T, D] plus its experts' outputs."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    weights = (Router(params["router"], params.get("router_bias")), params["gate_up"], params["down"])
+    inputs = (normed, route(config.experts, Router(params["router"], params.get("router_bias")), normed), params["gate_up"], params["down"])
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
-    mix = partial(_mix, config.experts, layer=params.get(STACK_INDEX))
+    mix, layer = partial(_mix, config.experts), params.get(STACK_INDEX)
     if config.experts.shared:
         x = x + perceptron(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
-        return x + mix(normed, *weights, modules)
-    rows = rows_spec(config.mesh, x.shape[0])
-    first_axis, last_axis = PartitionSpec("expert", "tensor", None), PartitionSpec("expert", None, "tensor")
-    shared = on_each(
-        config,
-        partial(_shared_mix, mix),
-        (rows, PartitionSpec(), first_axis, last_axis, None if modules is None else _module_specs(modules, rows, first_axis, last_axis)),
-        rows,
-    )
-    return x + shared(normed, *weights, modules)
+        return x + mix(*inputs, modules, layer)
+    rows, fsdp = rows_axes(config, x.shape[0]), "fsdp" if config.weights_rest else None
+    lead = () if layer is None else (None,)
+    gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
+    adapted = None if modules is None else _module_specs(modules, rows, fsdp)
+    specs = (PartitionSpec(rows), PartitionSpec(rows), gate_up, PartitionSpec(*lead, "expert", fsdp, "tensor"), adapted, PartitionSpec())
+    mixed = on_each(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(*inputs, modules, layer)
+    return x + by_rows(config, mixed)
 
 
 class Router(NamedTuple):
@@ -83,8 +81,9 @@ class Router(NamedTuple):
     bias: jax.Array | None = None  # [count] float32, where experts are chosen by groups
 
 
-def route(experts: Experts, router: Router, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights in the tokens' dtype, experts) of tokens [N, D], both [N, per_token]; softmax and sigmoid in float32."""
+def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in float32."""
+    tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(scores, experts.per_token)
@@ -97,7 +96,7 @@ def route(experts: Experts, router: Router, tokens: jax.Array) -> tuple[jax.Arra
         weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
     if experts.groups is not None:
         weights = weights * experts.groups.scale
-    return weights.astype(tokens.dtype), chosen
+    return weights.astype(x.dtype).reshape(*x.shape[:2], -1), chosen.reshape(*x.shape[:2], -1)
 
 
 def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
@@ -112,24 +111,25 @@ def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
 def _mix(
     experts: Experts,
     x: jax.Array,
-    router: Router,
+    routed: tuple[jax.Array, jax.Array],
     gate_up: jax.Array,
     down: jax.Array,
     modules: tuple[LowRank, LowRank] | None,
-    first: jax.Array | int = 0,
-    *,
     layer: jax.Array | None = None,
+    *,
+    first: jax.Array | int = 0,
+    fsdp: str | None = None,
 ) -> jax.Array:
-    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first.
-    With a `layer` both are stacked over layers.
+    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first,
+    for x as `route` says. With a `layer` both are stacked over layers. `fsdp` is the mesh's axis that divides the outputs of both, if any:
+    those of the first are brought together, those of the second stay.
 
     The adapter's modules are one for the batch (A [E, in, ...]), or a bank with its users (A [S, L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
-    batch, length, hidden = x.shape
-    tokens = x.reshape(-1, hidden)
-    weights, chosen = route(experts, router, tokens)
+    batch, length, _ = x.shape
+    tokens, (weights, chosen) = x.reshape(-1, x.shape[-1]), routed
     local = chosen.reshape(-1) - first
     users = None if modules is None else modules[0].users
     assigned = jnp.arange(local.size) // experts.per_token
@@ -147,7 +147,8 @@ def _mix(
     if modules is not None:
         deltas = [partial(low_rank_deltas, module=_of_blocks(module, own_experts, entry)) for module in modules]
 
-    gate, up = jnp.split(_block_products(blocks, gate_up, own_experts + offset, layout.used), 2, axis=-1)
+    both = _block_products(blocks, gate_up, own_experts + offset, layout.used)
+    gate, up = jnp.split(both if fsdp is None else jax.lax.all_gather(both, fsdp, axis=-1, tiled=True), 2, axis=-1)
     if deltas is not None:
         gate_delta, up_delta = deltas[0](blocks)
         gate, up = gate + gate_delta, up + up_delta
@@ -155,42 +156,43 @@ def _mix(
     outputs = _block_products(inner, down, own_experts + offset, layout.used)
     if deltas is not None:
         outputs = outputs + deltas[1](inner)[0]
-    per_token = layout.take(outputs).reshape(-1, experts.per_token, hidden)
-    return (per_token * weights[..., None]).sum(axis=1).reshape(batch, length, hidden)
+    per_token = layout.take(outputs).reshape(batch, length, experts.per_token, -1)
+    return (per_token * weights[..., None]).sum(axis=2)
 
 
 def _shared_mix(
     mix: Callable[..., jax.Array],
+    fsdp: str | None,
     x: jax.Array,
-    router: Router,
+    routed: tuple[jax.Array, jax.Array],
     gate_up: jax.Array,
     down: jax.Array,
     modules: tuple[LowRank, LowRank] | None,
+    layer: jax.Array | None,
 ) -> jax.Array:
     """`_mix` on one of several devices, each of which has some experts and some columns of theirs."""
-    first = jax.lax.axis_index("expert") * gate_up.shape[0]
-    return jax.lax.psum(mix(x, router, gate_up, down, modules, first), ("expert", "tensor"))
+    first = jax.lax.axis_index("expert") * gate_up.shape[-3]
+    return jax.lax.psum(mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor"))
 
 
-def _module_specs(modules: tuple[LowRank, LowRank], rows: PartitionSpec, first_axis: PartitionSpec, last_axis: PartitionSpec):
+def _module_specs(modules: tuple[LowRank, LowRank], rows: Axes, fsdp: str | None) -> tuple[LowRank, LowRank]:
     """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
     bank = () if modules[0].users is None else (None, None)
-    whole = PartitionSpec("expert", None, None)
 
-    def of(module: LowRank, a: PartitionSpec, b: PartitionSpec) -> LowRank:
+    def of(module: LowRank, inputs: str | None, outputs: str | None) -> LowRank:
         def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
             match path[0].name:
                 case "a":
-                    return PartitionSpec(*bank, *a)
+                    return PartitionSpec(*bank, "expert", inputs, None)
                 case "b":
-                    return PartitionSpec(*bank, *b)
+                    return PartitionSpec(*bank, "expert", None, outputs)
                 case "users" if path[1].name == "entries":
-                    return rows
+                    return PartitionSpec(rows)
             return PartitionSpec()
 
         return jax.tree_util.tree_map_with_path(spec, module)
 
-    return of(modules[0], whole, last_axis), of(modules[1], first_axis, whole)
+    return of(modules[0], None, "tensor"), of(modules[1], "tensor", fsdp)
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------

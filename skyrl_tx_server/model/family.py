@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.layers import Rope, rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, project
+from skyrl_tx_server.model.mesh import Axes
 
 type LayerParams = dict[str, jax.Array]
 """One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may be those of all the stack's
@@ -62,6 +64,18 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         lead = (self.experts,) if self.experts else ()
         return (*lead, sum(self.widths), *((self.inputs,) if self.inputs else ()))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it lies on a mesh, stacked over layers. `fsdp` always divides outputs: each is then summed on one device, as if alone."""
+        lead = (None, "expert") if self.experts else (None,)
+        divided: dict[Split, tuple[Axes, Axes]] = {
+            Split.INPUTS: ("fsdp", "tensor"),
+            Split.OUTPUTS: (("tensor", "fsdp"), None),
+            Split.NEITHER: (None, None),
+        }
+        outputs, inputs = divided[self.split]
+        return PartitionSpec(*lead, outputs, inputs) if self.inputs else PartitionSpec(*lead, outputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +160,7 @@ def heads_of(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normed nor rotated."""
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    parts = project(normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, shards=config.tensor_shards)
+    parts = project(config, normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, by="tensor")
     q, k, v = (checkpoint_name(part, "qkv").reshape(*x.shape[:2], -1, config.head_dim) for part in parts)
     return q, k, v
 
@@ -161,7 +175,7 @@ def add_attention[Aux](
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
-    added = project(attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    added = project(config, attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
     return checkpoint_name(x + added, "residual"), aux
 
 
@@ -176,6 +190,6 @@ def perceptron(
     """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     widths = (params[down].shape[1],) * 2
-    parts = project(x, params[gate_up], widths, module_of(adapter, gate_up), shards=config.tensor_shards)
+    parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")
     gate, up = (checkpoint_name(part, "gate_up") for part in parts)
-    return project(jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down))[0]
+    return project(config, jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down))[0]

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.mesh import product_by_rows
+
 type Leaf = jax.Array | np.ndarray
 """An adapter lives on the device, or in host memory while it is made, loaded and saved."""
 
@@ -97,15 +100,22 @@ def _entry(bank: LowRank, entry: jax.Array) -> LowRank:
 
 
 def project(
-    x: jax.Array, weight: jax.Array, widths: tuple[int, ...], module: LowRank | None, *, bias: jax.Array | None = None, shards: int = 1
+    config: ModelConfig,
+    x: jax.Array,
+    weight: jax.Array,
+    widths: tuple[int, ...],
+    module: LowRank | None,
+    *,
+    bias: jax.Array | None = None,
+    by: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """x [B, T, in] through weight [sum(widths), in] plus the adapter's delta, split into the parts of a fused projection.
 
-    `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `shards` is into how many blocks the
-    weight's outputs are arranged (see `family.Weight`).
+    `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `by` is the axis that divides each part
+    on a mesh; the weight's outputs are arranged for it (see `family.Weight`).
     """
-    fused = jnp.einsum("bti,oi->bto", x, weight)
-    outputs = split_parts(fused if bias is None else fused + bias, widths, shards)
+    fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
+    outputs = split_parts(fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
     return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))

@@ -2,9 +2,12 @@
 
     axis     divides                                                     and so holds
     data     the rows of a batch                                         everything else once per device
-    fsdp     the rows of a batch, and each matrix, gathered when used    a part of every matrix
+    fsdp     the rows of a batch, and each matrix                        a part of every matrix
     tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
     expert   a mixture's experts                                         some experts, and their adapters
+
+Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens make; sampling leaves matrices
+where they lie (`at_rest`) and sends its few tokens round.
 
 An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
 
@@ -14,7 +17,7 @@ The devices may be those of several processes, as many of each: the first axes d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
@@ -26,10 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.family import LayerParams, Split, Weight
 
 BATCH = ("data", "fsdp")
 """The axes that divide the rows of a batch."""
+type Axes = str | tuple[str, ...] | None
+"""What divides one axis of an array."""
 VOCABULARY = PartitionSpec("tensor", "fsdp")
 """Of the embedding and the head, [V, D]."""
 
@@ -65,29 +69,6 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
         raise ConfigError(f"{shape} needs {shape.devices} devices{where} {found} ({devices[0][0].platform})")
     sizes = asdict(shape)
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
-
-
-def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int) -> None:
-    """ConfigError in one line where an axis does not divide what it should."""
-    divided = [
-        ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
-        ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
-        ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
-        ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
-        ("fsdp", shape.fsdp, config.hidden_size if config.latent is None else config.num_heads, "heads of a latent attention"),
-        ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
-        ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
-    ]
-    for axis, size, whole, what in divided:
-        if size > 1 and (whole == 0 or whole % size):
-            raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
-
-
-def weight_spec(weight: Weight) -> PartitionSpec:
-    """Of a layer's field stacked over layers."""
-    lead = (None, "expert") if weight.experts else (None,)
-    inputs, outputs = {Split.INPUTS: ("tensor", "fsdp"), Split.OUTPUTS: ("fsdp", "tensor"), Split.NEITHER: (None, None)}[weight.split]
-    return PartitionSpec(*lead, outputs, inputs) if weight.inputs else PartitionSpec(*lead, outputs)
 
 
 def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
@@ -148,8 +129,51 @@ def bytes_per_device(tree: Any) -> int:
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def by_rows(config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Inside a program: the leading axis of x over the batch's devices, as `rows_spec` has it."""
+def at_rest(config: ModelConfig) -> ModelConfig:
+    """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides products, as `tensor` does. If
+    matrices were gathered, all weights would go to all devices at every decode step."""
+    return replace(config, weights_rest=config.mesh is not None)
+
+
+def gathers(config: ModelConfig) -> bool:
+    """Whether `fsdp` divides matrices that are brought together for their products."""
+    return config.mesh is not None and not config.weights_rest and config.mesh.shape["fsdp"] > 1
+
+
+def gathered(config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `at_rest`."""
+    if not gathers(config):
+        return dict(leaves)
+    return {name: constrain(config.mesh, leaf, PartitionSpec(*map(_without_fsdp, specs[name]))) for name, leaf in leaves.items()}
+
+
+def _without_fsdp(axes: Axes) -> Axes:
+    rest = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis != "fsdp")
+    return rest or None
+
+
+def rows_axes(config: ModelConfig, rows: int) -> Axes:
+    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `at_rest`."""
+    if config.mesh is None:
+        return None
+    axes = ("data",) if config.weights_rest else BATCH
+    return None if rows % prod(config.mesh.shape[axis] for axis in axes) else axes
+
+
+def by_rows(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
+    """Inside a program: x [rows, T, n, ...] by rows, as `rows_axes` has it, and its n by `features`."""
+    return constrain(config.mesh, x, PartitionSpec(rows_axes(config, x.shape[0]), None, features))
+
+
+def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
+    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are brought together from where a
+    matrix that is `at_rest` has them made."""
+    made = by_rows(config, x, features=("fsdp",) if by is None else (by, "fsdp")) if config.weights_rest else x
+    return by_rows(config, made, features=by)
+
+
+def over_batch(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Inside a program: the leading axis of x over the batch's devices, as `rows_spec` has it, whether matrices are `at_rest` or not."""
     return constrain(config.mesh, x, rows_spec(config.mesh, x.shape[0]))
 
 
@@ -166,17 +190,6 @@ def rows_spec(mesh: Mesh | None, rows: int) -> PartitionSpec:
 def devices_of_batch(mesh: Mesh | None) -> int:
     """Over how many devices the rows of a batch are divided."""
     return 1 if mesh is None else prod(mesh.shape[axis] for axis in BATCH)
-
-
-def gathered(config: ModelConfig, weights: Mapping[str, Weight], params: LayerParams) -> LayerParams:
-    """Inside a program: one layer's matrices without `fsdp`'s division, as its products want them."""
-    if config.mesh is None:
-        return params
-
-    def whole(weight: Weight, leaf: jax.Array) -> jax.Array:
-        return constrain(config.mesh, leaf, PartitionSpec(*(None if axis == "fsdp" else axis for axis in weight_spec(weight)[1:])))
-
-    return {field: whole(weights[field], leaf) for field, leaf in params.items()}
 
 
 def on_each[**Inputs, Output](

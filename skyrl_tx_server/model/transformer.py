@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import family_of, stacks_of
@@ -22,12 +23,17 @@ from skyrl_tx_server.model.family import STACK_INDEX, Attend, LayerParams, Stack
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter
 from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
-from skyrl_tx_server.model.mesh import by_rows, gathered
+from skyrl_tx_server.model.mesh import VOCABULARY, by_rows, gathered, gathers, on_gpu
 
-COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
+COMPILED = {
+    "xla_allow_excess_precision": False,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 """Compiler options of every program that runs a model. bfloat16 is rounded where the program says so, not where a fusion happens to end, so
 that training and sampling, which fuse differently, agree (scripts/check_bf16.py). On a GPU matrix products are cuBLAS's, which read a
-layer's weights where they lie in their stack: for products that XLA makes itself it copies each layer out first (scripts/check_gpu.py)."""
+layer's weights where they lie in their stack: for products that XLA makes itself it copies each layer out first, and a matrix beside an
+adapter's to make one product of two (scripts/check_gpu.py)."""
 
 
 @jax.tree_util.register_dataclass
@@ -86,13 +92,19 @@ def layer[Aux](
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves with a leading B axis)."""
-    return family_of(config).layer(config, by_rows(config, x), gathered(config, stack.weights, params), adapter, rope, attend)
+
+    def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
+        attended, aux = attend(q, k, v)
+        return by_rows(config, attended, features="tensor"), aux
+
+    specs = {field: PartitionSpec(*weight.spec[1:]) for field, weight in stack.weights.items()}
+    return family_of(config).layer(config, by_rows(config, x), gathered(config, specs, params), adapter, rope, attend_and_return)
 
 
 def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
     """A stack's weights in two, which `layer` takes together: those to be cut into layers, and those to be read where they lie. Matrices of
-    experts are of the second kind, but on a mesh: a layer of them may be a gigabyte, of which a slice would be copied."""
-    whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and config.mesh is None}
+    experts are of the second kind, unless they must be gathered: a layer of them may be a gigabyte, of which a slice would be copied."""
+    whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     cut = {field: leaf for field, leaf in stack.items() if field not in whole}
     return cut | ({STACK_INDEX: jnp.arange(_depth(stack))} if whole else {}), whole
 
@@ -110,7 +122,7 @@ def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
 
 def layers_stay(config: ModelConfig) -> bool:
     """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of `COMPILED`, on a CPU `layers_apart`."""
-    return config.mesh is None and jax.default_backend() in ("cpu", "gpu")
+    return on_gpu() or (config.mesh is None and jax.default_backend() == "cpu")
 
 
 def layers_apart(config: ModelConfig, params: Params) -> Params:
@@ -154,10 +166,22 @@ def hidden_states(
     return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 
+def head_of(params: Params) -> jax.Array:
+    """[V, D]"""
+    return params.embed if params.head is None else params.head
+
+
+def with_gathered_head(config: ModelConfig, params: Params) -> Params:
+    """For a program that makes many products with the head, of some entries each."""
+    if not gathers(config):
+        return params
+    return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))
+
+
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
-    weight = params.embed if params.head is None else params.head
-    logits = _wide_logits(hidden, weight)
+    hidden = by_rows(config, hidden, features=VOCABULARY[1] if config.weights_rest else None)
+    logits = _wide_logits(hidden, head_of(params))
     if adapter is None:
         return logits
     return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.config_json import config_json
@@ -24,7 +26,7 @@ from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import Split, Stack, Weight
 from skyrl_tx_server.model.lora import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
-from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host, weight_spec
+from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import LoraSpec
 
@@ -69,7 +71,7 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
                             out[at, inner] = _read_field(part_of, f"model.layers.{number}.", weight, index[2:], shards, expert)
                 return out
 
-            return place(config, (len(stack.layers), *weight.shape), weight_spec(weight), read)
+            return place(config, (len(stack.layers), *weight.shape), weight.spec, read)
 
         vocabulary = (config.vocab_size, config.hidden_size)
         return Params(
@@ -80,6 +82,28 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
         )
 
 
+def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int) -> None:
+    """ConfigError in one line where an axis does not divide what it should."""
+    divided = [
+        ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
+        ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
+        ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
+        ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
+        ("fsdp", shape.fsdp, config.hidden_size if config.latent is None else config.num_heads, "heads of a latent attention"),
+        ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
+        ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
+    ]
+    sizes = asdict(shape)
+    for stack in stacks_of(config):
+        for field, weight in stack.weights.items():
+            outputs = weight.spec[2 if weight.experts else 1]
+            axes = outputs if isinstance(outputs, tuple) else (outputs,) if outputs else ()
+            divided.append((" and ".join(axes), prod(sizes[axis] for axis in axes), sum(weight.widths), f"outputs of {field}"))
+    for axis, size, whole, what in divided:
+        if size > 1 and (whole == 0 or whole % size):
+            raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
+
+
 def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
     """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to compile programs with."""
 
@@ -87,7 +111,7 @@ def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
         return jax.ShapeDtypeStruct(shape, kept, sharding=None if config.mesh is None else NamedSharding(config.mesh, spec))
 
     def stacked(stack: Stack, weight: Weight) -> Any:
-        return at((len(stack.layers), *weight.shape), weight_spec(weight), np.dtype(np.float32) if weight.exact else dtype)
+        return at((len(stack.layers), *weight.shape), weight.spec, np.dtype(np.float32) if weight.exact else dtype)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
@@ -250,10 +274,11 @@ def _read_field(part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slic
 
 def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
     """(name, its width, which of its outputs) of the tensors that make up `outputs` of a field, in order."""
-    if len(weight.names) == 1:
-        yield weight.names[0], weight.widths[0], outputs
-        return
-    block = sum(weight.widths) // shards
-    for shard in range(outputs.start // block, outputs.stop // block):
+    begins = 0
+    for shard in range(shards):
         for name, width in zip(weight.names, weight.widths, strict=True):
-            yield name, width, slice(shard * width // shards, (shard + 1) * width // shards)
+            piece = width // shards
+            first, last = max(outputs.start - begins, 0), min(outputs.stop - begins, piece)
+            if first < last:
+                yield name, width, slice(shard * piece + first, shard * piece + last)
+            begins += piece

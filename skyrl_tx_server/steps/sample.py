@@ -36,11 +36,11 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
-from skyrl_tx_server.model.mesh import keep_whole
+from skyrl_tx_server.model.mesh import at_rest, keep_whole, over_batch
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
-from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, cut_stack, head_logits, layer
+from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, cut_stack, head_logits, layer, layers_stay
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -141,7 +141,7 @@ def prefill(
     cache: KVCache, params: Params, bank: Adapter, run: Pass, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PassOutputs]:
     """Compute blocks of prompts, put their keys and values into their pages, and sample the first token of the B rows that begin."""
-    cache = keep_cache(config, copy_pages(config, cache, run.before))
+    config, cache = at_rest(config), keep_cache(config, copy_pages(config, cache, run.before))
     tokens, blocks = jnp.asarray(run.tokens), run.blocks
     x = params.embed[tokens]
     positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
@@ -206,10 +206,10 @@ def decode_block(
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the pages are read and written once per block instead of once per step.
     """
-    batch = rows.tokens.shape[0]
+    config, batch = at_rest(config), rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters, gathered = bank_layers(bank, rows.adapters), None if config.mesh is None else by_layer(config, params)
+    adapters, apart = bank_layers(bank, rows.adapters), None if layers_stay(config) else by_layer(config, params)
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
@@ -222,8 +222,7 @@ def decode_block(
         rope = rope_tables(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        # on a mesh a block gathers them once; elsewhere they are read where they lie, which outside of the loop they could not be
-        layers = by_layer(config, params) if gathered is None else gathered
+        layers = by_layer(config, params) if apart is None else apart  # outside of the loop they would be copied
         for number, (stack, layer_weights, layer_adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:
@@ -236,7 +235,7 @@ def decode_block(
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
-        logits = head_logits(config, params, adapter, hidden)[:, 0]
+        logits = over_batch(config, head_logits(config, params, adapter, hidden)[:, 0])
         chosen, logprobs = choose(logits, settings, positions + 1, tempered=tempered)
         live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)

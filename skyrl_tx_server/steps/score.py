@@ -17,7 +17,7 @@ from skyrl_tx_server.batching import SCORED_BLOCK, pad_tokens
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter
 from skyrl_tx_server.model.low_rank import Leaf
-from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.mesh import at_rest, to_host
 from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
 from skyrl_tx_server.model.tree_attention import tree_attention
 from skyrl_tx_server.model.tree_layout import TreeLayout
@@ -50,7 +50,7 @@ class Scores:
 @partial(jax.jit, static_argnames=("config", "top"), compiler_options=COMPILED)
 def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top: int) -> Scores:
     """The `top` likeliest tokens and the log-probabilities of the targets at every position."""
-    adapter = jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
+    config, adapter = at_rest(config), jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
     length = text.tokens.shape[0]
     positions = jnp.arange(length)
     attend = partial(tree_attention, config, _one_sequence(text))

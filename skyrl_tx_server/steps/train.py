@@ -17,8 +17,8 @@ import numpy as np
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.low_rank import Leaf, LowRank
-from skyrl_tx_server.model.mesh import by_rows, place_whole, to_host
-from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.mesh import place_whole, to_host
+from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states, with_gathered_head
 from skyrl_tx_server.model.tree_attention import tree_attention
 from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
@@ -112,7 +112,7 @@ def forward_backward(
         return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
 
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)
-    outputs, grad_hidden, grad_head = _head_gradient(config, params, adapter, hidden, batch, loss)
+    outputs, grad_hidden, grad_head = _head_gradient(config, with_gathered_head(config, params), adapter, hidden, batch, loss)
     (grad_layers,) = pull_back(grad_hidden)
     return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
 
@@ -121,6 +121,7 @@ def forward_backward(
 def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
     """The batch's logprobs and summed loss, leaving everything as it was."""
     chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
+    params = with_gathered_head(config, params)
 
     def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk))
@@ -233,7 +234,7 @@ def _head_gradient(
 
 def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """(summed loss, logprobs of the targets) of one chunk."""
-    logits = head_logits(config, params, adapter, by_rows(config, chunk.hidden))
+    logits = head_logits(config, params, adapter, chunk.hidden)
     targets = chunk.targets if chunk.targets.ndim == 3 else chunk.targets[..., None]
     logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logprobs.reshape(chunk.targets.shape)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,13 +33,16 @@ from skyrl_tx_server.model.kv_cache import (
     write_rows,
 )
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Remat, init_params
-from skyrl_tx_server.model.weights import load_params, save_model
+from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.packing import pack, train_shapes
+from skyrl_tx_server.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
+from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
 DENSE = ModelConfig(
@@ -59,7 +64,9 @@ RANK = 4
 
 def main(directory: Path) -> None:
     divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
-    print(json.dumps({**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}))
+    found = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
+    found["sent"] = max(most_sent(SPARSE, SHAPE), most_sent(DENSE, MeshShape(fsdp=2, tensor=2)))
+    print(json.dumps(found))
 
 
 def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
@@ -165,6 +172,32 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     assert any(np.any(leaf) for leaf in alone[2])
     equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
     return {"written": equal[0], "read": equal[1] and equal[2]}
+
+
+def most_sent(config: ModelConfig, shape: MeshShape) -> float:
+    """Of a decode block's messages between devices the longest, in parts of one matrix of a layer."""
+    config, rows = replace(config, mesh=make_mesh(shape)), 4
+    bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
+    row = Rows(
+        tokens=np.zeros(rows, np.int32),
+        before=Carry.of_none(rows),
+        positions=np.zeros(rows, np.int32),
+        remaining=np.zeros(rows, np.int32),
+        tables=np.zeros((rows, 1), np.int32),
+        stretches=None,
+        adapters=users_of(np.zeros(rows, np.int32)),
+        stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
+    )
+    cache, settings = empty_cache(config=config, pages=8, dtype=np.dtype("float32")), row_settings([None] * rows, config.vocab_size)
+    params = param_shapes(config, np.dtype("float32"))
+    block = decode_block.lower(
+        cache, params, place_adapter(config, bank), row, settings, config=config, steps=4, ends=(PAGE,), tempered=False
+    )
+    program = block.compile().as_text()
+    assert program is not None
+    sent = re.findall(r"\w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", program)
+    assert sent
+    return max(prod(map(int, message.split(","))) for message in sent) / prod(params.layers[0]["o"].shape[1:])
 
 
 def decoded(config: ModelConfig) -> float:

@@ -35,6 +35,10 @@ def factors(seed: int = 1) -> tuple[LowRank, LowRank]:
     return module(HIDDEN, (WIDTH, WIDTH)), module(WIDTH, (HIDDEN,))
 
 
+def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXPERTS) -> jax.Array:
+    return _mix(experts, x, route(experts, router, x), gate_up, down, modules)
+
+
 def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LowRank, LowRank]) -> jax.Array:
     """Every expert over every token, the chosen ones added up."""
 
@@ -46,9 +50,8 @@ def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LowRank, L
     gate, up = jnp.split(jnp.einsum("...i,eoi->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
     inner = jax.nn.silu(gate) * up
     outputs = jnp.einsum("...ef,eof->...eo", inner, down) + low_rank(inner, modules[1])
-    scores, chosen = route(EXPERTS, router, x.reshape(-1, HIDDEN))
-    picked = jnp.take_along_axis(outputs.reshape(-1, COUNT, HIDDEN), chosen[..., None], axis=1)
-    return (picked * scores[..., None]).sum(1).reshape(x.shape)
+    scores, chosen = route(EXPERTS, router, x)
+    return (jnp.take_along_axis(outputs, chosen[..., None], axis=2) * scores[..., None]).sum(2)
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
@@ -58,7 +61,7 @@ def test_grouped_products_and_their_gradients_equal_every_expert_applied_to_ever
     def loss(function):
         return jax.jit(jax.value_and_grad(lambda x, modules: jnp.sin(function(x, *weights(), modules)).sum(), argnums=(0, 1)))
 
-    value, (grad_x, grad_modules) = loss(lambda x, *rest: _mix(EXPERTS, x, *rest))(x, factors())
+    value, (grad_x, grad_modules) = loss(mixture)(x, factors())
     expected, (expected_x, expected_modules) = loss(dense)(x, factors())
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grad_x, expected_x, atol=2e-4)
@@ -73,7 +76,7 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
     rows = np.array([2, 0, 2, 1], np.int32)
     banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # of one layer
     banks = tuple(replace(bank, users=users_of(rows), layer=np.int32(0)) for bank in banks)
-    mixed = jax.jit(lambda x, modules: _mix(EXPERTS, x, *weights(), modules))(x, banks)
+    mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
         alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
         np.testing.assert_allclose(mixed[row : row + 1], alone, atol=1e-4)
@@ -103,7 +106,7 @@ def test_the_program_does_not_grow_with_the_experts() -> None:
     def operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
         shapes = Router(jnp.zeros((count, HIDDEN))), jnp.zeros((count, 2 * WIDTH, HIDDEN)), jnp.zeros((count, HIDDEN, WIDTH))
-        return str(jax.make_jaxpr(lambda x, *shapes: _mix(experts, x, *shapes, None))(x, *shapes)).count(" = ")
+        return str(jax.make_jaxpr(lambda x, *shapes: mixture(x, *shapes, None, experts=experts))(x, *shapes)).count(" = ")
 
     assert operations(4) == operations(64)
 
@@ -111,4 +114,4 @@ def test_the_program_does_not_grow_with_the_experts() -> None:
 def test_the_base_models_experts_take_no_gradient() -> None:
     x = jnp.zeros((1, 4, HIDDEN))
     with pytest.raises(AssertionError, match="frozen"):
-        jax.grad(lambda gate_up: _mix(EXPERTS, x, weights()[0], gate_up, weights()[2], None).sum())(weights()[1])
+        jax.grad(lambda gate_up: mixture(x, weights()[0], gate_up, weights()[2], None).sum())(weights()[1])

@@ -74,7 +74,7 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
     layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    apply = jax.jit(lambda x, module: project(x, weight, CONFIG.qkv_widths, module))
+    apply = jax.jit(lambda x, module: project(CONFIG, x, weight, CONFIG.qkv_widths, module))
 
     def used_by(*entries: int):
         return apply(x, replace(bank, users=users_of(np.array(entries, np.int32))))

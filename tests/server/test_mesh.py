@@ -19,8 +19,8 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.family import Split, Weight
 from skyrl_tx_server.model.low_rank import split_parts
-from skyrl_tx_server.model.mesh import check_divisible, make_mesh, place, weight_spec
-from skyrl_tx_server.model.weights import _outputs
+from skyrl_tx_server.model.mesh import make_mesh, place
+from skyrl_tx_server.model.weights import _outputs, check_divisible
 from tests.fakes.tiny_model import QUICK_TO_COMPILE
 from tests.server.on_eight_devices import DENSE, SPARSE
 
@@ -48,6 +48,10 @@ def test_each_device_holds_the_part_that_was_planned(found: dict) -> None:
 
 def test_host_memory_holds_one_devices_part_of_one_field_at_a_time(found: dict) -> None:
     assert found["largest read"] == found["largest held"]
+
+
+def test_a_decode_block_sends_tokens_to_the_weights_not_weights_to_the_tokens(found: dict) -> None:
+    assert found["sent"] < 0.5
 
 
 def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) -> None:
@@ -90,9 +94,11 @@ def test_more_devices_than_there_are_is_one_clear_line() -> None:
 def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
     """The worked example of `Weight`: q has 4 outputs, k and v 2 each, over two devices."""
     weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=Split.OUTPUTS)
-    assert weight_spec(weight) == PartitionSpec(None, "tensor", "fsdp")
+    assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)
     pieces = [(name, own) for name, _, own in _outputs(weight, slice(4, 8), shards=2)]
     assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]
+    halves = [(name, own) for half in (slice(4, 6), slice(6, 8)) for name, _, own in _outputs(weight, half, shards=2)]
+    assert halves == pieces, "of two devices that share them by fsdp"
     fused = np.array([["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]])
     numbered = np.arange(8)[None]
     q, k, v = split_parts(numbered, (4, 2, 2), shards=2)  # type: ignore[arg-type]
