@@ -106,6 +106,15 @@ class _Outcome:
         except Exception as error:
             return cls(error=error)
 
+    @classmethod
+    def found(cls, find_out: Callable[[], object]) -> _Outcome:
+        """As `of`, of what touches no device: whatever goes wrong, a disk that is away among it, all raise alike and can go on from."""
+        outcome = cls.of(find_out)
+        if outcome.error is None or isinstance(outcome.error, ServerError):
+            return outcome
+        logger.error("process 0: %s", outcome.error, exc_info=outcome.error)
+        return cls(error=ServerError(_one_line(outcome.error)))
+
     def again(self) -> object:
         if self.error is not None:
             raise self.error
@@ -175,7 +184,7 @@ class Leader:
     def agreed[Found](self, find_out: Callable[[], Found]) -> Found:
         if not self._followers:
             return find_out()
-        outcome = _Outcome.of(find_out)
+        outcome = _Outcome.found(find_out)
         self._send(outcome)
         return outcome.again()  # type: ignore[return-value]
 

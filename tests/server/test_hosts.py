@@ -162,15 +162,22 @@ def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
     def refused() -> int:
         raise UserError("no such checkpoint")
 
+    def away() -> int:
+        raise OSError(116, "Stale file handle")
+
     def ask(follower: Follower) -> None:
         found.append(follower.agreed(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
             follower.agreed(lambda: 2)
+        with pytest.raises(ServerError, match="Stale file handle"):  # on purpose: it concerns its operation alone
+            follower.agreed(lambda: 3)
 
     pair = started(ask)
     assert pair.leader.agreed(lambda: 7) == 7
     with pytest.raises(UserError, match="no such checkpoint"):
         pair.leader.agreed(refused)
+    with pytest.raises(ServerError, match=r"OSError: .*Stale file handle"):
+        pair.leader.agreed(away)
     pair.run(CREATE)
     assert found == [7] and pair.other.log == pair.own.log
 
