@@ -86,7 +86,7 @@ def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # to go at once, as with SIGTERM, is what process 0 understands
     settings = _engine_settings(config)
-    follower = join(hosts, settings)
+    follower = join(hosts, settings, lambda reason: _exit_now(_fail(HostLostError(reason), status=1)))
     logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address)
     try:
         follower.follow(lambda: DeviceExecutor(settings, follower))
@@ -108,7 +108,7 @@ def _dry_run(config: ServerConfig) -> str:
 
     settings, hosts = _engine_settings(config), config.hosts_settings()
     if hosts is not None:  # the devices are known only where all processes are there
-        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(hosts, settings)
+        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(hosts, settings, lambda _: None)
     plan = plan_memory(settings)
     if not plan.fits:
         print(plan)

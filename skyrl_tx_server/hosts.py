@@ -313,8 +313,13 @@ class LedExecutor:
 class Follower:
     """A process's connection to process 0."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_lost: Callable[[str], None] = logger.error) -> None:
+        """`on_lost` is told from a thread of its own, whatever this process computes, that process 0 has gone without a word."""
         self._connection = connection
+        self._on_lost = on_lost
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._over = threading.Event()  # nothing more comes
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def agreed[Found](self, find_out: Callable[[], Found]) -> Found:
         outcome = self._receive()
@@ -335,14 +340,27 @@ class Follower:
         except Exception as error:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(f"{FATAL}{_one_line(error)}".encode())
+            if not isinstance(error, ServerError):
+                self._over.wait(LAST_WORDS_S)  # our call fails when process 0 dies, and that it died is the better news
             raise
+
+    def _listen(self) -> None:
+        """jax aborts this process soon after process 0 has died, so that has to be known at once."""
+        try:
+            while not self._over.is_set():
+                message = pickle.loads(self._connection.recv_bytes())
+                if message is None or isinstance(message, HostLostError):
+                    self._over.set()
+                self._messages.put(message)
+        except (EOFError, OSError):
+            lost = HostLostError("process 0 has gone")
+            self._on_lost(str(lost))
+            self._messages.put(lost)
+            self._over.set()
 
     def _receive(self) -> Any:
         """The next message. HostLostError: none will come any more."""
-        try:
-            message = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise HostLostError("process 0 has gone") from None
+        message = self._messages.get()
         if isinstance(message, HostLostError):
             raise message
         return message

@@ -70,11 +70,12 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(f"process {process} went away before all processes had come: start them again") from None
+    leader = Leader(joined, on_lost)  # listens already: jax would wait for minutes for a process that goes now
     _start_jax(hosts, jax_address)
-    return Leader(joined, on_lost)
+    return leader
 
 
-def join(hosts: HostsSettings, settings: EngineSettings) -> Follower:
+def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Follower:
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
     connection = Connection(_reach(hosts).detach())
@@ -89,8 +90,9 @@ def join(hosts: HostsSettings, settings: EngineSettings) -> Follower:
         raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
     if "refused" in answer:
         raise ConfigError(answer["refused"])
+    follower = Follower(connection, on_lost)
     _start_jax(hosts, answer["jax"])
-    return Follower(connection)
+    return follower
 
 
 def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Connection]) -> None:

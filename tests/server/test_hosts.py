@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 
 from skyrl_tx_server.engine import Engine, RowsLostError
 from skyrl_tx_server.errors import ServerError, UserError
-from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor
+from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor, _Begin
 from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Op, Sample, SamplingSettings, TrainDatum
 from tests.fakes.executor import FakeExecutor
 
@@ -61,13 +65,20 @@ class _Started:
                 end.put(None)
             except Exception as error:
                 end.put(error)
-            theirs.close()
+            hang_up(theirs)
 
         threading.Thread(target=follow, daemon=True).start()
         leader = Leader({1: ours}, lost.put)
         pair = Pair(leader=leader, executor=LedExecutor(own, leader), own=own, other=other, lost=lost, end=end)
         self.pairs.append(pair)
         return pair
+
+
+def hang_up(connection: Connection) -> None:
+    """As the end of a process does, even while a thread of it listens."""
+    with socket.socket(fileno=connection.fileno()) as ours:
+        ours.shutdown(socket.SHUT_RDWR)
+        ours.detach()
 
 
 @pytest.fixture
@@ -154,6 +165,20 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
     own.gate.set()
     engine.stop()
     leader.stop()
+
+
+def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> None:
+    ours, theirs = Pipe()
+    lost, other = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # its devices wait for process 0's for ever
+    follower = Follower(theirs, lost.put)
+    with ThreadPoolExecutor() as threads:
+        following = threads.submit(follower.follow, lambda: other)
+        ours.send_bytes(pickle.dumps(_Begin(job=0, op=CREATE)))
+        ours.close()
+        assert lost.get(timeout=5) == "process 0 has gone"
+        assert not following.done() and other.gate is not None
+        other.gate.set()
+        assert isinstance(following.exception(5), HostLostError | OSError)
 
 
 def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:

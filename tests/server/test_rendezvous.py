@@ -50,7 +50,7 @@ def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettin
 
 def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
     with pytest.raises(ConfigError, match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused"):
-        join(replace(hosts, process_id=1), SETTINGS)
+        join(replace(hosts, process_id=1), SETTINGS, print)
 
 
 def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
@@ -75,7 +75,7 @@ def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
 )
 def test_who_is_not_alike_is_turned_away(hosts: HostsSettings, others: dict, settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        join(replace(hosts, **{"process_id": 1, **others}), replace(SETTINGS, **settings))
+        join(replace(hosts, **{"process_id": 1, **others}), replace(SETTINGS, **settings), print)
 
 
 def test_where_things_lie_may_differ_and_a_process_id_may_not_be_taken_twice() -> None:
