@@ -43,7 +43,7 @@ class _Introduction:
 
 
 def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Leader:
-    """Wait for the other processes, start jax with them. ConfigError when they do not come in time."""
+    """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
     host, port = hosts.address
     mine, joined = _introduction(hosts, settings), dict[int, Connection]()
     deadline = time.monotonic() + hosts.timeout_s
@@ -64,6 +64,8 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
                     "start every process with the same options and its own process_id"
                 ) from None
             _admit(candidate, hosts, mine, joined)
+            if len(joined) == hosts.num_processes - 1:
+                _forget_gone(joined)  # jax would wait for it for minutes, and abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
@@ -79,17 +81,22 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
     connection = Connection(_reach(hosts).detach())
+    _listen_for(connection, hosts.timeout_s)
     try:
         answer_challenge(connection, hosts.key)
         deliver_challenge(connection, hosts.key)
         connection.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
+        _listen_for(connection, hosts.timeout_s + INTRODUCTION_S)  # process 0 gives up first, and says why
         answer = json.loads(connection.recv_bytes())
     except AuthenticationError:
         raise ConfigError(f"{where}: process 0 has another api_key") from None
+    except BlockingIOError:
+        raise ConfigError(f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's") from None
     except (EOFError, OSError):
         raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
     if "refused" in answer:
         raise ConfigError(answer["refused"])
+    _listen_for(connection, 0)
     follower = Follower(connection, on_lost)
     _start_jax(hosts, answer["jax"])
     return follower
@@ -98,12 +105,13 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
 def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Connection]) -> None:
     """Add the candidate to `joined`, or tell it why not."""
     _notice_silence(candidate)
-    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", INTRODUCTION_S, 0))
     connection = Connection(candidate.detach())
+    _listen_for(connection, INTRODUCTION_S)
     try:
         deliver_challenge(connection, hosts.key)
         answer_challenge(connection, hosts.key)
         theirs = _Introduction(**json.loads(connection.recv_bytes()))
+        _forget_gone(joined)  # one that was started again takes its own place
         refusal = _mistake(mine, theirs, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
@@ -112,11 +120,23 @@ def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, 
     except (AuthenticationError, EOFError, OSError, ValueError, TypeError) as error:
         logger.warning("somebody else, or a process with another api_key, came to %s: %s", hosts.coordinator_address, error)
         return
-    with socket.socket(fileno=connection.fileno()) as admitted:
-        admitted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-        admitted.detach()
+    _listen_for(connection, 0)
     joined[theirs.process_id] = connection
     logger.info("process %d has come", theirs.process_id)
+
+
+def _forget_gone(joined: dict[int, Connection]) -> None:
+    """Who has come says nothing before jax starts: a connection with something to read has ended."""
+    for process in [process for process, connection in joined.items() if connection.poll()]:
+        logger.warning("process %d has gone again", process)
+        joined.pop(process).close()
+
+
+def _listen_for(connection: Connection, seconds: float) -> None:
+    """How long a read waits from now on; 0: for ever."""
+    with socket.socket(fileno=connection.fileno()) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+        listening.detach()
 
 
 def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Connection]) -> str | None:

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,7 +14,7 @@ import pytest
 
 from skyrl_tx_server.config import HostsSettings
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.rendezvous import _Introduction, _mistake, join, lead
+from skyrl_tx_server.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
@@ -51,6 +52,21 @@ def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettin
 def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
     with pytest.raises(ConfigError, match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused"):
         join(replace(hosts, process_id=1), SETTINGS, print)
+
+
+def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: HostsSettings) -> None:
+    with socket.create_server(hosts.address), pytest.raises(ConfigError, match="who listens there said nothing for 1 s"):
+        join(replace(hosts, process_id=1), SETTINGS, print)
+
+
+def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and_frees_its_place() -> None:
+    (one, first), (two, _second) = Pipe(), Pipe()
+    joined = {1: one, 2: two}
+    _forget_gone(joined)
+    assert set(joined) == {1, 2}
+    first.close()
+    _forget_gone(joined)
+    assert set(joined) == {2}
 
 
 def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
