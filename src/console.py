@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -55,7 +56,7 @@ class Display:
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
-        self._console.print(escape(text), emoji=False, highlight=False, soft_wrap=True)  # a model id may hold :train:
+        self._show(escape(text), soft_wrap=True)
 
     def begin(self, what: str, *, num_groups: int, group_size: int) -> None:
         self._done, self._expected = 0, num_groups
@@ -79,7 +80,7 @@ class Display:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_row(*(value for _, value in shown))
         self.say(title)
-        self._console.print(table, highlight=False)
+        self._show(table)
 
     def evaluation(self, evaluation: Evaluation, previous: Evaluation | None) -> None:
         """The held-out tasks one by one, the first evaluation beside the latest."""
@@ -92,16 +93,34 @@ class Display:
         for group in evaluation.groups:
             row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
             table.add_row(*row, _solved(group.rewards))
-        self._console.print(table, highlight=False)
+        self._show(table)
         floor = evaluation.whole.floor
         beside = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
         partial = any(group.task.grading for group in evaluation.groups)
         self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){beside}")
 
+    def _show(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
+        """A terminal that hung up, or a full disk behind `>`, ends no run: its folder has what there was to read."""
+        try:
+            self._console.print(what, emoji=False, highlight=False, soft_wrap=soft_wrap)  # a model id may hold :train:
+        except OSError as error:
+            logger.warning("the output cannot be written any more: %s", error.strerror)
+            self._console.quiet = True
+
+
+class Terminal(Console):
+    """Standard output, whose reader may go away before the program does: the `tee` behind a run gets its Ctrl-C too."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich would raise SystemExit, which no event loop survives: the run would end without a checkpoint."""
+        logger.warning("nobody reads the output any more")
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 def terminal() -> Console:
     """Standard output. A pipe has no width to fit, so that nothing in it is cut."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Terminal(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,11 @@
+import errno
 import io
 import json
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -118,3 +123,28 @@ def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the
     for others in (["retail"], [f"family-{number}" for number in range(6)]):
         lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
         assert [line.split(":")[0] for line in lines] == ["signal of all tasks"]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
+    script = """
+        import os, sys
+        from src.console import Display, terminal
+        reader, writer = os.pipe()
+        os.dup2(writer, 1), os.close(writer), os.close(reader)
+        display = Display(terminal())
+        display.say("step 1"), display.say("step 2")
+        print("went on", file=sys.stderr)
+    """
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "went on")
+
+
+def test_a_terminal_that_hung_up_ends_no_run():
+    class HungUp(io.StringIO):
+        def write(self, text, /):
+            raise OSError(errno.EIO, "Input/output error")
+
+    display = Display(Console(file=HungUp()))
+    display.say("step 1")
+    display.say("step 2")
