@@ -8,10 +8,11 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import chz
 
@@ -120,3 +121,11 @@ def _check_same_run(path: Path, config: TrainerConfig) -> None:
             raise ConfigError(
                 f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with its own value, or give another log_path"
             )
+    if _is_ahead(before) and not _is_ahead(now):  # its steps have learned from groups of later ones, and left some of their own
+        raise ConfigError(
+            f"the run in {path} takes groups as they end; resume it with max_staleness=1 or stream_groups=true, or give another log_path"
+        )
+
+
+def _is_ahead(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("max_staleness") or config.get("stream_groups"))

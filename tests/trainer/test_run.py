@@ -222,6 +222,17 @@ async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path)
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
 
 
+@pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
+async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ahead):
+    """A step that played its own batch would train again what an earlier one took of it, and never what that one left of its own."""
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1", *ahead)
+    with pytest.raises(ConfigError, match="takes groups as they end; resume it with max_staleness=1"):
+        await bench.go("behavior_if_log_dir_exists=resume")
+    await bench.go("behavior_if_log_dir_exists=resume", *ahead)
+    assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
+
+
 async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_checkpoint(tmp_path):
     evaluating = asyncio.Event()
 
