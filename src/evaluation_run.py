@@ -24,7 +24,7 @@ from src.config import narrow, tasks_name
 from src.console import Display
 from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
-from src.envs.registry import open_task_source
+from src.envs.registry import find, open_task_source
 from src.errors import ConfigError
 from src.evaluate_config import EvaluateConfig
 from src.evaluation import EvaluationSettings, evaluate
@@ -55,6 +55,7 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
+    await asyncio.to_thread(find, trials.env)
     if config.base_url is not None:
         async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
             yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))

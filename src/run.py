@@ -22,7 +22,7 @@ from src.curriculum import CurriculumSettings
 from src.dynamic_sampling import DynamicSamplingSettings
 from src.endpoint import open_endpoint
 from src.envs.base import TaskSource
-from src.envs.registry import open_task_source
+from src.envs.registry import find, open_task_source
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
 from src.examples import AdvantageSettings
@@ -66,6 +66,7 @@ async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
     """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
+    await asyncio.to_thread(find, config.env)  # a name that is wrong needs no server to be found out
     display.say(f"server: {address(settings)}")
     async with connect(settings) as endpoint:
         if source is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from src.policy import Policy
 from src.trajectory import Task, Trajectory, TrialFailure
@@ -18,6 +18,7 @@ class Trial(Protocol):
         ...
 
 
+@runtime_checkable
 class TaskSource(Protocol):
     """The tasks of a run, split into training and held-out ones."""
 

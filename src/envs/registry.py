@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from inspect import iscoroutinefunction
 
 from src.chat import Chat
 from src.config import TrainerConfig
 from src.envs.base import TaskSource
-from src.errors import ConfigError
+from src.errors import ConfigError, boundary
 
 Factory = Callable[[TrainerConfig, Chat], TaskSource]
 
@@ -27,7 +28,12 @@ BUILT_IN = {  # imported when asked for: Harbor takes seconds
 
 def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
     """The tasks of the run's environment. ConfigError for an unknown one, or for options it does not take."""
-    return find(config.env)(config, chat)
+    factory = find(config.env)
+    with boundary(ConfigError, f"env={config.env}"):
+        source = factory(config, chat)
+    if not isinstance(source, TaskSource):
+        raise ConfigError(f"env={config.env} returned {type(source).__name__}, which is no task source; return episodes(...)")
+    return source
 
 
 def known() -> dict[str, str]:
@@ -40,13 +46,17 @@ def find(name: str) -> Factory:
     names = known()
     place = names.get(name, name)
     module_name, colon, factory_name = place.partition(":")
-    if not colon:
+    if not (colon and module_name and factory_name) or module_name.startswith("."):
         raise ConfigError(f"env={name} is none of {', '.join(sorted(names))}; choose one, or give your own as env=module:factory")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?") from error
+    except Exception as error:  # whatever a module of the user's own does when it is imported
+        raise ConfigError(f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); mend it") from error
     factory: Factory | None = vars(module).get(factory_name)
     if factory is None:
         raise ConfigError(f"env={name}: {module_name} has no function {factory_name}")
+    if not callable(factory) or iscoroutinefunction(factory):
+        raise ConfigError(f"env={name}: {factory_name} of {module_name} is no plain function; write def {factory_name}(config, chat)")
     return factory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -223,6 +224,32 @@ def test_an_unknown_environment_is_one_line(name, message):
     with pytest.raises(ConfigError, match=message) as refused:
         open_task_source(config(f"env={name}"), toy_chat())
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (":f", "env=:f is none of"),
+        (".mine:f", "env=.mine:f is none of"),
+        ("mine:", "env=mine: is none of"),
+        ("mine:NUMBER", "env=mine:NUMBER: NUMBER of mine is no plain function; write def NUMBER(config, chat)"),
+        ("mine:later", "env=mine:later: later of mine is no plain function; write def later(config, chat)"),
+        ("mine:nothing", "env=mine:nothing returned NoneType, which is no task source; return episodes(...)"),
+        ("mine:no_options", "env=mine:no_options: TypeError: no_options() takes 0 positional arguments but 2 were given"),
+        ("mine:broken", "env=mine:broken: RuntimeError: no data"),
+        ("torn:f", "env=torn:f: cannot import torn (SyntaxError: "),
+    ],
+)
+def test_what_is_wrong_with_ones_own_environment_is_one_line(env, message, tmp_path, monkeypatch):
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    (tmp_path / "mine.py").write_text(
+        "NUMBER = 5\nasync def later(config, chat): ...\ndef nothing(config, chat): ...\ndef no_options(): ...\n"
+        "def broken(config, chat): raise RuntimeError('no data')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        open_task_source(config(f"env={env}"), toy_chat())
 
 
 def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
