@@ -35,7 +35,7 @@ from src.journal import Journal
 from src.policy import Policy
 from src.recorder import record_groups
 from src.rollouts import Rollouts, RolloutSettings
-from src.run import logging_to_file
+from src.run import closed, logging_to_file
 from src.run_folder import held
 from src.trajectory import Task
 
@@ -89,7 +89,7 @@ async def play(
     """One evaluation, into its folder. What the folder holds of it already is not played again."""
     name = checkpoint or (f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name))
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
-        source_open.push_async_callback(evaluated.source.close)
+        source_open.push_async_callback(closed, evaluated.source)
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained)

@@ -47,6 +47,7 @@ from src.watchdog import WatchdogSettings, watching
 logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
+CLOSE_TIMEOUT_S = 60.0  # of what the trials shared
 SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
 
 
@@ -88,7 +89,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         source_open.enter_context(held(run_path(config, name=name)))
         folder = find_run_folder(config, name=name)
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
-        source_open.push_async_callback(parts.source.close)
+        source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:
             raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
         await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
@@ -105,6 +106,15 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     learnt_from = signals(recorded_variances(metrics_file))
     for line in outcome(success_of(metrics_file), learnt_from, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
+
+
+async def closed(source: TaskSource) -> None:
+    """A `close` of the user's own that fails or hangs must not hide how the run went."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await source.close()
+    except Exception as error:
+        logger.warning("the environment did not close: %s: %s", type(error).__name__, error)
 
 
 def success_of(metrics_file: Path) -> Success:

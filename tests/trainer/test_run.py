@@ -233,6 +233,20 @@ async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ah
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went(tmp_path, monkeypatch, caplog, fails):
+    async def close():
+        await (asyncio.sleep(0) if fails else asyncio.Event().wait())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("src.run.CLOSE_TIMEOUT_S", 0.05)
+    bench = Bench(tmp_path)
+    bench.source.close = close
+    await asyncio.wait_for(bench.go("max_steps=1"), 60)
+    assert "done: 1 step in" in bench.text.getvalue()
+    assert "the environment did not close" in caplog.text
+
+
 async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_checkpoint(tmp_path):
     evaluating = asyncio.Event()
 
