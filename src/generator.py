@@ -14,6 +14,7 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -91,9 +92,10 @@ async def run_episode(
     failure: tuple[FailureKind, str] | None = None
     try:
         await episode.play()
+        json.dumps(episode.conversation)  # they are written down as they are
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
         failure = (episode.blame, f"{type(error).__name__}: {error}")
     finally:
         await _close(env)
@@ -117,12 +119,12 @@ class _Episode:
         self._num_empty = 0
         self._num_cut = 0
         self._metrics: dict[str, float] = {}
-        self._history: list[Message] = []
+        self.conversation: list[Message] = []
 
     async def play(self) -> None:
         opening = await self._env.start()
         self.blame = FailureKind.ENV_ERROR
-        history = self._history
+        history = self.conversation
         messages, tools = shown(opening, self._settings)
         history += messages
         prompt_ids = self._chat.render(history, tools=tools)
@@ -162,7 +164,7 @@ class _Episode:
             trial_name=trial_name,
             metrics=self._metrics | own,
             turn_rewards=self._rewards,
-            conversation=self._history,
+            conversation=self.conversation,
         )
 
     async def _answer(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:

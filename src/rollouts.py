@@ -168,6 +168,8 @@ class Rollouts:
             await asyncio.wait({playing}, timeout=deadline_s)
             if not playing.done():
                 return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=f"not finished after {deadline_s:g} s")
+            if playing.cancelled():  # by what it awaited: nobody stops the run
+                return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside")
             return playing.result()
         except BackendError as error:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))

@@ -316,6 +316,19 @@ async def test_an_environment_that_breaks_is_no_reward():
     assert (failure.kind, failure.message) == (FailureKind.ENV_ERROR, "ValueError: bad state")
 
 
+@pytest.mark.parametrize("broken", ["exit", "object"])
+async def test_what_would_end_the_process_or_cannot_be_written_down_is_a_failure(broken):
+    class Broken(ScriptedEnv):
+        async def step(self, answer: str) -> Observation:
+            if broken == "exit":
+                raise SystemExit("usage: ...")
+            return Observation(messages=[{"role": "user", "content": "x", "extra": object()}], is_done=True)
+
+    chat = toy_chat()
+    result = await run_episode(Broken([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
+    assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
+
+
 async def test_an_environments_own_timeout_is_its_own_failure():
     failure, _, _ = await play([TimeoutError("user simulator")], ["AB"])
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR

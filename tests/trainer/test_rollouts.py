@@ -174,3 +174,13 @@ async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
     assert source.asked == ["a", "b"] and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+
+
+async def test_a_trial_that_cancels_itself_is_lost_and_the_run_goes_on(tmp_path):
+    async def cancelled(trial, policy):
+        if trial.task is A:
+            raise asyncio.CancelledError
+        return await win(trial, policy)
+
+    (a, b), _, _ = await play(tmp_path, cancelled)
+    assert [failure.kind for failure in a.failures] == [FailureKind.HARBOR] * 2 and b.rewards == [1, 1]
