@@ -25,6 +25,7 @@ from src.console import terminal
 from src.errors import ConfigError, TrainerError
 from src.policy import sdk_boundary
 from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
+from src.train import INTERRUPTED
 
 OPTIONS = ("model_name", "output", "tolerance", "only")
 TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
         url, options = arguments(argv)
         asyncio.run(check_alive(url))
         found = probe(url, options, on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except TrainerError as error:
         print(f"probe: {error}", file=sys.stderr)
         return 2

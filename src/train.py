@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = parse(with_judge_from_environment(with_server_from_environment(argv)))
         return asyncio.run(_train(config))
+    except KeyboardInterrupt:  # before `until_signalled`: nothing has begun
+        return INTERRUPTED
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):
             raise

@@ -118,6 +118,14 @@ def test_the_second_signal_ends_the_process_at_once():
     assert done.returncode == INTERRUPTED
 
 
+def test_a_signal_before_anything_has_begun_is_no_traceback(monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("src.train.parse", interrupted)
+    assert main(GOOD) == INTERRUPTED
+
+
 def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
     monkeypatch.setenv("TAU2_HOME", "/tau")
     assert with_server_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
