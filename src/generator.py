@@ -96,6 +96,7 @@ async def run_episode(
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
     except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
+        logger.warning("%s: the environment broke", task_id, exc_info=True)  # the author's only sight of the line
         failure = (episode.blame, f"{type(error).__name__}: {error}")
     finally:
         await _close(env)

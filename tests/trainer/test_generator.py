@@ -310,10 +310,12 @@ async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only
     assert (stand_in.turns, stand_in.reward) == ([], 0) and not trains(stand_in, filters("stop_reason"))
 
 
-async def test_an_environment_that_breaks_is_no_reward():
+async def test_an_environment_that_breaks_is_no_reward_and_the_log_says_on_which_line(caplog):
     failure, _, _ = await play([OB, ValueError("bad state")], ["AB", "C"])
     assert isinstance(failure, TrialFailure)
     assert (failure.kind, failure.message) == (FailureKind.ENV_ERROR, "ValueError: bad state")
+    [record] = caplog.records
+    assert record.exc_info is not None and "in step" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["exit", "object"])
