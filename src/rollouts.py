@@ -214,9 +214,10 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
     what = "step" if plan.is_training else "evaluation"
+    log = plan.directory.parents[1] / "logs.log"  # beside jobs/, where only Harbor's trials leave files
     return (
         f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
-        f"see {plan.directory}"
+        f"see {plan.directory if plan.directory.is_dir() else log}"
     )
 
 

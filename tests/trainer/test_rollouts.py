@@ -118,8 +118,15 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
         return failure("a", FailureKind.AGENT, "odd") if trial.task is A else failure("b", FailureKind.SANDBOX, "no tmux")
 
     groups, _, _ = await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
-    with pytest.raises(TrainerError, match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"):
-        require_some_graded(groups, plan(tmp_path, purpose="eval"))
+    jobs = tmp_path / "jobs" / "eval_000003"
+    with pytest.raises(
+        TrainerError, match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"
+    ) as one:
+        require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
+    assert str(one.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials left no files of their own
+    jobs.mkdir(parents=True)
+    with pytest.raises(TrainerError, match=f"; see {jobs}$"):
+        require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
 
 
 async def test_cancelling_cancels_every_trial(tmp_path):
