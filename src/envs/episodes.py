@@ -9,6 +9,7 @@ An environment of one's own is a function that `env=my_package.countdown:open_co
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from src.errors import ConfigError
 from src.generator import EpisodeSettings, MessageEnv, run_episode
 from src.limits import LengthLimits
 from src.policy import Policy
-from src.trajectory import Task, Trajectory, TrialFailure
+from src.trajectory import FailureKind, Task, Trajectory, TrialFailure
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,13 @@ class EpisodeTrial:
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', self.task.id)}__{self.settings.seed:08x}"
-        return await run_episode(self.env(), policy, self.chat, self.limits, self.settings, task_id=self.task.id, trial_name=name)
+        try:
+            env = self.env()
+        except Exception as error:  # the border of a trial: as if its `start` had failed
+            logger.warning("%s: no environment could be made", self.task.id, exc_info=True)
+            message = f"{type(error).__name__}: {error}"
+            return TrialFailure(task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name)
+        return await run_episode(env, policy, self.chat, self.limits, self.settings, task_id=self.task.id, trial_name=name)
 
 
 class EpisodeTasks:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from src.command_line import parse
+from src.envs.episodes import Domain, episodes
 from src.envs.registry import BUILT_IN, open_task_source
-from src.trajectory import StopReason, Trajectory
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -26,6 +27,11 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_environment_has_a_line():
     assert all(f"`{name}`" in PAGE for name in BUILT_IN)
+
+
+def test_every_way_to_fail_has_a_line_where_the_page_sends_its_reader():
+    trials = (Path(__file__).resolve().parents[2] / "docs" / "trials.md").read_text()
+    assert [kind for kind in FailureKind if f"`{kind}`" not in trials] == []
 
 
 @pytest.mark.usefixtures("example")
@@ -49,3 +55,15 @@ async def test_the_worked_example_is_played(answers, reward, stop, tmp_path):
     if reward == 1 / 3:
         hints = [message["content"] for message in result.conversation if message["role"] == "user"]
         assert hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."] and result.metrics["guesses"] == 3
+
+
+async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path):
+    def make(task: Task, seed: int):
+        raise ValueError("no board")
+
+    chat = byte_chat()
+    tasks = [Task(id="a", path=Path(__file__), instruction="play"), Task(id="b", path=Path(__file__), instruction="again")]
+    source = episodes(parse(OPTIONS), chat, Domain(tasks=tasks, make=make))
+    result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(FakePolicy(chat, []))
+    assert isinstance(result, TrialFailure)
+    assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, "ValueError: no board")
