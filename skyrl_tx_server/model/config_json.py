@@ -84,12 +84,12 @@ def _model_config(raw: dict[str, Any], model_type: str, family: Family, model_di
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         max_position_embeddings=max_position_embeddings,
-        rope_scaling=_rope_scaling(rope, max_position_embeddings, model_dir / "config.json"),
+        rope_scaling=_rope_scaling(rope, max_position_embeddings),
         eos_token_ids=_eos_token_ids(model_dir, raw),
     )
 
 
-def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int, path: Path) -> YarnScaling | Llama3Scaling | None:
+def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> YarnScaling | Llama3Scaling | None:
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return None
@@ -113,7 +113,7 @@ def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int, path: Path
                 mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
             )
         case kind:
-            raise ConfigError(f"{path}: rope_type {kind!r} is not supported; use 'default', 'yarn' or 'llama3'")
+            raise ConfigError(f"rope_type {kind!r} is not supported; use 'default', 'yarn' or 'llama3'")
 
 
 def _rope_json(config: ModelConfig) -> dict[str, Any]:
