@@ -31,6 +31,8 @@ from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import LoraSpec
 
 PEFT_PREFIX = "base_model.model."
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls numbers that are weights themselves: 8-bit ones want scales, which nobody here multiplies with."""
 
 
 def resolve_model(base_model: str) -> Path:
@@ -257,6 +259,11 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
             raise ConfigError(f"{model_dir}: the weights hold no tensor {name}") from None
         if tuple(tensor.get_shape()) != shape:
             raise ConfigError(f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}")
+        if tensor.get_dtype() not in STORED_DTYPES:
+            raise ConfigError(
+                f"{model_dir}: {name} is stored as {tensor.get_dtype()}: only {', '.join(STORED_DTYPES)} are weights as they stand; "
+                "quantised ones must be converted to bfloat16 first"
+            )
         return tensor[part]
 
     return part_of
