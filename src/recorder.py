@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from src.durable import replace_text
+from src.tracking import finite
 from src.trajectory import Trajectory, TrajectoryGroup, TrialFailure
 
 
@@ -31,7 +32,7 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
         "advantage": advantage,
         "turns": len(trajectory.turns),
         "tokens": sum(len(turn.completion_ids) for turn in trajectory.turns),
-        "metrics": dict(trajectory.metrics),
+        "metrics": finite(trajectory.metrics),
     }
 
 

@@ -117,6 +117,13 @@ def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
     assert failed == {"task": "copy-01", "trial": "f", "failure": "sandbox", "message": "no tmux"}
 
 
+def test_a_trials_metric_that_is_no_number_is_null_since_json_has_no_nan(tmp_path):
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    measured = [replace(each, metrics={"loss": float("nan"), "steps": 2.0}) for each in group("copy-01", 1.0).trajectories]
+    record_groups(path, [replace(group("copy-01", 1.0), trajectories=measured)], {})
+    assert '"metrics": {"loss": null, "steps": 2.0}' in path.read_text()
+
+
 def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the_dozen():
     few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
     assert [line.split(":")[0] for line in signals(few)] == ["signal of airline", "signal of all tasks", "signal of retail"]
