@@ -92,7 +92,7 @@ async def play(
         source_open.push_async_callback(closed, evaluated.source)
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
-            await asyncio.to_thread(require_held_out, tasks, trained)
+            await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         source_open.enter_context(held(directory))
         prepare_folder(directory, name, config)
         display.say(f"evaluating {name}, files: {directory}")

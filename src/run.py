@@ -92,7 +92,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:
             raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
-        await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train))
+        await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train), chosen_by="eval_tasks")
         folder.create(config)
         await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
         with (

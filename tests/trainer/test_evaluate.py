@@ -163,7 +163,7 @@ async def test_a_held_out_set_that_was_trained_on_is_refused_whatever_it_is_call
     bench = Bench(tmp_path, first_half)
     write_hashes(folder, [Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
-    with pytest.raises(ConfigError, match="copied is training task original under another name"):
+    with pytest.raises(ConfigError, match=r"copied is training task original under another name;.* e\.g\. tasks=original$"):
         await bench.go(f"checkpoint={folder}")
     assert not bench.path.exists()
     await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")  # the same name, another content
