@@ -26,6 +26,7 @@ from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailu
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 60.0
+NO_STDERR = ". Stderr: None. "  # how Harbor's account of a command of Docker's ends
 
 
 class HarborTrial:
@@ -214,8 +215,13 @@ def what_happened(result: TrialResult) -> str:
     info = result.exception_info
     if info is None:
         return ""
-    lines = info.exception_message.strip().splitlines()
-    return f"{info.exception_type}: {lines[0] if lines else 'no message'}"
+    lines = [line for line in info.exception_message.removesuffix(NO_STDERR).splitlines() if line.strip()]
+    if not lines:
+        return f"{info.exception_type}: no message"
+    failed, is_command, _ = lines[0].partition(". Command: ")
+    if is_command and len(lines) > 1:  # a build's output, which says last why it failed
+        return f"{info.exception_type}: {failed}: {lines[-1].strip(' .')}"
+    return f"{info.exception_type}: {lines[0].strip()}"
 
 
 def _seconds(timing: TimingInfo | None) -> float:

@@ -491,3 +491,23 @@ def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.Capt
 async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_try(tmp_path: Path, command: str) -> None:
     outcome, _ = await play(tmp_path, solving(command), source(environment_kwargs={"storage_mb": "64"}))
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no reward\nat all", "RuntimeError: no reward"),
+        ("", "RuntimeError: no message"),
+        (
+            "Docker compose command failed for environment a. Command: docker compose build. Return code: 17. Stdout: #0 building\n\n"
+            "#6 RUN false\nfailed to solve: RUN false: exit code: 1\n. Stderr: None. ",
+            "RuntimeError: Docker compose command failed for environment a: failed to solve: RUN false: exit code: 1",
+        ),
+    ],
+)
+def test_a_failed_build_is_told_by_its_last_line(message, told):
+    from harbor.models.trial.result import ExceptionInfo, TrialResult
+
+    from src.envs.harbor_trial import what_happened
+
+    assert what_happened(TrialResult.model_construct(exception_info=ExceptionInfo.from_exception(RuntimeError(message)))) == told
