@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -85,7 +85,9 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
         raise UserError("chat/completions: messages is missing or empty")
     fields.ignore("parallel_tool_calls")
     ask = _ask(fields, limits, logprobs=logprobs, max_tokens=_max_tokens(fields))
-    return ChatRequest(ask=ask, messages=messages, tools=tools, template_kwargs=_finish(fields, fields.mapping("chat_template_kwargs")))
+    template_kwargs = fields.mapping("chat_template_kwargs")
+    fields.finish()
+    return ChatRequest(ask=ask, messages=messages, tools=tools, template_kwargs=template_kwargs)
 
 
 def parse_completion(body: object, limits: Limits) -> CompletionRequest:
@@ -101,13 +103,8 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     prompts = _prompts(fields.anything("prompt"), limits)
     if ask.stream and len(prompts) > 1:
         raise UserError("completions: stream=true takes one prompt; send one request for each")
-    return CompletionRequest(ask=ask, prompts=_finish(fields, prompts))
-
-
-def _finish[Value](fields: Fields, value: Value) -> Value:
-    """`value`, once nothing is left unread."""
     fields.finish()
-    return value
+    return CompletionRequest(ask=ask, prompts=prompts)
 
 
 def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | None) -> Ask:
@@ -137,15 +134,7 @@ def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | No
     return Ask(
         model=fields.text("model"),
         # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
-        settings=SamplingSettings(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=settings.seed,
-            stop_strings=tuple(str(text) for text in stops),
-            stop_token_ids=tuple(stop_token_ids.tolist()),
-        ),
+        settings=replace(settings, stop_strings=tuple(str(text) for text in stops), stop_token_ids=tuple(stop_token_ids.tolist())),
         num_samples=num_samples,
         stream=fields.flag("stream", False),
         include_usage=include_usage,

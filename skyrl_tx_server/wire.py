@@ -18,11 +18,13 @@ from skyrl_tx_server.ops import (
     AdamSettings,
     Cells,
     Done,
+    ForwardBackward,
     ForwardBackwardResult,
     LoraSpec,
     LossFn,
     OpResult,
     OptimStepResult,
+    Sample,
     SampleResult,
     SamplingSettings,
     TopkLogprobs,
@@ -76,12 +78,8 @@ class Limits:
 class TrainRequest:
     """One forward or forward_backward request, from either wire format."""
 
-    model_id: str
     seq_id: int | None  # None: the client gave none, so it cannot be recognised when sent again
-    loss_fn: LossFn
-    loss_fn_config: dict[str, float]
-    data: tuple[TrainDatum, ...]
-    forward_only: bool
+    op: ForwardBackward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +90,7 @@ class SampleRequest:
     seq_id: int | None
     base_model: str | None
     model_path: str | None
-    prompt: np.ndarray  # [P] int32
-    num_samples: int
-    settings: SamplingSettings
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
-    topk_sample_logprobs: int
-    target_prompt_tokens: Cells | None
-    prompt_logprobs_last_n: int | None
+    op: Sample  # of the base model; its weights are those that the sampler, or the path, stands for
 
 
 class Fields:
@@ -310,7 +301,7 @@ def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """The SDK's `stop`: None means the model's own end tokens, [] means none at all."""
+    """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
     wrong = UserError(f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {repr(stop)[:80]}")
     if stop is None:
         return SamplingSettings()
@@ -328,16 +319,13 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     fields = Fields(body, "sampling_params")
-    stop = parse_stop(fields.anything("stop"))
-    settings = SamplingSettings(
+    settings = replace(
+        parse_stop(fields.anything("stop")),
         max_tokens=fields.optional_integer("max_tokens"),
         temperature=fields.number("temperature", 1.0),
         top_k=-1 if (top_k := fields.optional_integer("top_k")) is None else top_k,
         top_p=fields.number("top_p", 1.0),
         seed=fields.optional_integer("seed"),
-        stop_strings=stop.stop_strings,
-        stop_token_ids=stop.stop_token_ids,
-        stop_at_eos=stop.stop_at_eos,
     )
     fields.finish()
     if settings.max_tokens is not None and settings.max_tokens < 1:
@@ -363,11 +351,10 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields.ignore("type", "record_stability_info")
     num_samples = fields.optional_integer("num_samples")
     targets = fields.anything("target_prompt_logprobs")
-    request = SampleRequest(
-        sampler_id=fields.optional_text("sampling_session_id"),
-        seq_id=fields.optional_integer("seq_id"),
-        base_model=fields.optional_text("base_model"),
-        model_path=fields.optional_text("model_path"),
+    sampler_id, seq_id = fields.optional_text("sampling_session_id"), fields.optional_integer("seq_id")
+    base_model, model_path = fields.optional_text("base_model"), fields.optional_text("model_path")
+    op = Sample(
+        weights=None,
         prompt=parse_model_input(fields.mapping("prompt"), "prompt", limits),
         num_samples=1 if num_samples is None else num_samples,
         settings=parse_sampling_params(fields.mapping("sampling_params"), limits),
@@ -378,25 +365,24 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         prompt_logprobs_last_n=fields.optional_integer("prompt_logprobs_last_n"),
     )
     fields.finish()
-    if not 1 <= request.num_samples <= MAX_SAMPLES_PER_REQUEST:
-        raise UserError(f"asample: num_samples={request.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}")
-    if request.prompt.size == 0:
+    if not 1 <= op.num_samples <= MAX_SAMPLES_PER_REQUEST:
+        raise UserError(f"asample: num_samples={op.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}")
+    if op.prompt.size == 0:
         raise UserError("asample: the prompt is empty; send at least one token")
-    wanted = request.settings.max_tokens or 1
-    if request.prompt.size + wanted > limits.max_context_length:
+    wanted = op.settings.max_tokens or 1
+    if op.prompt.size + wanted > limits.max_context_length:
         raise UserError(
-            "Prompt length plus max_tokens exceeds the model's context window: "
-            f"{request.prompt.size} + {wanted} > {limits.max_context_length}"
+            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} > {limits.max_context_length}"
         )
-    for name, k in (("topk_prompt_logprobs", request.topk_prompt_logprobs), ("topk_sample_logprobs", request.topk_sample_logprobs)):
+    for name, k in (("topk_prompt_logprobs", op.topk_prompt_logprobs), ("topk_sample_logprobs", op.topk_sample_logprobs)):
         if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size):
             raise UserError(f"asample: {name}={k} must lie between 0 and {min(MAX_TOP_K, limits.vocab_size)}")
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < request.prompt.size):
+    last_n = op.prompt_logprobs_last_n
+    if last_n is not None and not (op.prompt_logprobs and 1 <= last_n < op.prompt.size):
         raise UserError(f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and len(prompt) - 1")
-    if request.target_prompt_tokens is None:
-        return request
-    return replace(request, target_prompt_tokens=_check_prompt_targets(request.target_prompt_tokens, request.prompt.size, limits))
+    if op.target_prompt_tokens is not None:
+        op = replace(op, target_prompt_tokens=_check_prompt_targets(op.target_prompt_tokens, op.prompt.size, limits))
+    return SampleRequest(sampler_id=sampler_id, seq_id=seq_id, base_model=base_model, model_path=model_path, op=op)
 
 
 def _check_prompt_targets(targets: Cells, prompt_length: int, limits: Limits) -> Cells:
@@ -577,9 +563,9 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
         data.append(check_datum(index, tokens, inputs, loss_fn, limits))
         num_targets += data[-1].target_tokens.size
         check_request_cells(num_targets)
-    request = TrainRequest(
-        model_id=fields.text("model_id"),
-        seq_id=fields.optional_integer("seq_id"),
+    model_id, seq_id = fields.text("model_id"), fields.optional_integer("seq_id")
+    op = ForwardBackward(
+        model_id=model_id,
         loss_fn=loss_fn,
         loss_fn_config=check_loss_config(loss_fn, inner.mapping("loss_fn_config")),
         data=tuple(data),
@@ -590,7 +576,7 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     fields.finish()
     if not data:
         raise UserError("forward_backward: data is empty; send at least one datum")
-    return request
+    return TrainRequest(seq_id=seq_id, op=op)
 
 
 # --- results ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
     Cells,
+    ForwardBackward,
     ForwardBackwardResult,
     LossFn,
     OpResult,
@@ -70,14 +71,14 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         data.append(_datum(index, datum, loss_fn, limits))
         num_targets += data[-1].target_tokens.size
         check_request_cells(num_targets)
-    return TrainRequest(
+    op = ForwardBackward(
         model_id=request.model_id,
-        seq_id=request.seq_id or None,  # proto3 cannot tell 0 from unset; the SDK counts from 1
         loss_fn=loss_fn,
         loss_fn_config=check_loss_config(loss_fn, config),
         data=tuple(data),
         forward_only=request.forward_only,
     )
+    return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3 cannot tell 0 from unset; the SDK counts from 1
 
 
 def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:

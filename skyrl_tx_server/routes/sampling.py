@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from starlette.requests import Request
 
 from skyrl_tx_server.checkpoints import CheckpointKind
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.futures import RequestKey
-from skyrl_tx_server.ops import Sample
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import Listener
@@ -59,17 +59,7 @@ async def asample(context: Context, request: Request) -> Reply:
 
 
 def _submit(context: Context, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
-    op = Sample(
-        weights=weights,
-        prompt=sample.prompt,
-        settings=sample.settings,
-        num_samples=sample.num_samples,
-        prompt_logprobs=sample.prompt_logprobs,
-        topk_prompt_logprobs=sample.topk_prompt_logprobs,
-        topk_sample_logprobs=sample.topk_sample_logprobs,
-        target_prompt_tokens=sample.target_prompt_tokens,
-        prompt_logprobs_last_n=sample.prompt_logprobs_last_n,
-    )
+    op = replace(sample.op, weights=weights)
     key = None
     name = f"sample-{uuid.uuid4().hex}"
     if sample.sampler_id is not None and sample.seq_id is not None:
@@ -79,7 +69,7 @@ def _submit(context: Context, sample: SampleRequest, *, weights: str | None, ses
     request_id = context.futures.submit(
         lambda: context.engine.submit(op, listener), kind="sample", key=key, session_id=session_id, withdraw=listener.leave
     )
-    return {"request_id": request_id, "sample_sequence_ids": [f"{name}:{index}" for index in range(sample.num_samples)]}
+    return {"request_id": request_id, "sample_sequence_ids": [f"{name}:{index}" for index in range(op.num_samples)]}
 
 
 ENDPOINTS = (

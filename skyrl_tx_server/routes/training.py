@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
-from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
+from skyrl_tx_server.ops import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
 from skyrl_tx_server.registry import Model
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
 from skyrl_tx_server.routes.context import Context
@@ -104,16 +104,9 @@ async def forward(context: Context, request: Request) -> Reply:
 
 
 def _train(context: Context, train: TrainRequest) -> Reply:
-    model = context.registry.model(train.model_id)
-    op = ForwardBackward(
-        model_id=train.model_id,
-        data=train.data,
-        loss_fn=train.loss_fn,
-        loss_fn_config=train.loss_fn_config,
-        forward_only=train.forward_only,
-    )
-    kind = "forward" if train.forward_only else "forward_backward"
-    return submit(context, model, lambda: context.engine.submit(op), kind=kind, seq_id=train.seq_id)
+    model = context.registry.model(train.op.model_id)
+    kind = "forward" if train.op.forward_only else "forward_backward"
+    return submit(context, model, lambda: context.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
 
 
 def submit(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.openai_wire import parse_chat, parse_completion
+from skyrl_tx_server.ops import ForwardBackward
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.wire import Fields, Limits, TrainRequest, parse_adam, parse_lora, parse_sample, parse_training_json
 from skyrl_tx_server.wire_proto import parse_training_proto
@@ -172,23 +173,23 @@ def json_holds(name: str, body: object) -> bool:
         assert str(error)
         return False
     if isinstance(parsed, TrainRequest):
-        check_training(parsed)
+        check_training(parsed.op)
     return True
 
 
 def protobuf_holds(body: bytes) -> bool:
     try:
-        check_training(parse_training_proto(body, LIMITS))
+        check_training(parse_training_proto(body, LIMITS).op)
     except UserError as error:
         assert str(error)
         return False
     return True
 
 
-def check_training(request: TrainRequest) -> None:
+def check_training(op: ForwardBackward) -> None:
     """What the losses rely on."""
-    assert request.data and request.model_id
-    for datum in request.data:
+    assert op.data and op.model_id
+    for datum in op.data:
         assert 0 < len(datum.tokens) == len(datum.target_tokens) <= LIMITS.max_context_length
         for ids in (datum.tokens, datum.target_tokens):
             assert ids.dtype == np.int32 and ids.min(initial=0) >= 0 and ids.max(initial=0) < LIMITS.vocab_size

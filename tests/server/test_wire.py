@@ -58,8 +58,9 @@ def datum(tokens: list[int], **inputs: list[int] | list[float] | np.ndarray) -> 
 
 def test_the_sdks_protobuf_becomes_arrays() -> None:
     request = parse_training_proto(sdk_bytes(datum([1, 2, 3], weights=[0.0, 1.0, 0.5]), datum([4])), LIMITS)
-    assert (request.model_id, request.seq_id, request.loss_fn, request.forward_only) == ("s:train:0", 5, LossFn.CROSS_ENTROPY, False)
-    first, second = request.data
+    op = request.op
+    assert (op.model_id, request.seq_id, op.loss_fn, op.forward_only) == ("s:train:0", 5, LossFn.CROSS_ENTROPY, False)
+    first, second = op.data
     assert (first.tokens.tolist(), first.tokens.dtype) == ([1, 2, 3], np.int32)
     assert (first.target_tokens.tolist(), first.target_tokens.dtype) == ([2, 3, 0], np.int32)
     assert first.weights is not None and first.weights.tolist() == [0.0, 1.0, 0.5]
@@ -71,7 +72,7 @@ def test_text_is_cut_into_chunks_as_the_client_likes() -> None:
     whole = types.Datum(
         model_input=types.ModelInput(chunks=list(chunks)), loss_fn_inputs={"target_tokens": [2, 3, 0], "weights": [1.0] * 3}
     )
-    assert parse_training_proto(sdk_bytes(whole), LIMITS).data[0].tokens.tolist() == [1, 2, 3]
+    assert parse_training_proto(sdk_bytes(whole), LIMITS).op.data[0].tokens.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [pb.DTYPE_INT32, pb.DTYPE_BFLOAT16])
@@ -86,7 +87,7 @@ def test_narrow_dtypes_are_read_exactly(dtype: int) -> None:
         # bfloat16 is the upper half of a float32
         dense = (np.array([1.0, 0.5], "<f4").view("<u4") >> 16).astype("<u2").tobytes()
         message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=dense, dtype=pb.DTYPE_BFLOAT16, shape=[2]))
-    parsed = parse_training_proto(message.SerializeToString(), LIMITS).data[0]
+    parsed = parse_training_proto(message.SerializeToString(), LIMITS).op.data[0]
     assert parsed.target_tokens.tolist() == [2, 0]
     assert parsed.weights is not None and parsed.weights.tolist() == [1.0, 0.5]
 
@@ -113,13 +114,10 @@ def test_json_and_protobuf_mean_the_same() -> None:
     from_json = parse_training_json(json.loads(json.dumps(body)), LIMITS, forward_only=False)
     same = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
     from_proto = parse_training_proto(sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS)
-    assert (from_json.loss_fn, from_json.loss_fn_config, from_json.seq_id) == (
-        from_proto.loss_fn,
-        from_proto.loss_fn_config,
-        from_proto.seq_id,
-    )
+    assert from_json.seq_id == from_proto.seq_id
+    assert (from_json.op.loss_fn, from_json.op.loss_fn_config) == (from_proto.op.loss_fn, from_proto.op.loss_fn_config)
     for name in ("tokens", "target_tokens", "logprobs", "advantages"):
-        np.testing.assert_array_equal(getattr(from_json.data[0], name), getattr(from_proto.data[0], name))
+        np.testing.assert_array_equal(getattr(from_json.op.data[0], name), getattr(from_proto.op.data[0], name))
 
 
 RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
@@ -185,11 +183,11 @@ def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     ("targets", "weights"), [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)]
 )
 def test_several_targets_per_position_dense_and_sparse_in_both_formats(targets: types.TensorData, weights: types.TensorData) -> None:
-    from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).data[0]
+    from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
     inputs = {"target_tokens": json_tensor(targets), "weights": json_tensor(weights)}
     inner = {"loss_fn": "cross_entropy", "data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}]}
     body = json.loads(json.dumps({"model_id": "m", "forward_backward_input": inner}))
-    for parsed in (from_proto, parse_training_json(body, LIMITS, forward_only=False).data[0]):
+    for parsed in (from_proto, parse_training_json(body, LIMITS, forward_only=False).op.data[0]):
         assert (parsed.target_tokens.tolist(), parsed.target_tokens.dtype) == ([[3, 4], [0, 0], [5, 6]], np.int32)
         assert parsed.weights is not None and parsed.weights.tolist() == [[0.5, 0.25], [0.0, 0.0], [1.0, 0.0]]
 
@@ -283,7 +281,7 @@ def test_top_k_and_targets_reach_the_sdk() -> None:
 def test_targets_of_a_prompt_dense_and_sparse() -> None:
     dense = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
     sparse = {"data": [5], "dtype": "int64", "shape": [1, 40_000_000], "sparse_crow_indices": [0, 1], "sparse_col_indices": [39_999_999]}
-    first, second = (parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).target_prompt_tokens for body in (dense, sparse))
+    first, second = (parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).op.target_prompt_tokens for body in (dense, sparse))
     assert first is not None and (first.values.tolist(), first.crow_indices) == ([5, -1], None)
     assert second is not None and (second.values.tolist(), second.rows().tolist()) == ([5], [0])
 
@@ -312,13 +310,8 @@ def sample_body(**changes: object) -> dict[str, object]:
 
 def test_an_old_sdk_that_leaves_defaults_out_is_understood() -> None:
     """Up to 0.16 only fields set by hand are sent: even a chunk's type may be missing."""
-    request = parse_sample({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS)
-    assert (request.num_samples, request.settings.max_tokens, request.settings.temperature, request.settings.stop_at_eos) == (
-        1,
-        None,
-        1.0,
-        True,
-    )
+    op = parse_sample({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS).op
+    assert (op.num_samples, op.settings.max_tokens, op.settings.temperature, op.settings.stop_at_eos) == (1, None, 1.0, True)
 
 
 def test_seq_ids_of_pickled_clients_are_large() -> None:
@@ -368,12 +361,12 @@ def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object],
 
 def test_every_limit_may_be_reached() -> None:
     def sampled(length: int, **settings: object) -> int:
-        return parse_sample(sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS).prompt.size
+        return parse_sample(sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS).op.prompt.size
 
     assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
     with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
         sampled(16)  # an answer has one token at least
-    (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).data
+    (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
     assert parse_lora({"rank": 8}, LIMITS).rank == 8
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
@@ -393,7 +386,7 @@ def test_switched_off_options_are_no_reason_to_refuse() -> None:
         "target_prompt_logprobs": None,
         "prompt_logprobs": False,
     }
-    assert parse_sample(sample_body(**off), LIMITS).prompt_logprobs is False
+    assert parse_sample(sample_body(**off), LIMITS).op.prompt_logprobs is False
 
 
 def test_a_lora_without_seed_gets_its_own() -> None:
