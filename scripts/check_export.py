@@ -33,8 +33,9 @@ def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     config, spec, random = load_model_config(base), LoraSpec(rank=RANK, train_mlp=train_mlp), np.random.default_rng(1)
     arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
     arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
-    CheckpointStore(directory, "check/base", fingerprint(base)).write("sampler_weights", "check", "one", arrays, spec, 0, {})
-    saved = ["checkpoint=tinker://check/sampler_weights/one", f"checkpoints_dir={directory}"]
+    path = "tinker://check/sampler_weights/one"
+    CheckpointStore(directory, "check/base", fingerprint(base)).write(path, arrays, lora=spec, step=0, user_metadata={})
+    saved = [f"checkpoint={path}", f"checkpoints_dir={directory}"]
     status = main(["adapter", *saved, f"output={directory / 'adapter'}"])
     status |= main(["merge", *saved, f"base_model={base}", f"output={directory / 'merged'}", "dtype=float32"])
     tokens = random.integers(0, config.vocab_size, (2, 32)).astype(np.int32)

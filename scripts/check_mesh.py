@@ -128,7 +128,7 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save
             norm = run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=1e-3))).metrics["grad_norm"]
             found[f"gradient norm/{model_id} {step}"] = np.array(norm)
         if saves:
-            run(SaveSampler(model_id=model_id, name="trained", weights=SAVED.format(model_id)))
+            run(SaveSampler(model_id=model_id, weights=SAVED.format(model_id)))
     prompt = random.integers(0, 101, 150).astype(np.int32)
     waiting: list[Future[Any]] = [
         engine.submit(Sample(prompt=prompt, weights=weights, num_samples=2, settings=sampling(temperature)))

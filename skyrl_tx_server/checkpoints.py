@@ -32,6 +32,7 @@ from skyrl_tx_server.ops import LoraSpec
 FORMAT = "skyrl_tx_server checkpoint"
 FORMAT_VERSION = 1
 RECORD_NAME = "checkpoint.json"
+SCHEME = "tinker://"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems take 255 bytes
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
@@ -62,14 +63,19 @@ class CheckpointInfo:
 
 
 def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
-    return f"tinker://{run_id}/{kind}/{name}"
+    return f"{SCHEME}{run_id}/{kind}/{name}"
+
+
+def is_on_disk(weights: str) -> bool:
+    """Whether such sampler weights are a checkpoint; others live in memory only."""
+    return weights.startswith(SCHEME)
 
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
     """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; UserError for anything else."""
-    segments = path.removeprefix("tinker://").split("/")
+    segments = path.removeprefix(SCHEME).split("/")
     kinds = [str(kind) for kind in CheckpointKind]
-    if not path.startswith("tinker://") or len(segments) != 3 or segments[1] not in kinds:
+    if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:
         raise UserError(f"{path!r} is not a checkpoint path; expected tinker://<run>/<{'|'.join(kinds)}>/<name>")
     run_id, kind, name = segments
     _check(_RUN_ID, run_id, "run id")
@@ -134,21 +140,19 @@ class CheckpointStore:
 
     def write(
         self,
-        kind: CheckpointKind | str,
-        run_id: str,
-        name: str,
+        path: str,
         arrays: Mapping[str, np.ndarray],
+        *,
         lora: LoraSpec,
         step: int,
         user_metadata: Mapping[str, str],
         overwrite: bool = False,
     ) -> CheckpointInfo:
-        """Make the checkpoint durable before returning.
+        """Make the checkpoint durable under its path before returning.
 
         ConflictError when the name is taken and `overwrite` is not set; ServerError when the disk has no room and UserError when the
         quota leaves none, with all as it was.
         """
-        path = checkpoint_path(run_id, CheckpointKind(kind), name)
         directory = self._directory(path)
         record_file = directory / RECORD_NAME
         if record_file.exists() and not overwrite:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ from jax.stages import Lowered
 from skyrl_tx_server import compilations
 from skyrl_tx_server.base_model import fingerprint
 from skyrl_tx_server.cache_size import CacheSize, asked_cache, fitting_cache
-from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, parse_path
+from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
@@ -315,46 +316,34 @@ class DeviceExecutor:
     def _save(self, op: SaveWeights) -> WeightsSaved:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
-        info = self._write(CheckpointKind.TRAINING, op.model_id, op.name, model, arrays, op.user_metadata, overwrite=op.overwrite)
-        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+        path = checkpoint_path(op.model_id, CheckpointKind.TRAINING, op.name)
+        return self._write(path, model, arrays, op.user_metadata, overwrite=op.overwrite)
 
     def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
         model = self._models.get(op.model_id)
-        arrays = {} if op.name is None and op.peft_directory is None else adapter_to_arrays(model.adapter, self._config, model.lora)
+        on_disk = is_on_disk(op.weights)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) if on_disk or op.peft_directory is not None else {}
         if op.peft_directory is not None:
             directory = Path(op.peft_directory)
             self._hosts.agreed(lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32"))
-        if op.name is None:
-            self._snapshots.put(op.weights, model.adapter, on_disk=False)
-            return WeightsSaved(path=None, size_bytes=0)
-        path = checkpoint_path(op.model_id, CheckpointKind.SAMPLER, op.name)
-        assert op.weights == path
-        info = self._write(CheckpointKind.SAMPLER, op.model_id, op.name, model, arrays, op.user_metadata)
-        self._snapshots.put(path, model.adapter, on_disk=True)
-        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+        saved = self._write(op.weights, model, arrays, op.user_metadata) if on_disk else WeightsSaved(path=None, size_bytes=0)
+        self._snapshots.put(op.weights, model.adapter)
+        return saved
 
     def _save_external(self, op: SaveExternal) -> WeightsSaved:
         model = self._models.get(op.model_id)
         arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
-        info = self._write(CheckpointKind.EXTERNAL, op.model_id, op.name, model, arrays, {})
-        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+        return self._write(checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name), model, arrays, {})
 
     def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
         return self._hosts.agreed(lambda: self._store.read(path))
 
     def _write(
-        self,
-        kind: CheckpointKind,
-        run_id: str,
-        name: str,
-        model: LiveModel,
-        arrays: Mapping[str, np.ndarray],
-        user_metadata: Mapping[str, str],
-        *,
-        overwrite: bool = False,
-    ) -> CheckpointInfo:
+        self, path: str, model: LiveModel, arrays: Mapping[str, np.ndarray], user_metadata: Mapping[str, str], *, overwrite: bool = False
+    ) -> WeightsSaved:
         step = int(model.adam.step)
-        return self._hosts.agreed(lambda: self._store.write(kind, run_id, name, arrays, model.lora, step, user_metadata, overwrite))
+        write = partial(self._store.write, path, arrays, lora=model.lora, step=step, user_metadata=user_metadata, overwrite=overwrite)
+        return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
         """A model on the device, with an optimizer that has taken no step."""

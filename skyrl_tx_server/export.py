@@ -102,13 +102,14 @@ def merge(options: MergeOptions) -> str:
 
 
 def import_adapter(options: ImportOptions) -> str:
-    run_id, kind, name = parse_path(options.checkpoint)
+    _, kind, _ = parse_path(options.checkpoint)
     base = open_base_model(Path(options.base_model).expanduser())
     lora, arrays = read_adapter(Path(options.adapter).expanduser(), base)
     alias = model_alias(options.base_model, options.model_alias)
     store = CheckpointStore(Path(options.checkpoints_dir).expanduser(), alias, fingerprint(base.directory))
     optimizer = optimizer_at_rest(arrays) if kind is CheckpointKind.TRAINING else {}
-    store.write(kind, run_id, name, arrays | optimizer, lora, 0, {"imported_from": Path(options.adapter).name})
+    came_from = {"imported_from": Path(options.adapter).name}
+    store.write(options.checkpoint, arrays | optimizer, lora=lora, step=0, user_metadata=came_from)
     return f"{options.adapter} -> {options.checkpoint} (base model {alias}, rank {lora.rank}, alpha {lora.alpha:g})"
 
 

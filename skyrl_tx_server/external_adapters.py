@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.errands import Errands
 from skyrl_tx_server.errors import NotFoundError, ServerError
 from skyrl_tx_server.external_server import ExternalServer
@@ -68,7 +68,7 @@ class ExternalAdapters:
         """NotFoundError when there is none, as the engine would say."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
-            if not weights.startswith("tinker://"):
+            if not is_on_disk(weights):
                 raise NotFoundError(f"no sampler weights {weights}: they were never saved, or freed with their session")
             adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
         self._adapters[weights] = adapter
@@ -103,7 +103,7 @@ class ExternalAdapters:
         """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must stay."""
         unused = [adapter for adapter in self._adapters.values() if adapter.loaded and adapter.loaded.done() and not adapter.users]
         for adapter in unused[: max(0, self.num_loaded - self._max_loaded)]:
-            if adapter.weights.startswith("tinker://"):
+            if is_on_disk(adapter.weights):
                 self.drop(adapter.weights)
             else:
                 self._errands.run(self._unload(adapter))

@@ -169,15 +169,10 @@ class SaveWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSampler:
-    """An immutable sampler snapshot of the model's current adapter. Result: `WeightsSaved`.
-
-    `name` writes tinker://<model_id>/sampler_weights/<name> and makes it sampleable under that path as `weights`;
-    None keeps the snapshot in memory only, sampleable under `weights` (the sampling session's id).
-    """
+    """An immutable sampler snapshot of the model's current adapter, sampleable under `weights`. Result: `WeightsSaved`."""
 
     model_id: str
-    name: str | None
-    weights: str
+    weights: str  # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name (a session's) it stays in memory
     user_metadata: dict[str, str] = field(default_factory=dict)
     peft_directory: str | None = None  # where to write it in PEFT's layout as well
 

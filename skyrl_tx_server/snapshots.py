@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, parse_path
+from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, is_on_disk, parse_path
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError, UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.lora import Adapter, keep_adapter, place_adapter, zero_adapter
@@ -67,13 +67,13 @@ class SnapshotBank:
     def num_entries(self) -> int:
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
-    def put(self, weights: str, adapter: Adapter, *, on_disk: bool) -> None:
+    def put(self, weights: str, adapter: Adapter) -> None:
         """Copy a training adapter; it is sampleable under `weights` from now on."""
         if self._pins[weights]:
             raise ConflictError(f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name")
         if weights in self._slots:
             self._evict(weights)
-        if not on_disk:
+        if not is_on_disk(weights):
             self._keep(weights, to_host(adapter))
         self._dropped.discard(weights)
         self._saves[weights] += 1
@@ -138,7 +138,7 @@ class SnapshotBank:
     def _fetch(self, weights: str) -> Adapter:
         if weights in self._in_memory:
             return self._in_memory[weights]
-        if not weights.startswith("tinker://"):
+        if not is_on_disk(weights):
             raise NotFoundError(
                 f"no sampler weights {weights}: they were never saved, freed with their session, or forgotten for want of host memory"
             )

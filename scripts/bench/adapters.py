@@ -68,7 +68,7 @@ def decoding(config: Peers, model_dir: Path) -> None:
     with running(model_dir) as ours:
         names = [f"adapter-{number}" for number in range(ACTIVE)]
         for name in names:
-            ours.engine.submit(SaveSampler(model_id="model", name=None, weights=name)).result()
+            ours.engine.submit(SaveSampler(model_id="model", weights=name)).result()
         turns = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
         timings = interleave(turns, repeats=config.repeats)
         report(f"decoding {ROWS} rows with {ACTIVE} adapters", timings, {}, of="one")

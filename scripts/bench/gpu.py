@@ -68,7 +68,7 @@ class Driver:
         self._tickets, self._seeds = itertools.count(), itertools.count()
         self.run(CreateModel(model_id="model", lora=LORA))
         for number in range(ACTIVE):
-            self.run(SaveSampler(model_id="model", name=None, weights=f"adapter-{number}"))
+            self.run(SaveSampler(model_id="model", weights=f"adapter-{number}"))
 
     def run(self, op: Op) -> object:
         steps = self.executor.run(op)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from skyrl_tx_server.chat_format import Tokenizer, load_tokenizer, render
-from skyrl_tx_server.checkpoints import CheckpointKind
+from skyrl_tx_server.checkpoints import CheckpointKind, is_on_disk
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
 from skyrl_tx_server.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
 from skyrl_tx_server.openai_wire import Ask, parse_chat, parse_completion
@@ -92,7 +92,7 @@ async def _weights(context: Context, name: str) -> str | None:
     """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a training checkpoint."""
     if name == context.base_model:
         return None
-    if name.startswith("tinker://"):
+    if is_on_disk(name):
         info = await asyncio.to_thread(context.checkpoints.info, name)
         if info.kind is not CheckpointKind.SAMPLER:
             raise UserError(f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns")

@@ -60,7 +60,7 @@ async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
     model = context.registry.model(model_id)
     if name is not None:
         path = named(model_id, CheckpointKind.SAMPLER, name)
-        op = SaveSampler(model_id=model_id, name=name, weights=path, user_metadata=user_metadata)
+        op = SaveSampler(model_id=model_id, weights=path, user_metadata=user_metadata)
         return save_named(context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds)
     if sampling_session_seq_id is None:
         raise UserError("save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id")
@@ -71,7 +71,7 @@ def _save_snapshot(
     context: Context, model: Model, sampling_session_seq_id: int, seq_id: int | None, user_metadata: dict[str, str]
 ) -> Reply:
     sampler_id = context.registry.sampler_id(model.session_id, sampling_session_seq_id)
-    op = SaveSampler(model_id=model.model_id, name=None, weights=sampler_id, user_metadata=user_metadata)
+    op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
         context.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)

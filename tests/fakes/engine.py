@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
@@ -110,24 +110,23 @@ class FakeEngine:
         self.models[op.model_id].steps += 1
         return OptimStepResult(metrics={"grad_norm": self.grad_norm})
 
-    def _write(self, kind: str, model_id: str, name: str, user_metadata: dict[str, str], overwrite: bool) -> OpResult:
+    def _write(self, path: str, model_id: str, user_metadata: dict[str, str], *, overwrite: bool = False) -> OpResult:
         model = self.models[model_id]
-        info = self._checkpoints.write(
-            kind, model_id, name, {"steps": np.asarray([model.steps]), **FACTORS}, model.lora, model.steps, user_metadata, overwrite
-        )
-        return WeightsSaved(path=info.path, size_bytes=info.size_bytes)
+        arrays = {"steps": np.asarray([model.steps]), **FACTORS}
+        info = self._checkpoints.write(path, arrays, lora=model.lora, step=model.steps, user_metadata=user_metadata, overwrite=overwrite)
+        return WeightsSaved(path=path, size_bytes=info.size_bytes)
 
     def _save(self, op: SaveWeights) -> OpResult:
-        return self._write("weights", op.model_id, op.name, op.user_metadata, op.overwrite)
+        return self._write(f"tinker://{op.model_id}/weights/{op.name}", op.model_id, op.user_metadata, overwrite=op.overwrite)
 
     def _save_sampler(self, op: SaveSampler) -> OpResult:
-        if op.name is not None:
-            return self._write("sampler_weights", op.model_id, op.name, op.user_metadata, False)
+        if is_on_disk(op.weights):
+            return self._write(op.weights, op.model_id, op.user_metadata)
         self.snapshots[op.weights] = self.models[op.model_id].steps
         return WeightsSaved(path=None, size_bytes=0)
 
     def _save_external(self, op: SaveExternal) -> OpResult:
-        return self._write("external_weights", op.model_id, op.name, {}, False)
+        return self._write(f"tinker://{op.model_id}/external_weights/{op.name}", op.model_id, {})
 
     def _unload(self, op: UnloadModel) -> OpResult:
         self.models.pop(op.model_id, None)

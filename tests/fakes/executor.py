@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from skyrl_tx_server.checkpoints import is_on_disk
 from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import (
@@ -82,9 +83,9 @@ class FakeExecutor:
             case SaveWeights(model_id=model_id, name=name):
                 self._enter(f"save {model_id}")
                 return WeightsSaved(path=f"tinker://{model_id}/weights/{name}", size_bytes=1)
-            case SaveSampler(model_id=model_id, name=name, weights=weights):
+            case SaveSampler(weights=weights):
                 self._enter(f"snapshot {weights}")
-                return WeightsSaved(path=f"tinker://{model_id}/sampler_weights/{name}" if name else None, size_bytes=1)
+                return WeightsSaved(path=weights if is_on_disk(weights) else None, size_bytes=1)
             case SaveExternal(model_id=model_id, name=name):
                 self._enter(f"export {model_id}")
                 return WeightsSaved(path=f"tinker://{model_id}/external_weights/{name}", size_bytes=1)

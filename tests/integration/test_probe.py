@@ -147,7 +147,7 @@ class Stale:
     def after(self, executor, op, result):
         if isinstance(op, SaveSampler):
             adapter = self.first.setdefault(op.model_id, executor._models.get(op.model_id).adapter)
-            executor._snapshots.put(op.weights, adapter, on_disk=False)
+            executor._snapshots.put(op.weights, adapter)
         return result
 
 

@@ -26,7 +26,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def write(store: CheckpointStore, name: str = "one", *, kind: str = "weights", run: str = RUN, overwrite: bool = False, scale: float = 1.0):
     arrays = {key: value * np.float32(scale) for key, value in ARRAYS.items()}
-    return store.write(kind, run, name, arrays, LORA, 3, {"renderer_name": "qwen3"}, overwrite)
+    metadata = {"renderer_name": "qwen3"}
+    return store.write(f"tinker://{run}/{kind}/{name}", arrays, lora=LORA, step=3, user_metadata=metadata, overwrite=overwrite)
 
 
 def test_what_is_read_is_what_was_written(store: CheckpointStore):

@@ -171,7 +171,7 @@ def draw(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
 
 
 def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
-    return run(engine, SaveSampler(model_id=model_id, name=None, weights=weights))
+    return run(engine, SaveSampler(model_id=model_id, weights=weights))
 
 
 def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
@@ -308,7 +308,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
             run(engine, LoadWeights(model_id="b", path=path, optimizer=True))
         with pytest.raises(NotFoundError, match="no checkpoint"):
             run(engine, LoadWeights(model_id="c", path="tinker://a/weights/two", optimizer=True, create=True))
-        sampler = run(engine, SaveSampler(model_id="a", name="s", weights="tinker://a/sampler_weights/s")).path
+        sampler = run(engine, SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s")).path
         with pytest.raises(UserError, match="holds weights only"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
@@ -328,7 +328,7 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     drawn = {}
     for number, weights in enumerate(["s0", "tinker://a/sampler_weights/s1", "s2", "tinker://a/sampler_weights/s3"]):
         train(engine, "a", seed=number)
-        run(engine, SaveSampler(model_id="a", name=weights.split("/")[-1] if "/" in weights else None, weights=weights))
+        run(engine, SaveSampler(model_id="a", weights=weights))
         drawn[weights] = draw(engine, weights)
     assert len({tuple(tokens) for tokens, _ in drawn.values()}) > 1
     assert draw(engine, None) not in drawn.values()
@@ -369,7 +369,7 @@ def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Pa
     with running(model_dir, checkpoints_dir) as engine:
         create(engine, "a")
         train(engine, "a")
-        assert run(engine, SaveSampler(model_id="a", name="kept", weights=path)).path == path
+        assert run(engine, SaveSampler(model_id="a", weights=path)).path == path
         expected = draw(engine, path)
     with running(model_dir, checkpoints_dir) as engine:
         assert draw(engine, path) == expected
@@ -378,7 +378,7 @@ def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Pa
 def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
     create(engine, "a")
     futures = [
-        engine.submit(SaveSampler(model_id="a", name=None, weights="s")),
+        engine.submit(SaveSampler(model_id="a", weights="s")),
         engine.submit(ask("s", num_samples=9)),
         engine.submit(DropSnapshot(weights="s")),
     ]

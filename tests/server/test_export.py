@@ -41,7 +41,7 @@ def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
 def save(root: Path, base: Path, spec: LoraSpec, name: str = "fixture/base") -> dict[str, np.ndarray]:
     arrays = trained(base, spec)
     store = CheckpointStore(root, name, fingerprint(base))
-    store.write("weights", "run", "last", arrays | {"optimizer.step": np.array(3, np.int32)}, spec, 3, {})
+    store.write("tinker://run/weights/last", arrays | {"optimizer.step": np.array(3, np.int32)}, lora=spec, step=3, user_metadata={})
     return arrays
 
 
@@ -259,7 +259,7 @@ def test_a_full_disk_is_said_before_writing_and_costs_nothing_saved_before(tmp_p
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: usage(free=1000))
     for name, overwrite in (("last", True), ("next", False)):
         with pytest.raises(ServerError, match="not enough disk space"):
-            store.write("weights", "run", name, arrays, LoraSpec(rank=3), 4, {}, overwrite)
+            store.write(f"tinker://run/weights/{name}", arrays, lora=LoraSpec(rank=3), step=4, user_metadata={}, overwrite=overwrite)
     assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'out'}"]) == 2
     assert not (tmp_path / "out").exists() and [info.name for info in store.list()] == ["last"]
     assert store.read(SAVED)[0].step == 3

@@ -68,7 +68,8 @@ def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
     store = CheckpointStore(root, "local/tiny")
-    path = store.write("weights", "m", name, arrays | optimizer_at_rest(arrays), SPEC, 0, {}).path
+    path = f"tinker://m/weights/{name}"
+    store.write(path, arrays | optimizer_at_rest(arrays), lora=SPEC, step=0, user_metadata={})
     engine.submit(LoadWeights(model_id="m", path=path, optimizer=False)).result(60)
 
 
@@ -128,10 +129,10 @@ async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprob
     elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
 ) -> None:
     update(engine, root, 0.05, seed=1)
-    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s1"))
+    await done(elsewhere, SaveSampler(model_id="m", weights="s1"))
     before = await done(elsewhere, sample("s1", num_samples=2))
     update(engine, root, 0.05, seed=2)
-    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="s2"))
+    await done(elsewhere, SaveSampler(model_id="m", weights="s2"))
     for weights, result in (
         ("s1", before),
         ("s2", await done(elsewhere, sample("s2"))),
@@ -150,7 +151,7 @@ async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprob
 async def test_a_dropped_snapshot_is_unloaded_once_its_samples_are_done(
     elsewhere: ExternalSampling, sampler: ExternalSampler, root: Path
 ) -> None:
-    saved = elsewhere.submit(SaveSampler(model_id="m", name=None, weights="short"))
+    saved = elsewhere.submit(SaveSampler(model_id="m", weights="short"))
     asked = elsewhere.submit(sample("short"))  # at once: both wait for what was asked before them
     dropped = elsewhere.submit(DropSnapshot(weights="short"))
     await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, asked, dropped)))
@@ -164,9 +165,9 @@ async def test_adapters_make_room_for_each_other_and_checkpoints_are_found_on_di
     url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", name="named", weights=path)))  # by an earlier run of the server
+    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))  # by an earlier run of the server
     async with connected(url, engine, root, model_dir, max_adapters=1) as elsewhere:
-        await done(elsewhere, SaveSampler(model_id="m", name=None, weights="one"))
+        await done(elsewhere, SaveSampler(model_id="m", weights="one"))
         for weights in ("one", path, "one", path):
             result = await done(elsewhere, sample(weights))
             np.testing.assert_allclose(result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4)
@@ -186,11 +187,11 @@ async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
     with sampling(sampler) as url:
         connection = connected(url, engine, root, model_dir)
         elsewhere = await connection.__aenter__()
-        await done(elsewhere, SaveSampler(model_id="m", name=None, weights="kept"))
+        await done(elsewhere, SaveSampler(model_id="m", weights="kept"))
         await done(elsewhere, sample("kept"))
     with pytest.raises(SamplerError, match="cannot be reached"):
         await done(elsewhere, sample("kept"))
-    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="meanwhile"))  # training and saving go on
+    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving go on
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
             results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
@@ -219,7 +220,7 @@ async def test_an_adapter_that_is_left_out_is_found_out(
 ) -> None:
     update(engine, root, 0.5)
     sampler.leaves_adapters_out = True
-    await done(elsewhere, SaveSampler(model_id="m", name=None, weights="ignored"))
+    await done(elsewhere, SaveSampler(model_id="m", weights="ignored"))
     await done(elsewhere, sample())
     with pytest.raises(SamplerError, match=r"probabilities of ignored differ .* leaves the adapter out"):
         await done(elsewhere, sample("ignored"))

@@ -133,7 +133,7 @@ def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_train
             datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
             run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY))
             assert run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"] > 0
-            run(SaveSampler(model_id=model_id, name=None, weights=snapshot))
+            run(SaveSampler(model_id=model_id, weights=snapshot))
     prompt = random.integers(0, 101, 50).astype(np.int32)
     settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
     samples = {
@@ -169,7 +169,7 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
     adapters: dict[str | None, Adapter] = {None: zero_adapter(config, spec.rank)}
     for seed, name in enumerate(("one", "two")):
         arrays = random_adapter(config, replace(spec, seed=seed))
-        info = store.write("sampler_weights", "run", name, arrays, spec, 0, {})
+        info = store.write(f"tinker://run/sampler_weights/{name}", arrays, lora=spec, step=0, user_metadata={})
         adapters[info.path] = adapter_from_arrays(arrays, config, spec, spec.rank)
     engine = Engine(DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, decode_slots=3)))
     engine.start()

@@ -215,7 +215,8 @@ def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
     client: openai.OpenAI, context: Context, engine: TextEngine
 ) -> None:
     for kind in ("weights", "sampler_weights"):
-        context.checkpoints.write(kind, "run", "last", {"x": np.zeros(1, np.float32)}, LoraSpec(rank=2), 1, {})
+        arrays, lora = {"x": np.zeros(1, np.float32)}, LoraSpec(rank=2)
+        context.checkpoints.write(f"tinker://run/{kind}/last", arrays, lora=lora, step=1, user_metadata={})
     session = context.registry.open_session(tags=[], user_metadata={}, display_name=None).session_id
     context.registry.add_sampler(session, f"{session}:sample:0", model_path=None, weights=f"{session}:sample:0")
     saved = "tinker://run/sampler_weights/last"

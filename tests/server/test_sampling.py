@@ -50,7 +50,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         for _ in range(2):
             run(engine, ForwardBackward(model_id=name, data=(datum_of(tokens(40, seed)),), loss_fn=LossFn.CROSS_ENTROPY))
             run(engine, OptimStep(model_id=name, adam=AdamSettings(learning_rate=1e-2)))
-        run(engine, SaveSampler(model_id=name, name=None, weights=name))
+        run(engine, SaveSampler(model_id=name, weights=name))
     yield engine
     engine.stop()
 

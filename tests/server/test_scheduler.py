@@ -101,9 +101,7 @@ def test_waiting_samples_enter_in_order_and_in_parts():
 
 
 def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
-    scheduler = queue(
-        sample(num_samples=3), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample(num_samples=2), sample()
-    )
+    scheduler = queue(sample(num_samples=3), SaveSampler(model_id="a", weights="s"), sample("s"), sample(num_samples=2), sample())
     save = scheduler.next(free_slots=5, rows_decoding=0)
     offered = scheduler.next(free_slots=5, rows_decoding=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
@@ -151,7 +149,7 @@ def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
 
 
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
-    scheduler = queue(optim("a"), SaveSampler(model_id="a", name=None, weights="s"), sample("s"), sample())
+    scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample())
     first = next_turn(scheduler, free_slots=4, rows_decoding=0)
     assert isinstance(first, Step) and first.ticket == 1
     scheduler.finish(first)
@@ -175,7 +173,7 @@ def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
 
 
 def test_dropping_a_snapshot_waits_for_its_save():
-    save = SaveSampler(model_id="a", name=None, weights="s")
+    save = SaveSampler(model_id="a", weights="s")
     assert run_steps(queue(optim("a"), save, DropSnapshot(weights="s"))) == [1, 2, 3]
 
 

@@ -90,7 +90,7 @@ class Tenant:
             for op in (
                 ForwardBackward(model_id=self.model_id, data=batch(self.number, step), loss_fn=loss),
                 OptimStep(model_id=self.model_id, adam=adam),
-                SaveSampler(model_id=self.model_id, name=None, weights=weights),
+                SaveSampler(model_id=self.model_id, weights=weights),
                 Sample(weights=weights, prompt=prompt, settings=settings, num_samples=2),
                 Sample(weights=None, prompt=prompt, settings=settings),
             )

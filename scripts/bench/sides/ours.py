@@ -47,7 +47,7 @@ class Ours:
         """What sampling reads from here on."""
         self._saved += 1
         self.weights = f"snapshot-{self._saved}"
-        self.engine.submit(SaveSampler(model_id="model", name=None, weights=self.weights)).result()
+        self.engine.submit(SaveSampler(model_id="model", weights=self.weights)).result()
 
     def train(self, sequences: Sequence[Sequence[int]]) -> None:
         data = tuple(datum(sequence) for sequence in sequences)
