@@ -103,7 +103,7 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 def _dry_run(config: ServerConfig) -> str:
     """The memory plan. ConfigError when it does not fit."""
-    from skyrl_tx_server.executor import plan_memory
+    from skyrl_tx_server.memory_plan import plan_memory
     from skyrl_tx_server.rendezvous import join, lead
 
     settings, hosts = _engine_settings(config), config.hosts_settings()

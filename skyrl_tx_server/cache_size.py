@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.model.mesh import on_gpu
 from skyrl_tx_server.model.paged_kernel import reads_as_they_lie
+from skyrl_tx_server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +42,24 @@ def kernel_decodes(config: ModelConfig) -> bool:
     return on_gpu() and reads_as_they_lie(config.head_dim)
 
 
-def asked_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype) -> CacheSize:
+def asked_cache(model: ServedModel) -> CacheSize:
     """What the settings ask for: `cache_tokens`, or else a whole context for each of `decode_slots`."""
-    groups, whole = settings.mesh.batch, -(-context // PAGE)
+    settings, config = model.settings, model.config
+    groups, whole = settings.mesh.batch, -(-model.context // PAGE)
     slots = settings.decode_slots // groups
     pages = slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
     return CacheSize(
         slots=slots,
         pages=1 + pages,
-        page_bytes=page_bytes(config, dtype) // config.tensor_shards,
+        page_bytes=page_bytes(config, model.dtype) // config.tensor_shards,
         context_pages=whole,
         copied_pages=0 if kernel_decodes(config) else whole,
     )
 
 
-def fitting_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, budget_bytes: float) -> CacheSize:
+def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
     """As much of it as fits into the budget. ConfigError where that is not one sequence of a whole context."""
-    asked = asked_cache(settings, config, context, dtype)
+    asked, settings, context = asked_cache(model), model.settings, model.context
     room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
     copied = asked.copied_pages
     if settings.cache_tokens is None and not copied:  # a row needs what pages it fills: fewer pages cost less than fewer rows

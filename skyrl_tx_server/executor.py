@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -19,26 +18,21 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
-from skyrl_tx_server import compilations
+from skyrl_tx_server import compilations, device_memory
 from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.cache_size import CacheSize, asked_cache, fitting_cache
+from skyrl_tx_server.cache_size import fitting_cache
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
-from skyrl_tx_server.errors import ConfigError, ConflictError, UserError
+from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.live_models import LiveModel, LiveModels, available_host_bytes
-from skyrl_tx_server.memory_plan import MemoryPlan, copied_layers_bytes, memory_plan
-from skyrl_tx_server.model.config import ModelConfig, stretch_context
-from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.lora import Adapter, adapter_size, init_adapter, place_adapter, trainable_mask, zero_adapter
-from skyrl_tx_server.model.mesh import bytes_per_device, check_device, make_mesh, on_gpu, to_host
-from skyrl_tx_server.model.transformer import Remat
-from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, check_divisible, load_params, param_shapes
+from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.mesh import on_gpu, to_host
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.ops import (
     CreateModel,
     Done,
@@ -60,9 +54,10 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.packing import PackedBatch, TrainShapes, check_data, example, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.packing import PackedBatch, check_data, example, pack, unpack, with_sequence_ratios
 from skyrl_tx_server.peft_files import write_adapter
 from skyrl_tx_server.scheduler import Admit
+from skyrl_tx_server.served_model import served_model, use_compilation_cache
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import LossSelection, check_loss_inputs, select_loss, trained_positions
@@ -81,32 +76,26 @@ from skyrl_tx_server.steps.train import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_CONTEXT_LENGTH = 32768
-"""Models that claim more get this unless `max_context_length` asks for it: a decode slot holds keys and values for a whole context."""
-CACHE_SHARE_OF_CPU_MEMORY = 0.25
-CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
-ACTIVATIONS_SHARE_OF_MEMORY = 0.1
-
 
 class DeviceExecutor:
     """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
     def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
         self._hosts = hosts
-        _use_compilation_cache(settings)
+        use_compilation_cache(settings)
         compilations.watch()
-        dtype = _dtype(settings)
+        model = served_model(settings)
+        dtype = model.dtype
         if on_gpu() and dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # or NVIDIA's devices round factors to ten bits (TF32)
-        self._config = _on_mesh(settings, _model_config(settings))
+        self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
             settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir), quota_bytes=settings.checkpoint_quota_bytes
         )
         self._max_lora_rank = settings.max_lora_rank
-        context = _context_length(settings, self._config)
-        self._train_shapes = _train_shapes(settings, context)
-        self._remat = _remat(settings, self._config, dtype, hosts.agreed(lambda: _memory_bytes(settings)))
+        self._train_shapes = model.train_shapes
+        self._remat = device_memory.fitting_remat(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
         self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self._snapshots = SnapshotBank(
@@ -117,14 +106,14 @@ class DeviceExecutor:
             read=self._read,
             free_host_bytes=lambda: hosts.agreed(available_host_bytes),
         )
-        cache_budget = _cache_budget_bytes(hosts.agreed(lambda: _memory_bytes(settings)), self._config, dtype)
+        cache_budget = device_memory.cache_budget_bytes(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
         self._slots = DecodeSlots(
             self._config,
             self._params,
             self._snapshots,
-            size=fitting_cache(settings, self._config, context, dtype, cache_budget),
+            size=fitting_cache(model, cache_budget),
             groups=settings.mesh.batch,
-            max_context_length=context,
+            max_context_length=model.context,
             block=settings.decode_block,
             dtype=dtype,
             model_dir=settings.model_dir,
@@ -133,7 +122,7 @@ class DeviceExecutor:
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
-            max_context_length=context,
+            max_context_length=model.context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
             model_type=self._config.model_type,
@@ -233,7 +222,7 @@ class DeviceExecutor:
             **self._slots.stats(),
             **self._models.stats(),
             **self._snapshots.stats(),
-            **_device_memory(),
+            **device_memory.stats(),
         }
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
@@ -366,129 +355,3 @@ def _logprobs(batches: Sequence[PackedBatch], outputs: Sequence[TokenOutputs]) -
 
 def _loss(outputs: Sequence[TokenOutputs]) -> float:
     return sum(float(output.loss) for output in outputs)
-
-
-def _use_compilation_cache(settings: EngineSettings) -> None:
-    """Keep every program, however small and quick to compile: a second start then compiles nothing."""
-    if settings.compilation_cache_dir is None:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(settings.compilation_cache_dir.expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _dtype(settings: EngineSettings) -> np.dtype:
-    if settings.dtype == "auto":
-        return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    return np.dtype(settings.dtype)
-
-
-def _model_config(settings: EngineSettings) -> ModelConfig:
-    config = load_model_config(settings.model_dir)
-    if not settings.stretch_context or settings.max_context_length is None:
-        return config
-    stretched = stretch_context(config, settings.max_context_length)
-    if stretched is not config and stretched.rope_scaling is not None:
-        logger.warning("context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length)
-    return stretched
-
-
-def _on_mesh(settings: EngineSettings, config: ModelConfig) -> ModelConfig:
-    """The same model on the devices that the settings ask for. ConfigError in one line where it cannot be divided over them."""
-    check_device()
-    check_divisible(config, settings.mesh, decode_slots=settings.decode_slots)
-    return replace(config, mesh=make_mesh(settings.mesh))
-
-
-def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
-    if settings.max_context_length is None:
-        return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
-    if not 1 <= settings.max_context_length <= config.context_length:
-        raise ConfigError(
-            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; "
-            "stretch_context=true reaches further"
-        )
-    return settings.max_context_length
-
-
-def _train_shapes(settings: EngineSettings, context: int) -> TrainShapes:
-    return train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch)
-
-
-def plan_memory(settings: EngineSettings) -> MemoryPlan:
-    """What an executor with these settings would hold, with every option as asked for. Loads nothing, but compiles the training program."""
-    _use_compilation_cache(settings)
-    dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
-    context = _context_length(settings, config)
-    device, available = jax.local_devices()[0], _memory_bytes(settings)
-    each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
-    return memory_plan(
-        config,
-        dtype,
-        device=f"{jax.default_backend()} ({device.device_kind}){each}",
-        available_bytes=int(available),
-        context=context,
-        cache=_planned_cache(settings, config, context, dtype, available),
-        max_lora_rank=settings.max_lora_rank,
-        max_models=settings.max_models,
-        max_snapshots=settings.max_snapshots,
-        shapes=_train_shapes(settings, context),
-        remat=_remat(settings, config, dtype, available),
-    )
-
-
-def _planned_cache(settings: EngineSettings, config: ModelConfig, context: int, dtype: np.dtype, available_bytes: float) -> CacheSize:
-    """What is asked for, but where pages are read as they lie and no option says how many, as many as a server would find room for."""
-    asked = asked_cache(settings, config, context, dtype)
-    if settings.cache_tokens is not None or asked.copied_pages:
-        return asked
-    adapter = adapter_size(config, settings.max_lora_rank)
-    held = bytes_per_device(param_shapes(config, dtype)) + (4 + (settings.max_snapshots + 1) * dtype.itemsize) * adapter
-    return fitting_cache(settings, config, context, dtype, _cache_budget_bytes(available_bytes - held, config, dtype))
-
-
-def _remat(settings: EngineSettings, config: ModelConfig, dtype: np.dtype, available_bytes: float) -> Remat:
-    """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
-    return (
-        Remat.ACTIVATIONS
-        if _bytes_with_products(settings, config, dtype) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
-        else Remat.LAYERS
-    )
-
-
-def _bytes_with_products(settings: EngineSettings, config: ModelConfig, dtype: np.dtype) -> int:
-    """On one device, of what the layers of a training batch keep, most of it matrix products, and of one layer that is computed again: an
-    estimate without a compilation, and the same wherever it is made."""
-    experts = config.experts
-    copies = 1 if experts is None else experts.per_token + experts.shared
-    of_experts = 0 if experts is None else 2 * copies * config.hidden_size
-    divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
-    one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
-    gate_up = 2 * config.num_layers * config.intermediate_size
-    if experts is not None:
-        alike = config.num_layers - experts.dense_layers
-        gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
-    products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
-    kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
-    tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
-    return tokens * (kept + one_layer) * dtype.itemsize
-
-
-def _cache_budget_bytes(free_bytes: float, config: ModelConfig, dtype: np.dtype) -> float:
-    share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
-    return max(0.0, free_bytes - copied_layers_bytes(config, dtype)) * share
-
-
-def _device_memory() -> dict[str, object]:
-    """Empty where the device keeps no count, as a CPU does."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    names = {"bytes_in_use": "device_bytes_in_use", "peak_bytes_in_use": "device_peak_bytes", "bytes_limit": "device_bytes_limit"}
-    return {name: stats[key] for key, name in names.items() if key in stats}
-
-
-def _memory_bytes(settings: EngineSettings) -> float:
-    """Free memory of one device; on a CPU its share of all the machine's, because what is free changes from second to second."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (settings.mesh.devices // jax.process_count())

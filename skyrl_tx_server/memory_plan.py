@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
+from skyrl_tx_server import device_memory
 from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.cache_size import CacheSize
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.cache_size import CacheSize, asked_cache, fitting_cache
+from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.model.lora import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.transformer import Remat, layers_stay
+from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.ops import LossFn
-from skyrl_tx_server.packing import TrainShape, TrainShapes, example
+from skyrl_tx_server.packing import TrainShape, example
+from skyrl_tx_server.served_model import ServedModel, served_model, use_compilation_cache
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.train import forward_backward, train_batch
 
@@ -64,37 +65,29 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {_gib(self.total_bytes):>12}  together"])
 
 
-def memory_plan(
-    config: ModelConfig,
-    dtype: np.dtype,
-    *,
-    device: str,
-    available_bytes: int,
-    context: int,
-    cache: CacheSize,
-    max_lora_rank: int,
-    max_models: int,
-    max_snapshots: int,
-    shapes: TrainShapes,
-    remat: Remat,
-) -> MemoryPlan:
-    """The shares of one server with as many models in training as it keeps on the device."""
-    adapter, longest = adapter_size(config, max_lora_rank), shapes.shapes[-1]
+def plan_memory(settings: EngineSettings) -> MemoryPlan:
+    """What an executor with these settings would hold on each device, with as many models in training as it keeps there and every option as
+    asked for. Loads nothing, but compiles the training program."""
+    use_compilation_cache(settings)
+    model, available = served_model(settings), device_memory.free_bytes(settings)
+    config, dtype, cache = model.config, model.dtype, _planned_cache(model, available)
+    adapter, longest = adapter_size(config, settings.max_lora_rank), model.train_shapes.shapes[-1]
+    each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
     programs = (  # one runs at a time
         Share(
             name=f"a training batch with streams of {longest.length} tokens",
-            num_bytes=training_bytes(config, dtype, longest, max_lora_rank=max_lora_rank, remat=remat),
-            lower="train_tokens_per_batch" if longest == shapes.budget else "max_context_length",
+            num_bytes=_training_bytes(model, longest, device_memory.fitting_remat(model, available)),
+            lower="train_tokens_per_batch" if longest == model.train_shapes.budget else "max_context_length",
         ),
         Share(
-            name=f"what a decode block copies, with {cache.slots} sequences of {context} tokens",
-            num_bytes=cache.copy_bytes + copied_layers_bytes(config, dtype),
+            name=f"what a decode block copies, with {cache.slots} sequences of {model.context} tokens",
+            num_bytes=cache.copy_bytes + device_memory.copied_layers_bytes(model),
             lower="decode_slots or max_context_length" if cache.copy_bytes else "",
         ),
     )
     return MemoryPlan(
-        device=device,
-        available_bytes=available_bytes,
+        device=f"{jax.default_backend()} ({jax.local_devices()[0].device_kind}){each}",
+        available_bytes=int(available),
         shares=(
             Share(
                 name=f"base weights, {dtype.name}",
@@ -107,13 +100,13 @@ def memory_plan(
                 lower="cache_tokens",
             ),
             Share(
-                name=f"{max_models} models in training, rank {max_lora_rank}, and one's next step",
-                num_bytes=(max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
+                name=f"{settings.max_models} models in training, rank {settings.max_lora_rank}, and one's next step",
+                num_bytes=(settings.max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
                 lower="max_models or max_lora_rank",
             ),
             Share(
-                name=f"{max_snapshots} sampler snapshots and the base model's place",
-                num_bytes=(max_snapshots + 1) * dtype.itemsize * adapter,
+                name=f"{settings.max_snapshots} sampler snapshots and the base model's place",
+                num_bytes=(settings.max_snapshots + 1) * dtype.itemsize * adapter,
                 lower="max_snapshots",
             ),
             max(programs, key=lambda share: share.num_bytes),
@@ -121,21 +114,27 @@ def memory_plan(
     )
 
 
-def copied_layers_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies."""
-    return 0 if layers_stay(config) else bytes_per_device(param_shapes(config, dtype).layers)
+def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
+    """What is asked for, but where pages are read as they lie and no option says how many, as many as a server would find room for."""
+    asked, settings = asked_cache(model), model.settings
+    if settings.cache_tokens is not None or asked.copied_pages:
+        return asked
+    adapter = adapter_size(model.config, settings.max_lora_rank)
+    of_adapters = (4 + (settings.max_snapshots + 1) * model.dtype.itemsize) * adapter
+    held = bytes_per_device(param_shapes(model.config, model.dtype)) + of_adapters
+    return fitting_cache(model, device_memory.cache_budget_bytes(model, available_bytes - held))
 
 
-def training_bytes(config: ModelConfig, dtype: np.dtype, shape: TrainShape, *, max_lora_rank: int, remat: Remat) -> int:
+def _training_bytes(model: ServedModel, shape: TrainShape, remat: Remat) -> int:
     """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
     program puts down on its way."""
-    packed = example(shape)
-    adapter = place_adapter(config, zero_adapter(config, max_lora_rank))
+    batch, config = train_batch(example(shape)), model.config
+    adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY, {})
-    lowered = forward_backward.lower(adapter, adapter, param_shapes(config, dtype), train_batch(packed), loss, config=config, remat=remat)
+    lowered = forward_backward.lower(adapter, adapter, param_shapes(config, model.dtype), batch, loss, config=config, remat=remat)
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
-    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(train_batch(packed))) // shape.rows
+    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.rows
 
 
 def _gib(num_bytes: int) -> str:

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.cache_size import CacheSize
 from skyrl_tx_server.config import MeshShape
-from skyrl_tx_server.memory_plan import memory_plan
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
 from skyrl_tx_server.model.decode_attention import attend_over_pages
@@ -34,7 +32,7 @@ from skyrl_tx_server.model.kv_cache import (
 )
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
-from skyrl_tx_server.model.mesh import make_mesh, place
+from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
@@ -105,7 +103,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
         "logprobs": float(np.abs(logprobs - shared_logprobs).max()),
         "loss": abs(loss - shared_loss) / abs(loss),
         "gradient": max(float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)),
-        "planned": planned_weights(shared, shape),
+        "planned": bytes_per_device(param_shapes(shared, np.dtype("float32"))),
         "held": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "whole": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
     }
@@ -118,23 +116,6 @@ def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
         return host
 
     return place(config, shape, spec, noted)
-
-
-def planned_weights(config: ModelConfig, shape: MeshShape) -> int:
-    plan = memory_plan(
-        config,
-        np.dtype("float32"),
-        device="",
-        available_bytes=0,
-        context=128,
-        cache=CacheSize(slots=2, pages=1, page_bytes=1, context_pages=1, copied_pages=1),
-        max_lora_rank=RANK,
-        max_models=1,
-        max_snapshots=1,
-        shapes=train_shapes(max_context_length=128, tokens_per_batch=128 * shape.batch, row_groups=shape.batch),
-        remat=Remat.LAYERS,
-    )
-    return next(share.num_bytes for share in plan.shares if share.name.startswith("base weights"))
 
 
 def cached(config: ModelConfig) -> dict[str, bool]:

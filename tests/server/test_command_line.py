@@ -13,11 +13,12 @@ from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.cache_size import fitting_cache
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
-from skyrl_tx_server.executor import plan_memory
+from skyrl_tx_server.memory_plan import plan_memory
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.weights import load_params
+from skyrl_tx_server.served_model import served_model
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
@@ -112,7 +113,7 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     config = load_model_config(FIXTURES / "tied")
     weights = load_params(FIXTURES / "tied", config, "float32")
     assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    cache = fitting_cache(settings, config, 256, np.dtype(np.float32), 1e9)
+    cache = fitting_cache(served_model(settings), 1e9)
     assert plan.shares[1].num_bytes == sum(
         leaf.nbytes for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
     )

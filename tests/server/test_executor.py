@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server import compilations
+from skyrl_tx_server import compilations, device_memory
 from skyrl_tx_server import executor as executor_module
 from skyrl_tx_server import slots as slots_module
 from skyrl_tx_server.batching import PAGE
@@ -586,11 +586,11 @@ def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     each = -(-600 // PAGE) * page_bytes(CONFIG, np.dtype(np.float32))
-    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda *_: 7.5 * each)  # a context in pages, and as it is read
+    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * each)  # a context in pages, and as it is read
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
     assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
-    monkeypatch.setattr(executor_module, "_cache_budget_bytes", lambda *_: 0.5 * each)
+    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * each)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))
 

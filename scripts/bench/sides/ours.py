@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.bench.sides.line import serve
 from scripts.bench.small_model import RANK
-from skyrl_tx_server import executor
+from skyrl_tx_server import device_memory
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
@@ -106,7 +106,7 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
     """An engine with the server's default settings but those `given`; `recompute` drops activations, as a larger model would have to."""
     if recompute:
-        executor.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
+        device_memory.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(DeviceExecutor(settings(model_dir, Path(folder), **given)))
         engine.start()
