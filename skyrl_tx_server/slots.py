@@ -22,24 +22,24 @@ import numpy as np
 from jax.stages import Lowered
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, bucket, score_lengths, segment_ends
+from skyrl_tx_server.batching import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, score_lengths, segment_ends
 from skyrl_tx_server.cache_size import CacheSize, kernel_decodes
+from skyrl_tx_server.decoding import Block, BlockLayout
 from skyrl_tx_server.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.low_rank import compiled_for, users_of
+from skyrl_tx_server.model.low_rank import compiled_for
 from skyrl_tx_server.model.mesh import on_gpu, place_whole, to_host
-from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
 from skyrl_tx_server.pages import Pages, Prefix, common_length
 from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.rows import Row, checked_max_tokens, row_settings, stop_tokens_of
+from skyrl_tx_server.rows import Row, checked_max_tokens, stop_tokens_of
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.snapshots import SnapshotBank
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, BlockOutputs, Carry, PassOutputs, Rows, RowSettings, decode_block, prefill
+from skyrl_tx_server.steps.sample import BlockOutputs, Carry, PassOutputs, decode_block, prefill
 from skyrl_tx_server.steps.score import Scorer, at_prompt_positions
 from skyrl_tx_server.stop_strings import load_tokenizer
 
@@ -65,27 +65,14 @@ class _Joining:
     targets: Cells | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """A decode block as it goes to the device."""
-
-    live: Sequence[tuple[int, Row]]  # with their slots
-    rows: Rows
-    settings: RowSettings
-    ends: tuple[int, ...] | None
-
-    def same_program(self, other: _Block) -> bool:
-        return self.ends == other.ends and self.rows.adapters.most == other.rows.adapters.most
-
-
 @dataclass(kw_only=True, slots=True)
 class _Flight:
     """A decode block on the device."""
 
-    block: _Block
+    block: Block
     outputs: BlockOutputs
     sampled: BlockOutputs | None = None  # the outputs, in host memory
-    next: _Block | None = None  # what can follow at once
+    next: Block | None = None  # what can follow at once
 
 
 class DecodeSlots:
@@ -120,10 +107,7 @@ class DecodeSlots:
         self._model_dir = model_dir
         self._tempered = tempered_logprobs
         self._hosts = hosts
-        self._ends = segment_ends(max_context_length)
-        self._table_width = self._ends[-1] // PAGE + 1  # a block may reach beyond the context
         self._block = min(block, PAGE)
-        self._kernel_decodes = kernel_decodes(config)
         self._size, self._groups = size, groups
         self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
         self._aside: list[Row] = []  # waiting for pages, oldest first
@@ -131,18 +115,28 @@ class DecodeSlots:
         self._set_aside_count = self._ahead_count = 0
         self._flight: _Flight | Exception | None = None  # the block under way, or why it could not begin
         self._resumed: FinishedRow | FailedRow | None = None  # over as soon as it was computed again
-        self._no_carry = jax.tree.map(partial(place_whole, config), Carry.of_none(len(self._rows)))
         self._begun: dict[int, _Begun] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
-        shapes = GPU_PREFILL if on_gpu() else CPU_PREFILL
+        shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
+        table_width = ends[-1] // PAGE + 1  # a block may reach beyond the context
+        programs_for = bank.num_entries if on_gpu() else None
         self._layout = Layout(
             shapes=shapes,
             num_slots=len(self._rows),
-            table_width=self._table_width,
+            table_width=table_width,
             # a page for each row that parts from another in it, and whole tables where they do so on different devices
-            max_copies=len(self._rows) + shapes.long * (1 if groups == 1 else self._table_width * groups),
+            max_copies=len(self._rows) + shapes.long * (1 if groups == 1 else table_width * groups),
             vocab_size=config.vocab_size,
-            bank=bank.num_entries if on_gpu() else None,
+            bank=programs_for,
+        )
+        self._blocks = BlockLayout(
+            empty_tables=np.repeat(np.arange(groups, dtype=np.int32) * size.pages, size.slots)[:, None].repeat(table_width, axis=1),
+            nothing_before=jax.tree.map(partial(place_whole, config), Carry.of_none(len(self._rows))),
+            ends=None if kernel_decodes(config) else ends,
+            heads_together=config.num_heads // config.num_kv_heads,
+            devices=groups,
+            vocab_size=config.vocab_size,
+            bank=programs_for,
         )
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self._forget_everything()
@@ -284,7 +278,7 @@ class DecodeSlots:
                 live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
                 if not live:
                     return False
-                self._flight = self._begin(self._block_of(live), self._no_carry)
+                self._flight = self._begin(self._blocks.block(live), self._blocks.nothing_before)
                 self._expect(self._flight.block)
             self._flight.next = self._block_after(self._flight.block)
             self._flight.sampled = to_host(self._flight.outputs)
@@ -480,11 +474,6 @@ class DecodeSlots:
                 group.remember(self._bank.key(piece.weights), piece.tokens[: piece.length], pages)
         return self._layout.outputs(pieces, outputs)
 
-    def _table(self, slot: int, pages: Sequence[int]) -> np.ndarray:
-        table = np.full(self._table_width, self._group(slot).nowhere, np.int32)
-        table[: len(pages)] = pages
-        return table
-
     def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
         """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
@@ -502,9 +491,8 @@ class DecodeSlots:
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Every sampling program, one after the other, as it is before XLA has compiled it: the likeliest first."""
         config, tempered = self._config, self._tempered
-        nobody = self._block_of([])
-        passes = self._layout.examples()
-        ends = [None] if self._kernel_decodes else [self._ends[: 1 + longest] for longest in range(len(self._ends))]
+        nobody, passes, longest = self._blocks.block([]), self._layout.examples(), self._blocks.ends
+        ends = [None] if longest is None else [longest[:count] for count in range(1, len(longest) + 1)]
         of_adapters = compiled_for(self._layout.bank, rows=self.num_slots)
         for most in sorted({run.adapters.most for run, _ in passes} | {*of_adapters}, key=lambda most: most or 0):
             for run, of_rows in passes:
@@ -516,16 +504,16 @@ class DecodeSlots:
                 given = (self._cache, self._params_apart, self._bank.arrays, rows, nobody.settings)
                 yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
 
-    def _block_after(self, block: _Block) -> _Block | None:
+    def _block_after(self, block: Block) -> Block | None:
         """What may follow a block that is under way: None where that needs pages that are not free, or another program, whose compilation
         nobody should wait for."""
         live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None and row.remaining > 0]
         if not live or not all(self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))):
             return None
-        after = self._block_of(live)
+        after = self._blocks.block(live)
         return after if after.same_program(block) else None
 
-    def _begin(self, block: _Block, carry: Carry) -> _Flight:
+    def _begin(self, block: Block, carry: Carry) -> _Flight:
         self._cache, outputs = decode_block(
             self._cache,
             self._params_apart,
@@ -539,42 +527,9 @@ class DecodeSlots:
         )
         return _Flight(block=block, outputs=outputs)
 
-    def _expect(self, block: _Block) -> None:
+    def _expect(self, block: Block) -> None:
         for _, row in block.live:
             row.coming = self._block
-
-    def _block_of(self, live: Sequence[tuple[int, Row]]) -> _Block:
-        """The next block of these rows, with their slots."""
-        sitting = dict(live)
-        positions = np.zeros(self.num_slots, np.int32)
-        tables = np.stack([self._table(slot, sitting[slot].pages if slot in sitting else ()) for slot in range(self.num_slots)])
-        remaining = np.zeros(self.num_slots, np.int32)
-        tokens = np.zeros(self.num_slots, np.int32)
-        adapters = np.full(self.num_slots, live[0][1].adapter_slot if live else 0, np.int32)
-        stop_tokens = np.full((self.num_slots, MAX_STOP_TOKENS), -1, np.int32)
-        for slot, row in live:
-            tokens[slot] = -1 if row.coming else row.tokens[-1]
-            positions[slot], remaining[slot] = row.position, row.remaining
-            adapters[slot] = row.adapter_slot
-            stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        group = self._config.num_heads // self._config.num_kv_heads
-        rows = Rows(
-            tokens=tokens,
-            before=self._no_carry,
-            positions=positions,
-            remaining=remaining,
-            tables=tables,
-            stretches=stretches_of(tables, positions, group=group, devices=self._groups) if self._kernel_decodes else None,
-            adapters=users_of(adapters, bank=self._layout.bank),
-            stop_tokens=stop_tokens,
-        )
-        longest = self._ends.index(bucket(int(positions.max()), self._ends))
-        return _Block(
-            live=live,
-            rows=rows,
-            settings=row_settings([sitting.get(slot) for slot in range(self.num_slots)], self._config.vocab_size),
-            ends=None if self._kernel_decodes else self._ends[: 1 + longest],
-        )
 
     def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:
         """Append what was sampled; when that completes the row or goes wrong, free its slot and return what became of it."""
