@@ -14,8 +14,6 @@ PAGE = 64
 MIN_SEGMENT = 512
 SCORED_BLOCK = 128
 """Tokens of a scored text that attend together; it is padded to whole blocks."""
-
-
 BLOCK = 64
 """Tokens of a prompt that are computed as one; a prompt is cut into such blocks from where the cache leaves it."""
 
@@ -58,11 +56,7 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
     >>> score_lengths(2000), score_lengths(100)
     ((128, 256, 512, 1024, 2048), (128,))
     """
-    whole = -(-max_context_length // SCORED_BLOCK) * SCORED_BLOCK
-    lengths = [SCORED_BLOCK]
-    while lengths[-1] < whole:
-        lengths.append(min(2 * lengths[-1], whole))
-    return tuple(lengths)
+    return _doubling(SCORED_BLOCK, -(-max_context_length // SCORED_BLOCK) * SCORED_BLOCK)
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
@@ -71,11 +65,14 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))
     """
-    whole = -(-max_context_length // PAGE) * PAGE
-    ends = [min(MIN_SEGMENT, whole)]
-    while ends[-1] < whole:
-        ends.append(min(2 * ends[-1], whole))
-    return tuple(ends)
+    return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE) * PAGE)
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(2 * sizes[-1], last))
+    return tuple(sizes)
 
 
 def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

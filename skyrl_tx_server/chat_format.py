@@ -33,9 +33,6 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
-_loading = threading.Lock()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
     """A conversation as the model reads it."""

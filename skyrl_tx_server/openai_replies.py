@@ -28,7 +28,7 @@ class News:
 class ChatDoor:
     """Chat completions: answers come apart into content, reasoning and tool calls."""
 
-    prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
         self.ask = chat.ask
@@ -55,7 +55,7 @@ class ChatDoor:
 class TextDoor:
     """Text completions: an answer is its text."""
 
-    prefix, chunk_object = "cmpl", "text_completion"
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
         self.ask = completion.ask

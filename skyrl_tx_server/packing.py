@@ -20,6 +20,7 @@ import numpy as np
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import TrainDatum
+from skyrl_tx_server.pages import common_length
 
 BLOCK = 128
 """Tokens that attend together; every stream's length is a multiple."""
@@ -202,7 +203,7 @@ def _in_order(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], width: 
     found: list[_Sequence] = []
     for index in sorted(range(len(data)), key=lambda i: data[i].tokens.astype(">i4").tobytes()):
         sequence = _sequence(index, data[index], trained[index], width)
-        if found and (shared := _common_length(found[-1].tokens, sequence.tokens)) >= MIN_SHARED:
+        if found and (shared := common_length(found[-1].tokens, sequence.tokens)) >= MIN_SHARED:
             last, begin = found[-1], slice(shared)
             same = (last.targets[begin] == sequence.targets[begin]).all(axis=1) & (last.inputs[begin] == sequence.inputs[begin]).all(axis=1)
             same &= (last.trained[begin] == sequence.trained[begin]) & (last.num_targets == sequence.num_targets)
@@ -231,12 +232,6 @@ def _sequence(index: int, datum: TrainDatum, trained: np.ndarray, width: int) ->
         shared=0,
         same_entries=np.zeros(0, bool),
     )
-
-
-def _common_length(one: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 def _target_width(data: Sequence[TrainDatum]) -> int | None:
@@ -283,8 +278,11 @@ def _clusters(sequences: Sequence[_Sequence], full: TrainShape) -> Iterator[_Clu
 
 
 def _cluster(sequences: Sequence[_Sequence]) -> _Cluster:
-    tokens, entries = (sum(getattr(sequence, name) for sequence in sequences) for name in ("new_tokens", "new_entries"))
-    return _Cluster(sequences=tuple(sequences), tokens=tokens, entries=entries)
+    return _Cluster(
+        sequences=tuple(sequences),
+        tokens=sum(sequence.new_tokens for sequence in sequences),
+        entries=sum(sequence.new_entries for sequence in sequences),
+    )
 
 
 def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: TrainShape) -> Iterator[tuple[TrainShape, _Cluster]]:

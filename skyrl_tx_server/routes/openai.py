@@ -33,11 +33,7 @@ async def chat_completions(context: Context, request: Request) -> Reply:
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _ending_turns(chat.ask.settings, tokenizer)
     op = await _sample(context, chat.ask, settings, np.array(rendered.token_ids, np.int32))
-    door = ChatDoor(chat, rendered, tokenizer)
-    if chat.ask.stream:
-        return await _stream(context, door, op)
-    header = new_header("chatcmpl", "chat.completion", chat.ask.model)
-    return await _whole(context, request, header, door, [op])
+    return await _reply(context, request, ChatDoor(chat, rendered, tokenizer), [op])
 
 
 async def completions(context: Context, request: Request) -> Reply:
@@ -49,10 +45,7 @@ async def completions(context: Context, request: Request) -> Reply:
 
     prompts = await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in completion.prompts])
     ops = [await _sample(context, completion.ask, completion.ask.settings, prompt) for prompt in prompts]
-    door = TextDoor(completion, tokenizer)
-    if completion.ask.stream:
-        return await _stream(context, door, ops[0])
-    return await _whole(context, request, new_header("cmpl", "text_completion", completion.ask.model), door, ops)
+    return await _reply(context, request, TextDoor(completion, tokenizer), ops)
 
 
 async def list_models(context: Context, request: Request) -> Reply:
@@ -130,7 +123,12 @@ async def _sample(context: Context, ask: Ask, settings: SamplingSettings, prompt
 # --- replies ----------------------------------------------------------------------------------------------------
 
 
-async def _whole(context: Context, request: Request, header: Header, door: Door, ops: Sequence[Sample]) -> Reply:
+async def _reply(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+    return await (_stream(context, door, ops[0]) if door.ask.stream else _whole(context, request, door, ops))
+
+
+async def _whole(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+    header = new_header(door.prefix, door.whole_object, door.ask.model)
     results = await results_of(context, request, ops)
     if results is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -133,8 +133,7 @@ class Keeps:
 
     def after(self, executor, op, result):
         if isinstance(op, OptimStep) and self.gradients.get(op.model_id) is not None:
-            gradient = executor._nothing() if self.gradients[op.model_id] is None else self.gradients[op.model_id]
-            executor._models.put(op.model_id, replace(executor._models.get(op.model_id), gradient=gradient))
+            executor._models.put(op.model_id, replace(executor._models.get(op.model_id), gradient=self.gradients[op.model_id]))
         return result
 
 
