@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
-from skyrl_tx_server.ops import OpResult
-from skyrl_tx_server.wire import result_size
+from skyrl_tx_server.ops import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ class FutureStore:
             logger.error("%s failed with an unexpected error", entry.kind, exc_info=raised)
             error = ServerError(f"{entry.kind} failed on the server: {type(raised).__name__}: {raised}")
         entry.outcome = Outcome(kind=entry.kind, result=result, error=error, extra=entry.extra)
-        entry.size = FAILURE_SIZE if result is None else result_size(result)
+        entry.size = FAILURE_SIZE if result is None else _result_size(result)
         self._bytes += entry.size
         self._waiting[request_id] = None
         if error is not None:
@@ -250,3 +249,21 @@ class FutureStore:
                 self._keys.pop(entry.key.scope, None)
         self._delivered.pop(request_id, None)
         self._waiting.pop(request_id, None)
+
+
+def _result_size(result: OpResult) -> int:
+    """Roughly how many bytes a finished future keeps alive."""
+    match result:
+        case SampleResult():
+            prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
+            targets = 0 if result.target_prompt_logprobs is None else 4 * result.target_prompt_logprobs.values.nbytes
+            sequences = sum(200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences)
+            return 200 + prompt + targets + _topk_size(result.topk_prompt_logprobs) + sequences
+        case ForwardBackwardResult():
+            return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)
+        case _:
+            return 500
+
+
+def _topk_size(topk: TopkLogprobs | None) -> int:
+    return 0 if topk is None else topk.token_ids.nbytes + topk.logprobs.nbytes

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.ops import SamplingSettings
-from skyrl_tx_server.wire import Fields, Limits, check_tokens, integers, parse_sampling_params
+from skyrl_tx_server.wire import Limits, check_tokens, integers, parse_sampling_params
 
 MAX_CHOICES = 128
 HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")

@@ -1,4 +1,4 @@
-"""The SDK's JSON bodies to operations and back, and the checks that JSON and protobuf requests share.
+"""The SDK's JSON bodies to operations, and the checks that JSON and protobuf requests share.
 
 Everything the server cannot honour is a `UserError` that names the alternative; nothing that would change a result is dropped in silence.
 """
@@ -13,24 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.ops import (
-    NO_LOGPROB,
     AdamSettings,
     Cells,
-    Done,
     ForwardBackward,
-    ForwardBackwardResult,
     LoraSpec,
     LossFn,
-    OpResult,
-    OptimStepResult,
     Sample,
-    SampleResult,
     SamplingSettings,
-    TopkLogprobs,
     TrainDatum,
-    WeightsLoaded,
-    WeightsSaved,
 )
 
 MAX_SAMPLES_PER_REQUEST = 4096
@@ -91,105 +83,6 @@ class SampleRequest:
     base_model: str | None
     model_path: str | None
     op: Sample  # of the base model; its weights are those that the sampler, or the path, stands for
-
-
-class Fields:
-    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be refused."""
-
-    def __init__(self, body: object, where: str) -> None:
-        if not isinstance(body, dict):
-            raise UserError(f"{where}: expected a JSON object, got {type(body).__name__}")
-        self._values: dict[str, object] = {str(name): value for name, value in body.items() if value is not None}
-        self._where = where
-        self._read: set[str] = set()
-
-    def _take(self, name: str) -> object:
-        self._read.add(name)
-        return self._values.get(name)
-
-    def _required[T](self, name: str, value: T | None) -> T:
-        if value is None:
-            raise UserError(f"{self._where}: {name} is missing")
-        return value
-
-    def _wrong(self, name: str, expected: str, value: object) -> UserError:
-        return UserError(f"{self._where}: {name} must be {expected}, got {repr(value)[:80]}")
-
-    def optional_text(self, name: str) -> str | None:
-        value = self._take(name)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
-        return value
-
-    def text(self, name: str) -> str:
-        value = self._required(name, self.optional_text(name))
-        if not value:
-            raise self._wrong(name, "a non-empty string", value)
-        return value
-
-    def optional_integer(self, name: str) -> int | None:
-        value = self._take(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._wrong(name, "an integer", value)
-        return value
-
-    def integer(self, name: str) -> int:
-        return self._required(name, self.optional_integer(name))
-
-    def number(self, name: str, default: float) -> float:
-        value = self._take(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(name, "a finite number", value)
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false", value)
-        return value
-
-    def items(self, name: str) -> list[object]:
-        value = self._take(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self._wrong(name, "a list", value)
-        return value
-
-    def mapping(self, name: str) -> dict[str, object]:
-        value = self._take(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
-        return value
-
-    def anything(self, name: str) -> object:
-        return self._take(name)
-
-    def metadata(self, name: str) -> dict[str, str]:
-        """User metadata; the reply types of the SDK allow string values only."""
-        return {key: value if isinstance(value, str) else str(value) for key, value in self.mapping(name).items()}
-
-    def refuse(self, name: str, alternative: str) -> None:
-        """Refuse a field this server cannot honour, unless it is switched off."""
-        value = self._take(name)
-        if value is not None and value is not False and value != 0 and value != []:
-            raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
-
-    def ignore(self, *names: str) -> None:
-        """Fields that cannot change a result here."""
-        self._read.update(names)
-
-    def finish(self) -> None:
-        """Refuse what nobody read: it might have changed the result."""
-        unknown = sorted(set(self._values) - self._read)
-        if unknown:
-            raise UserError(f"{self._where}: unknown field {', '.join(unknown)}; this server would have to ignore it. Leave it out")
 
 
 # --- small values -----------------------------------------------------------------------------------------------
@@ -577,97 +470,3 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     if not data:
         raise UserError("forward_backward: data is empty; send at least one datum")
     return TrainRequest(seq_id=seq_id, op=op)
-
-
-# --- results ----------------------------------------------------------------------------------------------------
-
-
-def _json_float(value: float) -> float | str:
-    """JSON has no infinity and no NaN, and the SDK's parser is strict; but its types read a float from "inf" and "nan" too."""
-    return value if math.isfinite(value) else str(value)
-
-
-def _nullable(values: np.ndarray) -> list[float | str | None]:
-    """The SDK writes an undefined prompt log-probability as null."""
-    return [None if math.isnan(value) else _json_float(value) for value in values.tolist()]
-
-
-def _json_floats(values: np.ndarray) -> list[float | str]:
-    return [_json_float(value) for value in values.tolist()]
-
-
-def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: _json_float(value) for name, value in metrics.items()}
-
-
-def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
-    """None at a position without a context."""
-    return [
-        None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
-        for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-    ]
-
-
-def _json_cells(cells: Cells) -> dict[str, object]:
-    sparse: dict[str, object] = {}
-    if cells.crow_indices is not None and cells.col_indices is not None:
-        sparse = {"sparse_crow_indices": cells.crow_indices.tolist(), "sparse_col_indices": cells.col_indices.tolist()}
-    return {"data": _json_floats(cells.values), "dtype": "float32", "shape": list(cells.shape), **sparse}
-
-
-def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
-    """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not (ids)."""
-    match result:
-        case SampleResult():
-            return {
-                "type": "sample",
-                "sequences": [
-                    {
-                        "stop_reason": sequence.stop_reason.value,
-                        "tokens": sequence.tokens.tolist(),
-                        "logprobs": _json_floats(sequence.logprobs),
-                        **({} if sequence.topk is None else {"topk_logprobs": _json_topk(sequence.topk)}),
-                    }
-                    for sequence in result.sequences
-                ],
-                "prompt_logprobs": None if result.prompt_logprobs is None else _nullable(result.prompt_logprobs),
-                "topk_prompt_logprobs": None if result.topk_prompt_logprobs is None else _json_topk(result.topk_prompt_logprobs),
-                "target_prompt_logprobs": None if result.target_prompt_logprobs is None else _json_cells(result.target_prompt_logprobs),
-                "prompt_cache_hit_tokens": result.prompt_cache_hit_tokens,
-            }
-        case ForwardBackwardResult():
-            return {
-                "loss_fn_output_type": "ArrayRecord",
-                "loss_fn_outputs": [
-                    {"logprobs": {"data": _json_floats(logprobs.reshape(-1)), "dtype": "float32", "shape": list(logprobs.shape)}}
-                    for logprobs in result.logprobs
-                ],
-                "metrics": _json_metrics(result.metrics),
-            }
-        case OptimStepResult():
-            return {"metrics": _json_metrics(result.metrics)}
-        case WeightsSaved():
-            size = {"size_bytes": result.size_bytes} if kind == "save_weights_external" else {}
-            return {"type": kind, "path": result.path, **size, **extra}
-        case WeightsLoaded():
-            return {"type": kind, "model_id": result.model_id, **extra}
-        case Done():
-            return {"type": kind, **extra}
-
-
-def result_size(result: OpResult) -> int:
-    """Roughly how many bytes a finished future keeps alive."""
-    match result:
-        case SampleResult():
-            prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
-            targets = 0 if result.target_prompt_logprobs is None else 4 * result.target_prompt_logprobs.values.nbytes
-            sequences = sum(200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences)
-            return 200 + prompt + targets + _topk_size(result.topk_prompt_logprobs) + sequences
-        case ForwardBackwardResult():
-            return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)
-        case _:
-            return 500
-
-
-def _topk_size(topk: TopkLogprobs | None) -> int:
-    return 0 if topk is None else topk.token_ids.nbytes + topk.logprobs.nbytes

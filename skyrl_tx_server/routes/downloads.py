@@ -25,12 +25,13 @@ from starlette.responses import FileResponse, RedirectResponse
 
 from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path
 from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.ops import SaveExternal
 from skyrl_tx_server.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
-from skyrl_tx_server.wire import Fields, check_ttl
+from skyrl_tx_server.wire import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
