@@ -20,7 +20,8 @@ from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
 from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
 from src.chat import load_chat
-from src.envs.harbor import HarborSettings, HarborTasks
+from src.config import TrainerConfig
+from src.envs.harbor import HarborTasks, open_harbor
 from src.trajectory import StopReason, Task, Trajectory, Turn
 
 PARALLEL_TRIALS = 16
@@ -84,11 +85,18 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
 def main() -> None:
     options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
     model_dir = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
-    settings = HarborSettings(
-        model_name="quickstart/tiny", max_turns=4, max_tokens=128, context_limit=1024, enable_summarize=False, environment_type="sandbox"
+    config = TrainerConfig(
+        model_name="quickstart/tiny",
+        tasks_dir=str(ROOT / "train"),
+        eval_tasks=[str(ROOT / "heldout")],
+        environment_type="sandbox",
+        max_turns=4,
+        max_tokens=128,
+        context_limit=1024,
+        enable_summarize=False,
     )
     chat = load_chat(str(model_dir))
-    source = HarborTasks(settings, chat, ROOT / "train", eval_tasks=[str(ROOT / "heldout")])
+    source = open_harbor(config, chat)
     with tempfile.TemporaryDirectory() as checkpoints:
         engine = Engine(
             DeviceExecutor(

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
 from src.envs.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.errors import ConfigError
+from src.limits import LengthLimits
 from src.trajectory import Task
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_TRIAL_TIMEOUT_S = 2 * 3600.0
 
 
 def new_run_label() -> str:
@@ -39,19 +38,16 @@ class HarborSettings:
     """What of a run's options concerns Harbor trials."""
 
     model_name: str
-    environment_type: str = "auto"  # auto, docker, sandbox or one of Harbor's own names
-    environment_kwargs: Mapping[str, str] = field(default_factory=dict)
-    max_turns: int | None = None
-    max_tokens: int = 1024  # per answer
-    context_limit: int = 32_000  # of a conversation, the last answer included
-    max_input_length: int | None = None  # of a conversation that is still answered; None: whatever leaves room for a token
-    max_length_stops: int = 3  # cut or empty answers in a row that end a trial
-    enable_summarize: bool = True
-    train_subagents: str = "none"  # "none" | "all": whether the answers of summarising sub-agents are trained
-    proactive_summarization_threshold: int = 8000
-    trial_timeout_s: float | None = None  # None: two hours
-    n_parallel_envs: int = 8
-    run_label: str = field(default_factory=new_run_label)
+    environment_type: str  # auto, docker, sandbox or one of Harbor's own names
+    environment_kwargs: Mapping[str, str]
+    max_turns: int | None
+    length_limits: LengthLimits
+    max_length_stops: int  # cut or empty answers in a row that end a trial
+    enable_summarize: bool
+    train_subagents: str  # "none" | "all": whether the answers of summarising sub-agents are trained
+    proactive_summarization_threshold: int
+    n_parallel_envs: int
+    run_label: str
 
 
 def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
@@ -61,8 +57,6 @@ def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
         config,
         HarborSettings,
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        max_tokens=config.length_limits.max_generate_length,
-        trial_timeout_s=config.trial_timeout_sec,
         run_label=new_run_label(),
     )
     tasks_dir = Path(config.tasks_dir).expanduser()
@@ -78,23 +72,20 @@ class HarborTasks:
         chat: Chat,
         tasks_dir: Path,
         *,
-        eval_tasks: Sequence[str] = (),
-        eval_split: float = 0.0,
-        seed: int = 0,
+        eval_tasks: Sequence[str],
+        eval_split: float,
+        seed: int,
     ) -> None:
         """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
-        if settings.enable_summarize and settings.proactive_summarization_threshold >= settings.context_limit:
-            raise ConfigError(
-                f"proactive_summarization_threshold={settings.proactive_summarization_threshold} is not below "
-                f"context_limit={settings.context_limit}, so every turn would be summarised; lower it, or use enable_summarize=False"
-            )
         load_harbor()
         from src.envs import task_folders
 
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
-        self._environment = trial_environment(self.environment_type, settings)
+        self._environment = trial_environment(
+            self.environment_type, settings.environment_kwargs, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
+        )
         check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
@@ -117,7 +108,7 @@ class HarborTasks:
     def _refuse_long_tasks(self) -> None:
         from src.envs.harbor_agent import opening_prompt
 
-        limit = self.settings.context_limit
+        limit = self.settings.length_limits.context_limit
         for task in (*self.train, *self.eval):
             tokens = len(self._chat.render([{"role": "user", "content": opening_prompt(task.instruction)}]))
             if tokens >= limit:
@@ -195,24 +186,24 @@ def resolve_environment_type(name: str) -> str:
     return name
 
 
-def trial_environment(environment_type: str, settings: HarborSettings) -> dict[str, object]:
+def trial_environment(environment_type: str, given: Mapping[str, str], *, run_label: str, n_parallel: int) -> dict[str, object]:
     """The fields of Harbor's EnvironmentConfig for every trial of a run. Opens the run's directory where trials need one."""
-    options = environment_options(settings.environment_kwargs)
+    options = environment_options(given)
     kwargs = options["kwargs"]
     assert isinstance(kwargs, dict)
     match environment_type:
         case "sandbox":
-            run_directory(settings.run_label)
+            run_directory(run_label)
             options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
-            kwargs["run_label"] = settings.run_label
+            kwargs["run_label"] = run_label
         case "docker":
-            overlay = write_label_overlay(run_directory(settings.run_label), run_label=settings.run_label)
+            overlay = write_label_overlay(run_directory(run_label), run_label=run_label)
             options |= {"type": "docker", "extra_docker_compose": [str(overlay)]}
-            if settings.n_parallel_envs > ADDRESS_POOLS:
+            if n_parallel > ADDRESS_POOLS:
                 logger.warning(
                     "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "
                     "widen default-address-pools in daemon.json",
-                    settings.n_parallel_envs,
+                    n_parallel,
                     ADDRESS_POOLS,
                 )
         case cloud:

@@ -14,10 +14,9 @@ from harbor.models.trial.result import TimingInfo, TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
 from src.chat import Chat
-from src.envs.harbor import DEFAULT_TRIAL_TIMEOUT_S, HarborSettings
+from src.envs.harbor import HarborSettings
 from src.envs.harbor_agent import Session, registered
 from src.errors import BackendError, SandboxError, VerifierError
-from src.limits import LengthLimits
 from src.policy import Policy
 from src.rewards.verifier import score
 from src.tinker_llm import SamplingLimits, TinkerLLM
@@ -52,12 +51,7 @@ class HarborTrial:
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
-            lengths=LengthLimits(
-                max_input_length=settings.context_limit - 1 if settings.max_input_length is None else settings.max_input_length,
-                max_generate_length=settings.max_tokens,
-                max_sequence_length=settings.context_limit,
-                context_limit=settings.context_limit,
-            ),
+            lengths=settings.length_limits,
             max_length_stops=settings.max_length_stops,
             summarize=settings.enable_summarize,
         )
@@ -68,15 +62,12 @@ class HarborTrial:
         key = uuid.uuid4().hex
         timed = TimedPolicy(policy)
         session = Session(llm=TinkerLLM(policy=timed, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
-        deadline_s = self._settings.trial_timeout_s or DEFAULT_TRIAL_TIMEOUT_S
         config = self._config(key)
         self._name = config.trial_name
         try:
             with registered(key, session):
                 trial = await RunnableTrial.create(config)
-                result = await finish_within(trial.run(), deadline_s)
-        except TimeoutError:
-            return self._failure(FailureKind.TIMEOUT, f"the trial did not end within {deadline_s:g} s")
+                result = await finish_within(trial.run(), None)  # the runner has a deadline of its own, and cancels
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
         if lost_s := starved(result, session, timed):
@@ -179,7 +170,7 @@ def timed_out(result: TrialResult) -> bool:
     return result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
 
 
-async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float) -> T:
+async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
     """The result of `work`, which is cancelled past the deadline or with its caller, and then given a moment to free what it holds.
 
     Raises TimeoutError. Harbor itself bounds neither stopping an environment nor collecting logs.

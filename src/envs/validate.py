@@ -16,7 +16,7 @@ from pathlib import Path
 import chz
 
 from src.config import pairs
-from src.envs.harbor import HarborSettings, load_harbor, resolve_environment_type, trial_environment
+from src.envs.harbor import load_harbor, new_run_label, resolve_environment_type, trial_environment
 from src.errors import ConfigError, TrainerError, VerifierError
 from src.rewards.verifier import score
 from src.trajectory import Task
@@ -94,14 +94,9 @@ def run(config: ValidateConfig) -> int:
     from src.envs.task_folders import check_for, load_tasks
 
     load_harbor()
-    settings = HarborSettings(
-        model_name="none",
-        environment_type=config.environment_type,
-        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        n_parallel_envs=config.n_parallel_envs,
-    )
-    kind = resolve_environment_type(settings.environment_type)
-    environment = trial_environment(kind, settings)
+    kind = resolve_environment_type(config.environment_type)
+    given = pairs(config.environment_kwargs, option="environment_kwargs")
+    environment = trial_environment(kind, given, run_label=new_run_label(), n_parallel=config.n_parallel_envs)
     tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind, environment))
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(config.logs_dir or scratch).expanduser()

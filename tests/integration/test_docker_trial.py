@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from src.config import TrainerConfig
 from src.envs.docker import OWNER_LABEL, RUN_LABEL, remove_labelled, why_no_engine
-from src.envs.harbor import HarborSettings, HarborTasks
+from src.envs.harbor import open_harbor
 from src.envs.run_directory import living_labels, run_directory
 from src.trajectory import StopReason, Trajectory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -40,11 +41,9 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     folder = tmp_path / "hello-docker"
     shutil.copytree(HELLO, folder)
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")  # no-network would need an image from a registry
-    label = f"test-docker-{os.getpid()}"
-    settings = HarborSettings(
-        model_name="org/model", environment_type="auto", max_turns=6, enable_summarize=False, trial_timeout_s=500, run_label=label
-    )
-    tasks = HarborTasks(settings, byte_chat(), folder)
+    options = {"environment_type": "auto", "max_turns": 6, "enable_summarize": False, "eval_split": 0.0}
+    tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
+    label = tasks.settings.run_label
     assert tasks.environment_type == "docker"
     assert label in living_labels()
     seen: list[list[str]] = []

@@ -183,12 +183,12 @@ def test_the_screen_is_predicted_as_tmux_shows_it() -> None:
 def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, tmp_path: Path) -> None:
     """A malformed answer, a command without newline, its repair: the real agent in a real sandbox says what demonstrations predict."""
     from scripts.quickstart.demonstrations import answer
-    from src.envs.harbor import HarborSettings, HarborTasks
+    from src.config import TrainerConfig
+    from src.envs.harbor import open_harbor
     from src.trajectory import StopReason, Trajectory, Turn
 
-    source = HarborTasks(
-        HarborSettings(model_name="quickstart/tiny", environment_type="sandbox", max_turns=4, enable_summarize=False), chat, ROOT / "train"
-    )
+    options = {"environment_type": "sandbox", "max_turns": 4, "enable_summarize": False, "eval_split": 0.0}
+    source = open_harbor(TrainerConfig(model_name="quickstart/tiny", tasks_dir=str(ROOT / "train"), **options), chat)
     task = next(task for task in source.train if task.id.endswith("append-01"))
     command = (task.path / "solution/solve.sh").read_text().splitlines()[2]
     answers = [answer("a", "b", "x").replace('", "duration"', ', "duration"'), answer("a", "b", command), answer("a", "b", "\n")]
