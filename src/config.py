@@ -42,6 +42,19 @@ REFUSED = {
 TAU_BENCH_ONLY = ("train_data", "test_data")
 HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops")
 
+# The ranges of numbers. None is in each where it is the default.
+AT_LEAST_ONE = (
+    *("lora_rank", "batch_size", "n_epochs", "max_steps", "num_substeps", "min_group_size", "eval_group_size", "max_turns", "max_tokens"),
+    *("context_limit", "max_input_length", "max_generate_length", "max_sequence_length", "max_length_stops"),
+    *("max_assistant_response_tokens", "n_parallel_envs", "trial_attempts"),
+)
+NOT_NEGATIVE = (
+    *("seed", "save_every", "eval_every", "temperature", "eval_temperature", "kl_penalty_coef", "weight_decay", "grad_clip_norm"),
+    *("lr_warmup_steps", "max_staleness", "dynamic_sampling_max_batches", "proactive_summarization_threshold"),
+    *("retry_wait_sec", "quarantine_after", "reconnect_timeout_sec", "taxonomy_alpha", "judge_prompt_price", "judge_completion_price"),
+)
+ABOVE_ZERO = ("learning_rate", "tis_cap", "trial_timeout_sec", "server_timeout_sec", "answer_timeout_sec")
+
 
 @chz.chz
 class TrainerConfig:
@@ -251,28 +264,19 @@ class TrainerConfig:
 
     @chz.validate
     def _numbers_are_in_range(self) -> None:
-        at_least_one = ("lora_rank", "batch_size", "n_epochs", "num_substeps", "min_group_size", "max_tokens", "context_limit")
-        for name in (*at_least_one, "max_length_stops", "n_parallel_envs"):
-            _check(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_steps", "max_turns", "eval_group_size", "max_input_length", "max_generate_length", "max_sequence_length"):
+        defaults = inspect.signature(TrainerConfig).parameters
+        for name in (*AT_LEAST_ONE, *NOT_NEGATIVE, *ABOVE_ZERO):
+            if getattr(self, name) is None and defaults[name].default is None:
+                continue
             value = getattr(self, name)
-            _check(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
-        not_negative = ("save_every", "eval_every", "temperature", "kl_penalty_coef", "weight_decay", "grad_clip_norm")
-        for name in (*not_negative, "proactive_summarization_threshold", "seed"):
-            _check(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
-        _check(self.learning_rate > 0, f"learning_rate must be above 0, not {self.learning_rate}")
-        _check(0 <= self.eval_split < 1, f"eval_split must be at least 0 and below 1, not {self.eval_split}")
-        _check(self.eval_temperature is None or self.eval_temperature >= 0, "eval_temperature must not be negative")
-        _check(self.trial_timeout_sec is None or self.trial_timeout_sec > 0, "trial_timeout_sec must be above 0 or None")
-
-    @chz.validate
-    def _faults_have_bounds(self) -> None:
-        _check(self.trial_attempts >= 1, f"trial_attempts must be at least 1, not {self.trial_attempts}")
-        for name in ("retry_wait_sec", "quarantine_after", "reconnect_timeout_sec"):
-            _check(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
-        for name in ("server_timeout_sec", "answer_timeout_sec"):
-            _check(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name)}")
+            _check(name not in AT_LEAST_ONE or value >= 1, f"{name} must be at least 1, not {value}")
+            _check(name not in NOT_NEGATIVE or value >= 0, f"{name} must not be negative, not {value}")
+            _check(name not in ABOVE_ZERO or value > 0, f"{name} must be above 0, not {value}")
+        for name in ("eval_split", "dynamic_sampling_min_replace_ratio"):
+            _check(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         _check(0 <= self.max_failure_rate <= 1, f"max_failure_rate must lie between 0 and 1, not {self.max_failure_rate}")
+        floor = self.exploration_floor
+        _check(0 < floor <= 1, f"exploration_floor must be above 0, so that every task comes round, and at most 1, not {floor}")
 
     @chz.validate
     def _back_end_is_complete(self) -> None:
@@ -357,19 +361,11 @@ class TrainerConfig:
             not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
             "step_wise_trajectories=true and advantage_estimator=reinforce++ exclude each other; use another estimator",
         )
-        _check(self.max_assistant_response_tokens >= 1, "max_assistant_response_tokens must be at least 1")
-        _check(self.lr_warmup_steps >= 0, f"lr_warmup_steps must not be negative, not {self.lr_warmup_steps}")
-        floor = self.exploration_floor
-        _check(0 < floor <= 1, f"exploration_floor must be above 0, so that every task comes round, and at most 1, not {floor}")
-        _check(self.dynamic_sampling_max_batches >= 0, "dynamic_sampling_max_batches must not be negative")
-        ratio = self.dynamic_sampling_min_replace_ratio
-        _check(0 <= ratio < 1, f"dynamic_sampling_min_replace_ratio must be at least 0 and below 1, not {ratio}")
         _check(
             not (self.dynamic_sampling != "off" and self.remove_constant_reward_groups),
             f"dynamic_sampling={self.dynamic_sampling} handles groups of equal rewards already; drop remove_constant_reward_groups",
         )
         _check(self.tis != "off" or self.tis_cap is None, "tis_cap needs tis=token or tis=sequence")
-        _check(self.tis_cap is None or self.tis_cap > 0, f"tis_cap must be above 0, not {self.tis_cap}")
         bounds = [self.tis_sequence_mask_low, self.tis_sequence_mask_high]
         _check(
             self.tis_sequence_mask != "off" or bounds == [None, None],
@@ -386,7 +382,6 @@ class TrainerConfig:
     def _playing_ahead_is_sound(self) -> None:
         ahead, streamed = self.max_staleness > 0, self.stream_groups
         in_flight = self.max_groups_in_flight
-        _check(self.max_staleness >= 0, f"max_staleness must not be negative, not {self.max_staleness}")
         _check(in_flight is None or ahead, "max_groups_in_flight needs max_staleness=1 or more; add it, or drop max_groups_in_flight")
         _check(
             in_flight is None or in_flight >= self.batch_size,
@@ -449,8 +444,6 @@ class TrainerConfig:
             not self.taxonomy_feedback or self.judge_model is not None,
             "taxonomy_feedback needs a judge: set judge_model=NAME and judge_base_url=http://host:port/v1",
         )
-        for name in ("taxonomy_alpha", "judge_prompt_price", "judge_completion_price"):
-            _check(getattr(self, name) >= 0, f"{name} must not be negative, it is {getattr(self, name)}")
 
     @chz.validate
     def _pairs_are_pairs(self) -> None:

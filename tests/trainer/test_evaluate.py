@@ -195,7 +195,7 @@ def test_two_evaluations_that_were_played_are_compared_without_a_server(tmp_path
         (["modle_name=x"], "error: unknown option 'modle_name'; did you mean model_name?"),
         (["model_name=m"], "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
-        (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1 or None, not 0"),
+        (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1, not 0"),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         ([*SERVER, "checkpoint=/no/such"], "error: /no/such is no tinker:// path and no run folder with a checkpoint; give one of them"),
         ([*SERVER, "checkpoint=tinker://r/weights/2"], "error: tinker://r/weights/2 is a training state; evaluate its sampler: tinker://r/sampler_weights/2"),
