@@ -22,6 +22,7 @@ import itertools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -151,23 +152,17 @@ class Bubblewrap:
         """
         if not self.is_alive:
             raise SandboxError("the sandbox is gone")
-        number = next(self._numbers)
-        request = Request(self._requests, number, script, stdout)
-        self._pending.add(request)
-        try:
-            self._send(f"run {number}")
-            async with asyncio.timeout(timeout_s):
-                status = await request.done
-        except TimeoutError as error:
-            self._send(f"kill {number}")
-            await asyncio.wait({request.done}, timeout=KILL_TIMEOUT_S)
-            raise CommandTimeout(f"Command timed out after {timeout_s:g} seconds") from error
-        except asyncio.CancelledError:
-            self._send(f"kill {number}")
-            raise
-        finally:
-            self._pending.discard(request)
-            request.close()
+        with self._asked(script, stdout) as request:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    status = await request.done
+            except TimeoutError as error:
+                self._send(f"kill {request.number}")
+                await asyncio.wait({request.done}, timeout=KILL_TIMEOUT_S)
+                raise CommandTimeout(f"Command timed out after {timeout_s:g} seconds") from error
+            except asyncio.CancelledError:
+                self._send(f"kill {request.number}")
+                raise
         if status is None:
             await self._confirm_alive()
             status = KILLED_STATUS
@@ -196,17 +191,24 @@ class Bubblewrap:
         """A command vanished without a status: either it alone was killed from inside, or the sandbox is dying with it."""
         if not self.is_alive:  # `_watch` has been: it would not see the probe
             raise self._death()
-        probe = Request(self._requests, next(self._numbers), ":", None)
-        self._pending.add(probe)
         try:
-            self._send(f"run {probe.number}")
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                await probe.done
+            with self._asked(":") as probe:
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await probe.done
         except TimeoutError as error:
             raise SandboxError("the sandbox no longer answers") from error
+
+    @contextlib.contextmanager
+    def _asked(self, script: str, stdout: BinaryIO | None = None) -> Iterator[Request]:
+        """A command on its way, as long as the block lasts; `_watch` fails it when the sandbox dies."""
+        request = Request(self._requests, next(self._numbers), script, stdout)
+        self._pending.add(request)
+        try:
+            self._send(f"run {request.number}")
+            yield request
         finally:
-            self._pending.discard(probe)
-            probe.close()
+            self._pending.discard(request)
+            request.close()
 
     def put(self, name: str) -> tuple[Path, str]:
         """A place for a file to hand in: its path on the host and, read-only, inside."""

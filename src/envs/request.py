@@ -31,20 +31,20 @@ class Stream:
             chunk = os.read(self.descriptor, 2**16)
         except BlockingIOError:
             return True
-        if self.file is not None:
-            self.file.write(chunk)
-        elif len(self.data) < MAX_OUTPUT_BYTES:
-            self.data += chunk[: MAX_OUTPUT_BYTES - len(self.data)]
+        self._take(chunk)
         return bool(chunk)
 
     def drain(self) -> None:
         """Take all that was written so far, waiting for nothing."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.descriptor, 2**16):
-                if self.file is not None:
-                    self.file.write(chunk)
-                elif len(self.data) < MAX_OUTPUT_BYTES:
-                    self.data += chunk[: MAX_OUTPUT_BYTES - len(self.data)]
+                self._take(chunk)
+
+    def _take(self, chunk: bytes) -> None:
+        if self.file is not None:
+            self.file.write(chunk)
+        elif len(self.data) < MAX_OUTPUT_BYTES:
+            self.data += chunk[: MAX_OUTPUT_BYTES - len(self.data)]
 
 
 class Request:
