@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +87,7 @@ class Rollouts:
             on_group(finished)
             return finished.group
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                playing = [group.create_task(play(task)) for task in tasks]
-        except BaseExceptionGroup as errors:
-            raise _first_leaf(errors) from errors
-        return [task.result() for task in playing]
+        return await _all(play(task) for task in tasks)
 
     async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
         """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
@@ -115,12 +110,7 @@ class Rollouts:
     async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[Place, FinishedRollout]) -> FinishedGroup:
         """The group of one of the plan's tasks; what is in `kept` is not played again."""
         started: list[float] = []
-        try:
-            async with asyncio.TaskGroup() as group:
-                members = [group.create_task(self._member(task, policy, plan, member, kept, started)) for member in range(plan.group_size)]
-        except BaseExceptionGroup as errors:
-            raise _first_leaf(errors) from errors
-        rollouts = [member.result() for member in members]
+        rollouts = await _all(self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size))
         finished = TrajectoryGroup(
             task=task,
             trajectories=[rollout.result for rollout in rollouts if isinstance(rollout.result, Trajectory)],
@@ -221,8 +211,14 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     )
 
 
-def _first_leaf(errors: BaseException) -> BaseException:
-    """The error that ended a task group."""
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors
+async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """What all of them return, in order. The first error ends the others, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from errors
+    return [task.result() for task in tasks]
