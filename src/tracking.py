@@ -73,8 +73,10 @@ class RunLog:
             self._trackio_run.log({name: value for name, value in finite(metrics).items() if value is not None}, step=step)
 
     def forget_from(self, step: int) -> None:
-        """Steps from this one on are about to be repeated and leave metrics.jsonl. wandb keeps the first value it was given."""
-        forget_from(self._path, step)
+        """Steps from this one on are about to be repeated and leave metrics.jsonl, with a last line that a crash cut. wandb keeps the
+        first value it was given."""
+        if self._path.exists():
+            replace_text(self._path, "".join(json.dumps(record) + "\n" for record in records(self._path) if record["step"] < step))
 
 
 @contextmanager
@@ -142,13 +144,6 @@ def is_wall_clock(name: str) -> bool:
     if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith("_duration"):
         return True
     return name.startswith(("environment/", "env/")) and name.endswith("_s")
-
-
-def forget_from(path: Path, step: int) -> None:
-    """Drops the records of `step` and later, and a last line that was cut by a crash."""
-    if not path.exists():
-        return
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in records(path) if record["step"] < step))
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:

@@ -10,7 +10,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.metric_names import with_aliases
-from src.tracking import RunLog, TrackingSettings, forget_from, open_run_log, project_name, recorded
+from src.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
 WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
@@ -59,7 +59,7 @@ def test_a_line_can_be_completed(tmp_path):
 def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "reward": 1.0}\n{"step": 1, "rew')
-    forget_from(path, 5)
+    RunLog(path).forget_from(5)
     assert path.read_text() == '{"step": 0, "reward": 1.0}\n'
 
 
