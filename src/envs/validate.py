@@ -15,14 +15,14 @@ from pathlib import Path
 
 import chz
 
+from src.command_line import help_for, parse_as
 from src.config import pairs
 from src.envs.harbor import load_harbor, new_run_label, resolve_environment_type, trial_environment
-from src.errors import ConfigError, TrainerError, VerifierError
+from src.errors import TrainerError, VerifierError
 from src.rewards.verifier import score
 from src.trajectory import Task
 
 TRIAL_TIMEOUT_S = 1800.0
-BAD_ARGUMENTS = (chz.blueprint.ExtraneousBlueprintArg, chz.blueprint.InvalidBlueprintArg, chz.blueprint.MissingBlueprintArg)
 
 
 @chz.chz
@@ -109,15 +109,11 @@ def run(config: ValidateConfig) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."], sections={}))
+        return 0
     try:
-        try:
-            config = chz.Blueprint(ValidateConfig).make_from_argv(list(argv))
-        except chz.blueprint.EntrypointHelpException as help_text:
-            print(help_text)
-            return 0
-        except (*BAD_ARGUMENTS, ValueError) as error:
-            raise ConfigError(" ".join(str(error).splitlines()[:2]) + "; usage: python -m src.envs.validate tasks_dir=DIR") from error
-        return run(config)
+        return run(parse_as(ValidateConfig, argv))
     except TrainerError as error:
         print(f"validate: {error}", file=sys.stderr)
         return error.exit_status
