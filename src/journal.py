@@ -147,17 +147,6 @@ class Journal:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
 
 
-def groups_trained(log_path: Path) -> Counter[GroupKey]:
-    """How often the weights the run ends on have seen each group."""
-    trained: dict[int, Counter[GroupKey]] = {}
-    for record in records(log_path / JOURNAL):
-        if record["event"] == "started":
-            trained = {step: groups for step, groups in trained.items() if step <= record["resumed_from"]}
-        elif record["event"] == "trained":
-            trained.setdefault(record["step"], Counter()).update((step, task) for step, task in record["groups"])
-    return sum(trained.values(), Counter())
-
-
 def _settles(record: Mapping[str, object]) -> bool:
     return record["event"] in ("trained", "evaluated")
 

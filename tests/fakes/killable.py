@@ -9,7 +9,6 @@ so that a kill is a real one and the next process knows only what is on disk.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import random
@@ -17,24 +16,20 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from src.command_line import parse
-from src.console import Display
+from src.backend import BackendSettings
+from src.config import TrainerConfig
 from src.durable import records
-from src.journal import groups_trained
-from src.run import Parts, run
-from src.tracking import is_wall_clock
+from src.run import Parts
 from src.trajectory import FailureKind
 from tests.fakes.disk_bandit import DiskBandit
+from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 OPTIONS = (
-    *("model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "temperature=1", "learning_rate=0.3"),
+    *("tasks_dir=t", "temperature=1", "learning_rate=0.3", "behavior_if_log_dir_exists=resume"),
     *("batch_size=2", "group_size=3", "n_epochs=3", "num_substeps=2", "save_every=2", "eval_every=3", "eval_group_size=2"),
     *("retry_wait_sec=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
 )
@@ -119,12 +114,10 @@ def play(path: Path, at: int | None, *options: str) -> int:
 
     source = FakeTasks(train=[task(f"say-{number:02d}") for number in range(5)], eval=[task("held-1"), task("held-2")], play=sometimes_lost)
 
-    @asynccontextmanager
-    async def open_parts(config, settings, display, known):
-        yield Parts(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
+    def parts(config: TrainerConfig, settings: BackendSettings) -> Parts:
+        return Parts(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
 
-    config = parse([*OPTIONS, f"log_path={path / 'run'}", "behavior_if_log_dir_exists=resume", *options])
-    asyncio.run(run(config, Display(Console(file=io.StringIO())), open_parts=open_parts))
+    asyncio.run(FakeRun(path / "run", parts).go(*OPTIONS, *options))
     return killer.count
 
 
@@ -139,9 +132,10 @@ class Outcome:
 
 
 def outcome(path: Path) -> Outcome:
-    metrics = [{name: value for name, value in record.items() if not is_wall_clock(name)} for record in records(path / "run/metrics.jsonl")]
     final = max((path / "server").glob("0*")).read_text()
-    return Outcome(metrics=metrics, trained=groups_trained(path / "run"), seen_by_server=json.loads(final)["history"], final_state=final)
+    return Outcome(
+        metrics=untimed(path / "run"), trained=groups_trained(path / "run"), seen_by_server=json.loads(final)["history"], final_state=final
+    )
 
 
 def finished_places(path: Path) -> set[tuple[str, str, int]]:

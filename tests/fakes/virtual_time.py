@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import random
 import selectors
 from collections import Counter
 from collections.abc import Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
-from src.command_line import parse
-from src.console import Display
-from src.durable import records
-from src.journal import groups_trained
-from src.run import Parts, run
+from src.run import Parts
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
+from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 TURNS = 20
@@ -155,24 +148,12 @@ def simulate(
     backend = BanditBackend()
     backend.training_client = SlowTrainingClient(60 * train_minutes, batch_size)
     source = FakeTasks(train=[task(name) for name in names], play=play)
-
-    @asynccontextmanager
-    async def open_parts(config, settings, display, known):
-        yield Parts(source=source, backend=backend)
-
-    required = ("model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "eval_split=0", "n_parallel_envs=10000")
-    required += (
-        "group_size=1",
-        "singleton_advantage=raw",
-        "save_every=0",
-        "max_failure_rate=1",
-        "server_timeout_sec=1e6",
-        "answer_timeout_sec=1e6",
-    )
-    config = parse([*required, f"batch_size={batch_size}", f"log_path={path}", "trial_timeout_sec=1e9", *options])
+    required = ["tasks_dir=t", "eval_split=0", "n_parallel_envs=10000", "group_size=1", "singleton_advantage=raw", "save_every=0"]
+    required += ["max_failure_rate=1", "server_timeout_sec=1e6", "answer_timeout_sec=1e6", "trial_timeout_sec=1e9"]
+    played_out = FakeRun(path, lambda config, settings: Parts(source=source, backend=backend))
     loop = VirtualTimeLoop()
     try:
-        loop.run_until_complete(run(config, Display(Console(file=io.StringIO())), open_parts=open_parts))
+        loop.run_until_complete(played_out.go(*required, f"batch_size={batch_size}", *options))
         elapsed_s = loop.time()
     finally:
         loop.close()
@@ -184,7 +165,7 @@ def simulate(
         trained=Counter(name for _, name in groups_trained(path).elements()),
         slowest=set(by_length[-max(1, int(len(names) * SLOWEST)) :]),
         ages=backend.training_client.ages,
-        metrics=records(path / "metrics.jsonl"),
+        metrics=played_out.lines("metrics.jsonl"),
     )
 
 

@@ -23,13 +23,14 @@ from src.evaluation_run import Evaluated
 from src.evaluation_run import run as run_evaluation
 from src.generator import Observation, Opening
 from src.held_out import content_hash
-from src.run import Parts, run
+from src.run import Parts
 from src.trajectory import StopReason, Task, Trajectory
 from tests.fakes.backend import BanditBackend
 from tests.fakes.policy import FakePolicy
+from tests.fakes.run import OWN_SERVER, FakeRun
 from tests.fakes.tokenizer import toy_chat
 
-BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tests.trainer.test_episodes:open_say"]
+ENV = "env=tests.trainer.test_episodes:open_say"
 HERE = Path(__file__)
 closed: list[str] = []
 
@@ -67,37 +68,31 @@ def open_say(config, chat):
 
 
 def config(*options: str):
-    return parse([*BASE, *options])
+    return parse([*OWN_SERVER, ENV, *options])
 
 
-class Bench:
+class Bench(FakeRun):
     """A run on the bandit, with the environment that the options name."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path / "run"
-        self.text = io.StringIO()
-        self.backend = BanditBackend()
+        backend = BanditBackend()
+        super().__init__(path / "run", lambda config, settings: Parts(source=open_task_source(config, toy_chat()), backend=backend))
 
-    async def go(self, *options: str) -> list[dict]:
-        argv = ["batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", f"log_path={self.path}", *options]
-        await run(config(*argv), Display(Console(file=self.text, width=160)), open_parts=self._open)
-        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-
-    @asynccontextmanager
-    async def _open(self, config, settings, display, source):
-        yield Parts(source=open_task_source(config, toy_chat()), backend=self.backend)
+    async def trained(self, *options: str) -> list[dict]:
+        await self.go(ENV, "batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options)
+        return self.lines("metrics.jsonl")
 
 
 @pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
 async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
     bench = Bench(tmp_path)
-    metrics = await bench.go("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
+    metrics = await bench.trained("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
     assert metrics[0]["test/env/all/reward/total"] < 0.6
     assert metrics[-1]["test/env/all/reward/total"] > 0.9
 
 
 async def test_episodes_are_played_while_training(tmp_path):
-    metrics = await Bench(tmp_path).go("n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo")
+    metrics = await Bench(tmp_path).trained("n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo")
     assert [line["step"] for line in metrics] == list(range(7))
     assert max(line["staleness/max"] for line in metrics[1:]) >= 1
     assert all(line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:])  # nothing older is trained
@@ -105,7 +100,7 @@ async def test_episodes_are_played_while_training(tmp_path):
 
 async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
     bench = Bench(tmp_path)
-    metrics = await bench.go("max_steps=1", "eval_every=0", "temperature=1")
+    metrics = await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
     assert {"test/env/retail/reward/total", "test/env/airline/reward/total", "test/env/airline/pass_hat_4"} <= set(metrics[0])
     for domain in ("retail", "airline"):  # the seeds' names
@@ -116,13 +111,13 @@ async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
     assert {path.name for path in folder.iterdir()} == {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
     first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
-    records = [json.loads(line) for line in (bench.path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    records = bench.lines("rollouts/step_000001.jsonl")
     assert len({record["trial"] for record in records}) == 16 and all("seed" in record["metrics"] for record in records)
 
 
 async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
     bench = Bench(tmp_path)
-    metrics = await bench.go("n_epochs=3", "eval_every=0", "temperature=1")
+    metrics = await bench.trained("n_epochs=3", "eval_every=0", "temperature=1")
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
     share = sum(variance > 0 for variance in variances) / 3
     line = next(line for line in bench.text.getvalue().splitlines() if line.startswith("signal of retail: "))
@@ -132,9 +127,9 @@ async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
 
 async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):
     bench = Bench(tmp_path)
-    await bench.go("max_steps=1", "eval_every=0", "temperature=1")
+    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     closed.clear()
-    metrics = await bench.go("max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume")
+    metrics = await bench.trained("max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert len(closed) == 16 + 8  # the second step and the last evaluation
 
@@ -144,7 +139,7 @@ async def test_evaluation_plays_training_and_held_out_tasks_by_name(tmp_path):
     async def opened(config, checkpoint):
         yield Evaluated(policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat()))
 
-    chosen = parse_as(EvaluateConfig, [*BASE, "tasks=*-test-*", "n_samples=2", f"log_path={tmp_path / 'e'}"])
+    chosen = parse_as(EvaluateConfig, [*OWN_SERVER, ENV, "tasks=*-test-*", "n_samples=2", f"log_path={tmp_path / 'e'}"])
     await run_evaluation(chosen, Display(Console(file=io.StringIO())), open_evaluated=opened)
     results = json.loads((tmp_path / "e" / "results.json").read_text())
     assert [task["id"] for task in results["tasks"]] == ["retail-test-0", "airline-test-0"]
@@ -284,4 +279,4 @@ def test_tools_are_shown_in_words_unless_asked_for():
 
 def test_an_endpoint_that_hides_its_template_cannot_show_tools_natively():
     with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
-        parse_as(EvaluateConfig, [*BASE[:1], BASE[3], "base_url=http://h/v1", "use_native_tool_calling=true"])
+        parse_as(EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"])

@@ -5,27 +5,22 @@ The trainer is the real one, on a bandit server and on trials whose sandboxes ar
 
 import asyncio
 import errno
-import io
 import json
 import os
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 import tinker
-from rich.console import Console
 
-from src.command_line import parse
-from src.console import Display
 from src.durable import records
 from src.errors import ServerLost, TrainerError
-from src.journal import RunState, groups_trained
+from src.journal import RunState
 from src.policy import sdk_boundary
-from src.run import Parts, end_state, run
-from src.tracking import is_wall_clock
+from src.run import Parts, end_state
 from src.trajectory import FailureKind
 from src.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
+from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 DEADLINE_S = 20
@@ -58,15 +53,15 @@ class Future:
         return self._call().__await__()
 
 
-class Bench:
+class Bench(FakeRun):
     """`during` is asked before each trial, `calls` before each call to the back end; either may raise or hang."""
 
     def __init__(self, path, mode, *, during=None, calls=None):
-        self.path = path
+        super().__init__(path / "run", self._parts)
+        self.root = path
         self.mode = mode
         self.open_sandboxes = self.most_open = self.num_started = 0
         self.is_gone = False
-        self.text = io.StringIO()
         self._during, self._calls = during, calls
         self.source = FakeTasks(train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play)
 
@@ -81,9 +76,8 @@ class Bench:
         finally:
             self.open_sandboxes -= 1
 
-    @asynccontextmanager
-    async def _open(self, config, settings, display, source):
-        backend = DiskBandit(self.path / "server", load=settings.load_checkpoint_path)
+    def _parts(self, config, settings):
+        backend = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
         client = backend.training_client
         for owner, names in ((backend, ("policy", "save")), (client, ("forward_backward", "optim_step"))):
             for name in names:
@@ -95,7 +89,7 @@ class Bench:
                 raise ServerLost("the server no longer knows this run's weights")
 
         backend.check = check
-        yield Parts(source=self.source, backend=backend)
+        return Parts(source=self.source, backend=backend)
 
     def _before(self, name, method):
         async def call(*args, **kwargs):
@@ -112,10 +106,9 @@ class Bench:
         return lambda *args, **kwargs: Future(lambda: call(*args, **kwargs))
 
     async def go(self, *options):
-        argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path / 'run'}"]
-        argv += ["batch_size=2", "group_size=2", "temperature=1", "learning_rate=0.3", "save_every=2", "eval_every=2", "n_epochs=2"]
-        argv += ["retry_wait_sec=0", "answer_timeout_sec=0.5", "behavior_if_log_dir_exists=resume", *MODES[self.mode], *options]
-        await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
+        usual = ["tasks_dir=t", "batch_size=2", "group_size=2", "temperature=1", "learning_rate=0.3", "save_every=2", "eval_every=2"]
+        usual += ["n_epochs=2", "retry_wait_sec=0", "answer_timeout_sec=0.5", "behavior_if_log_dir_exists=resume"]
+        await super().go(*usual, *MODES[self.mode], *options)
 
     async def ends(self, *options):
         """The state in which the run ends, after which nothing of it is left."""
@@ -130,14 +123,13 @@ class Bench:
         return state
 
     def metrics(self):
-        lines = records(self.path / "run/metrics.jsonl")
-        return json.dumps([{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines])
+        return json.dumps(untimed(self.path))
 
     def weights(self):
-        return max((self.path / "server").glob("0*")).read_text()
+        return max((self.root / "server").glob("0*")).read_text()
 
     def last_event(self):
-        return records(self.path / "run/journal.jsonl")[-1]
+        return self.lines("journal.jsonl")[-1]
 
 
 async def unbroken(path):
@@ -148,10 +140,10 @@ async def unbroken(path):
 
 async def assert_whole(bench):
     """The run has ended as if nothing had happened: to the bit where the order of groups is fixed. The unbroken run, then."""
-    trained = groups_trained(bench.path / "run")
+    trained = groups_trained(bench.path)
     assert set(trained.values()) == {1} and len(trained) == 12
     if bench.mode == "synchronous":
-        whole = await unbroken(bench.path)
+        whole = await unbroken(bench.root)
         assert bench.metrics() == whole.metrics() and bench.weights() == whole.weights()
         return whole
     return None

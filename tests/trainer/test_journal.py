@@ -4,7 +4,8 @@ import pytest
 
 from src.durable import records
 from src.errors import ConfigError
-from src.journal import JOURNAL, Journal, Place, RunState, groups_trained
+from src.journal import JOURNAL, Journal, Place, RunState
+from tests.fakes.run import groups_trained
 
 HERE = Place(purpose="step", step=1, task="a", member=0)
 

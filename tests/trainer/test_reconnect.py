@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import io
 import json
 import logging
 import re
@@ -12,17 +11,12 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from rich.console import Console
 
 from skyrl_tx_server.routes.border import Lobby
 from src.backend import connect
-from src.command_line import parse
-from src.console import Display
-from src.durable import records
 from src.errors import ServerLost
-from src.journal import groups_trained
-from src.run import Parts, run
-from src.tracking import is_wall_clock
+from src.run import Parts
+from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import FakeTasks, task, trajectory
 
@@ -43,13 +37,13 @@ def quick_and_quiet(monkeypatch, tmp_path, caplog):
     gc.unfreeze()
 
 
-class Bench:
+class Bench(FakeRun):
     """A run of the real trainer and SDK on a server that a test can stop and start again, at the same address and with the same disk."""
 
     def __init__(self, path):
-        self.path = path
-        self.text = io.StringIO()
+        super().__init__(path / "run")
         self.on_trial = None
+        self._checkpoints = path / "checkpoints"
         self._server = contextlib.ExitStack()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -57,19 +51,18 @@ class Bench:
         self.source = FakeTasks(train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play)
 
     def start(self):
-        self.url = self._server.enter_context(serving(Lobby(context=fake_context(self.path / "checkpoints")), port=self.port))
+        self.url = self._server.enter_context(serving(Lobby(context=fake_context(self._checkpoints)), port=self.port))
 
     def stop(self):
         self._server.close()
 
     async def go(self, *options):
-        argv = ["model_name=local/fake", "tasks_dir=t", "backend=skyrl-tx", f"skyrl_tx_url={self.url}", f"log_path={self.path / 'run'}"]
-        argv += ["batch_size=2", "group_size=2", "lora_rank=4", "max_tokens=4", "context_limit=64", "enable_summarize=false"]
-        argv += ["save_every=2", "retry_wait_sec=0.05", "server_timeout_sec=0.5", *options]
-        await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
+        usual = ["model_name=local/fake", "tasks_dir=t", f"skyrl_tx_url={self.url}", "batch_size=2", "group_size=2", "lora_rank=4"]
+        usual += ["max_tokens=4", "context_limit=64", "enable_summarize=false", "save_every=2", "retry_wait_sec=0.05"]
+        await super().go(*usual, "server_timeout_sec=0.5", *options)
 
     @asynccontextmanager
-    async def _open(self, config, settings, display, source):
+    async def opened(self, config, settings, display, source):
         async with connect(settings) as endpoint:
             yield Parts(source=self.source, backend=await endpoint.open_training())
 
@@ -78,10 +71,6 @@ class Bench:
         if self.on_trial is not None:
             await self.on_trial(trial, policy)
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
-
-    def metrics(self):
-        lines = records(self.path / "run/metrics.jsonl")
-        return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +102,9 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
     await asyncio.wait_for(bench.go("server_timeout_sec=30"), 60)
     bench.stop()
     assert restarted
-    assert json.dumps(bench.metrics()) == json.dumps(unbroken.metrics())
-    assert set(groups_trained(bench.path / "run").values()) == {1}
-    journal = records(bench.path / "run/journal.jsonl")
+    assert json.dumps(untimed(bench.path)) == json.dumps(untimed(unbroken.path))
+    assert set(groups_trained(bench.path).values()) == {1}
+    journal = bench.lines("journal.jsonl")
     assert [line["resumed_from"] for line in journal if line["event"] == "started"] == [0, 2]
     assert [line["step"] for line in journal if line["event"] == "trained"] == [1, 2, 3, 3, 4]
     assert journal[-1]["event"] == "ended" and journal[-1]["state"] == "done"
@@ -142,7 +131,7 @@ async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_
         await asyncio.wait_for(bench.go("reconnect_timeout_sec=0.5"), 60)
     assert time.monotonic() - started < 20
     assert "\n" not in str(error.value)
-    assert records(bench.path / "run/journal.jsonl")[-1]["state"] == "server_lost"
+    assert bench.lines("journal.jsonl")[-1]["state"] == "server_lost"
     assert len(asyncio.all_tasks()) == 1
 
 

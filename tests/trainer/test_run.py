@@ -1,50 +1,40 @@
 import asyncio
 import dataclasses
-import io
 import json
 import logging
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from src.command_line import parse
-from src.console import Display
 from src.endpoint import Reply
 from src.errors import ConfigError, TrainerError
 from src.rewards.judge import MODES
-from src.run import Parts, logging_to_file, run
+from src.run import Parts, logging_to_file
 from src.trajectory import FailureKind, Task
 from tests.fakes.backend import BanditBackend
+from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 TASKS = [task(f"say-{number:02d}") for number in range(4)]
 HELD_OUT = [task("held-01"), task("held-02")]
 
 
-class Bench:
+class Bench(FakeRun):
     """A run on fakes: `go` runs it, the rest is what it left behind."""
 
     def __init__(self, path, **play):
-        self.path = path / "run"
+        super().__init__(path / "run", self._parts)
         self.backend = BanditBackend()
         self.source = FakeTasks(train=TASKS, eval=HELD_OUT, **play)
-        self.text = io.StringIO()
         self.asked = []
 
     async def go(self, *options):
-        argv = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", f"log_path={self.path}"]
-        argv += ["batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", "retry_wait_sec=0", *options]
-        await run(parse(argv), Display(Console(file=self.text)), open_parts=self._open)
+        usual = ("tasks_dir=t", "batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", "retry_wait_sec=0")
+        await super().go(*usual, *options)
 
-    @asynccontextmanager
-    async def _open(self, config, settings, display, source):
+    def _parts(self, config, settings):
         self.asked.append(settings)
-        yield Parts(source=self.source, backend=self.backend)
-
-    def lines(self, name):
-        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+        return Parts(source=self.source, backend=self.backend)
 
 
 async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):

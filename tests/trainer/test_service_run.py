@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from src.chat import load_chat
-from src.command_line import parse
-from src.console import Display
 from src.endpoint import Reply
 from src.envs.registry import open_task_source
 from src.rewards.judge import MODES
-from src.run import Parts, run
+from src.run import Parts
 from tests.fakes.backend import BanditBackend
+from tests.fakes.run import FakeRun
 
 MODEL = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail" / "model"
 
@@ -38,26 +34,22 @@ class Judge:
 
 @pytest.mark.parametrize("eval_before_train", [True, False])
 async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_before_train: bool):
-    judge, backend, text = Judge(), BanditBackend(), io.StringIO()
+    judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.run.open_endpoint", lambda base_url, model: judge)
-
-    @asynccontextmanager
-    async def opened(config, settings, display, source):
-        yield Parts(source=open_task_source(config, load_chat(str(MODEL))), backend=backend)
-
-    argv = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench", "use_native_tool_calling=true"]
+    chat = load_chat(str(MODEL))
+    run = FakeRun(tmp_path / "run", lambda config, settings: Parts(source=open_task_source(config, chat), backend=backend))
+    argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=held=toy_retail:test", "use_native_tool_calling=true"]
     argv += ["context_limit=2048", "max_tokens=4", "max_turns=2", "batch_size=2", "group_size=2", "max_steps=1", "n_parallel_envs=8"]
-    argv += ["test_data=held=toy_retail:test", "environment_kwargs=domain=toy_retail", f"log_path={tmp_path / 'run'}"]
     argv += [f"eval_before_train={eval_before_train}", "taxonomy_feedback=true", "judge_model=j", "judge_base_url=http://h:1/v1"]
-    await run(parse(argv), Display(Console(file=text, width=160)), open_parts=opened)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    await run.go(*argv)
+    lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])
     assert 1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]  # training episodes alone, without the tools of the prompt
     assert lines[-1]["reward/avg_shaped_reward"] == lines[-1]["reward/avg_raw_reward"] + 1.0
     assert {"test-held/success_rate", "test/env/held/pass_hat_2", "test/env/held/floor", "test/floor"} <= set(lines[-1])
     assert all(line["test/env/all/success_write"] == 0 for line in lines if "test/floor" in line)  # the bandit cannot write
-    assert "; doing nothing: " in text.getvalue()
-    dumped = (tmp_path / "run" / "dumped_evals" / "global_step_1_evals" / "held.jsonl").read_text().splitlines()
-    conversations = [json.loads(line)["conversation"] for line in dumped]
+    assert "; doing nothing: " in run.text.getvalue()
+    dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
+    conversations = [line["conversation"] for line in dumped]
     assert len(conversations) == 40 and "<|im_" not in json.dumps(conversations)
-    assert "<|im_start|>assistant" in json.loads(dumped[0])["output_response"]
+    assert "<|im_start|>assistant" in dumped[0]["output_response"]

@@ -1,0 +1,62 @@
+"""FakeRun: the real trainer, from its options to its folder, on parts that a test makes."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from src.backend import BackendSettings
+from src.command_line import parse
+from src.config import TrainerConfig
+from src.console import Display
+from src.durable import records
+from src.journal import JOURNAL, GroupKey
+from src.run import Parts, run
+from src.tracking import is_wall_clock
+
+OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
+
+
+class FakeRun:
+    """`make` makes the parts of each connection, where no subclass opens them. `path` is the run's folder, `text` what it says."""
+
+    def __init__(self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Parts] | None = None) -> None:
+        self.path = path
+        self.text = io.StringIO()
+        self._make = make
+
+    async def go(self, *options: str) -> None:
+        """A later option overrides an earlier one of its name."""
+        config = parse([*OWN_SERVER, f"log_path={self.path}", *options])
+        await run(config, Display(Console(file=self.text, width=160)), open_parts=self.opened)
+
+    @asynccontextmanager
+    async def opened(self, config, settings, display, source):
+        assert self._make is not None
+        yield self._make(config, settings)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return records(self.path / name)
+
+
+def untimed(log_path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, apart from times: the same in an unbroken run and in one that was killed and resumed."""
+    lines = records(log_path / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
+
+
+def groups_trained(log_path: Path) -> Counter[GroupKey]:
+    """How often the weights the run ends on have seen each group."""
+    trained: dict[int, Counter[GroupKey]] = {}
+    for record in records(log_path / JOURNAL):
+        if record["event"] == "started":
+            trained = {step: groups for step, groups in trained.items() if step <= record["resumed_from"]}
+        elif record["event"] == "trained":
+            trained.setdefault(record["step"], Counter()).update((step, task) for step, task in record["groups"])
+    return sum(trained.values(), Counter())
