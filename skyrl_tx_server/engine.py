@@ -324,7 +324,7 @@ class Engine:
         with self._work:
             future = self._futures.get(ticket)
             withdrawn = future is None or future.cancelled()
-        return ticket in self._sampling or not withdrawn or self._begin(ticket)
+        return not withdrawn or self._begin(ticket)
 
     def _put_back(self, admits: Sequence[Admit]) -> None:
         with self._work:

@@ -96,8 +96,6 @@ class Scheduler:
         admits = () if decode_next and rows_decoding else self._admissions(free_slots)
         if step is not None and self._prefills >= PREFILLS_PER_TURN:
             admits = ()
-            if not rows_decoding:  # every prefilled request was already over: the prefills were sampling's turn
-                self._training_next = True
         if step is not None and (self._training_next or not (admits or rows_decoding)):
             self._training_next = False
             self._prefills = 0

@@ -75,7 +75,6 @@ class SnapshotBank:
             self._evict(weights)
         if not is_on_disk(weights):
             self._keep(weights, to_host(adapter))
-        self._dropped.discard(weights)
         self._saves[weights] += 1
         slot = self._make_room()
         if slot is not None:  # else every slot is in use: it is loaded when a row needs it
