@@ -93,6 +93,7 @@ def idle(driver: Driver) -> Iterator[None]:
     driver.finished.clear()
     yield
     assert not driver.executor.rows_decoding and not driver.failed
+    assert {users for pages in driver.executor._slots._pages for users in pages._users.values()} == {1}, "nobody but the tree has a page"
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +187,54 @@ def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(driver
     assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 3
 
 
-def test_nothing_begins_where_all_rows_have_ended(driver: Driver) -> None:
+def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -> None:
     before = driver.executor.stats()["decode_blocks_ahead"]
-    driver.admit(SHORT)
-    assert driver.executor.decode()
-    driver._collect(driver.executor.collect(go_on=True))
+    settings = replace(REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),))  # it might have gone on
+    for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
+        driver.executor.admit([Admit(ticket=99, op=op, first=0, count=1)])
+        assert driver.executor.decode()
+        assert len(driver.executor.collect(go_on=True)) == 1
     assert driver.executor.stats()["decode_blocks_ahead"] == before
+
+
+def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_pages(driver: Driver) -> None:
+    """Four rows of two pages each where there are seven; two of them end."""
+    executor = driver.executor
+    is_small = executor.stats()["cache_pages"] == 7
+    for ticket, length in enumerate((40, 40, 100, 100), start=101):
+        prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
+        op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False))
+        executor.admit([Admit(ticket=ticket, op=op, first=0, count=1)])
+    for _ in range(4):
+        driver.block(go_on=True)
+    assert executor.stats()["rows_set_aside"] == is_small
+    assert executor.rows_decoding == SLOTS and all(len(executor.running(ticket)) == 1 for ticket in (101, 102, 103, 104))
+    if is_small:
+        with pytest.raises(CapacityError, match="come first"):
+            driver.admit(SHORT)
+    while len(driver.finished) < 2:
+        driver.block(go_on=True)
+    driver.block(go_on=True)
+    assert executor.stats()["rows_set_aside"] == 0 and executor.rows_decoding == 2
+    for ticket in (103, 104):
+        executor.release(ticket)
+
+
+def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
+    executor = driver.executor
+    for ticket in range(101, 105):
+        prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
+        op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False))
+        executor.admit([Admit(ticket=ticket, op=op, first=0, count=1)])
+    for _ in range(4):
+        driver.block(go_on=False)
+    executor.release(104)
+    stats = executor.stats()
+    assert (executor.rows_decoding, stats["rows_set_aside"], executor.running(104)) == (3, 0, [])
+    for ticket in range(101, 104):
+        executor.release(ticket)
+    stats = executor.stats()
+    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
 
 
 def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(driver: Driver, alone: dict) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine, RowsLostError, WithdrawnError
+from skyrl_tx_server.engine import Engine, FailedRow, RowsLostError, WithdrawnError
 from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.ops import (
     AdamSettings,
@@ -63,8 +63,13 @@ def test_results_come_back_through_futures_and_one_thread_does_the_work():
     with running(executor) as engine:
         futures = [engine.submit(create("a")), engine.submit(train("a", 2)), engine.submit(optim("a"))]
         results = [future.result(TIMEOUT_S) for future in futures]
+        engine.submit(replace(train("b", 1), forward_only=True)).result(TIMEOUT_S)
+        stats = engine.stats()
+        assert not engine._jobs
     assert results[0] == Done()
     assert results[1].metrics == {"loss:sum": 6.0}
+    assert (stats["tokens_trained"], stats["tokens_forward"], stats["ops_finished"], stats["ops_failed"]) == (6, 3, 4, 0)
+    assert executor.log.pop() == "forward_backward b 0"
     assert executor.log == ["create a", "forward_backward a 0", "forward_backward a 1", "optim a"]
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
 
@@ -116,6 +121,7 @@ def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(ca
     with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
         after = engine.submit(optim("a")).result(TIMEOUT_S)
+        assert (engine.stats()["ops_finished"], engine.stats()["ops_failed"]) == (1, 1)
     assert type(error) is ServerError and str(error) == "ForwardBackward failed in the engine: RuntimeError: out of memory"
     assert after.metrics == {"grad_norm": 1.0}
     assert "Traceback" in caplog.text
@@ -184,7 +190,8 @@ def test_a_sample_without_room_gets_that_of_one_that_fails():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company; `withdraw` goes while it is computed."""
+    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there is never room; `withdraw`
+    goes while it is computed."""
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
@@ -194,6 +201,9 @@ class Together(FakeExecutor):
     def admit(self, admits):
         self.gate.wait()
         self.offered.append([int(admit.op.prompt[-1]) for admit in admits])
+        if admits[0].op.weights == "huge":
+            self.withdraw()
+            raise CapacityError("no room")
         if any(admit.op.weights == "poison" for admit in admits):
             raise RuntimeError("boom")
         admissions = [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count) for admit in admits[:2]]
@@ -214,18 +224,84 @@ def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
     assert executor.offered == [[1, 2, 3, 4, 5], [1], [2, 3, 4, 5], [2], [3, 4, 5], [5]]
 
 
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
+    executor = Together()
+    with running(executor) as engine:
+        held = engine.submit(create("holds the thread until all have been submitted"))
+        huge, *others = [engine.submit(sample(last, weights="huge" if last == 1 else None), Notes()) for last in (1, 2, 3)]
+        executor.withdraw = huge.cancel if withdrawn else lambda: None
+        executor.gate.set()
+        held.result(TIMEOUT_S)
+        assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in others] == [3, 4]
+        assert huge.cancelled() if withdrawn else isinstance(huge.exception(TIMEOUT_S), CapacityError)
+        assert not engine._watchers
+    assert executor.offered == [[1, 2, 3], [2, 3]]
+
+
 def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
-        computed, kept, waiting = [engine.submit(sample(last)) for last in (1, 2, 3)]
+        computed, kept, waiting = [engine.submit(sample(last, max_tokens=50 if last == 1 else None), Notes()) for last in (1, 2, 3)]
         executor.withdraw = lambda: (computed.cancel(), waiting.cancel())
         executor.gate.set()
         held.result(TIMEOUT_S)
         assert int(kept.result(TIMEOUT_S).sequences[0].tokens[0]) == 3
         assert computed.cancelled() and waiting.cancelled()
-        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"]) == (0, 0)
-    assert executor.offered == [[1, 2, 3]]
+        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"], engine._watchers) == (0, 0, {})
+    assert executor.offered == [[1, 2, 3]] and executor.log.count("decode") == 2
+
+
+class Pieces(FakeExecutor):
+    """Computes a long prompt in three pieces."""
+
+    def admit(self, admits):
+        (admit,) = admits
+        if admit.op.weights == "long" and self.log.count("piece") < 2:
+            self.log.append("piece")
+            return [None]
+        return super().admit(admits)
+
+
+def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
+    executor = Pieces(num_slots=2, gate=threading.Event())
+    with running(executor) as engine:
+        futures = [engine.submit(sample(max_tokens=20, weights=weights)) for weights in ("short", "long")]
+        executor.gate.set()
+        for future in futures:
+            future.result(TIMEOUT_S)
+    assert executor.log[:6] == ["admit short 0+1", "piece", "decode", "piece", "decode", "admit long 0+1"]
+    assert executor.went_on[:3] == [False, False, True], "the next piece has its turn first"
+
+
+class Doctored(FakeExecutor):
+    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
+    over with its first token."""
+
+    def admit_one(self, ticket, op, *, first, count):
+        admission = super().admit_one(ticket, op, first=first, count=count)
+        return replace(admission, finished=self.collect(go_on=False)) if op.weights == "short" else admission
+
+    def collect(self, *, go_on):
+        broken = {ticket for (ticket, _), (op, _) in self._rows.items() if op.weights == "broken"}
+        return [
+            FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
+            if row.ticket in broken and row.index == 1
+            else replace(row, sequence=replace(row.sequence, logprobs=np.full(len(row.sequence.tokens), row.index, np.float32)))
+            for row in reversed(super().collect(go_on=go_on))
+        ]
+
+
+def test_rows_that_end_in_any_order_are_their_requests_and_in_its_order():
+    with running(Doctored(gate=threading.Event())) as engine:
+        good, bad = engine.submit(sample(num_samples=2)), engine.submit(sample(num_samples=2, weights="broken"))
+        engine._executor.gate.set()
+        assert [sequence.logprobs[0] for sequence in good.result(TIMEOUT_S).sequences] == [0, 1]
+        assert "boom" in str(bad.exception(TIMEOUT_S))
+        short = engine.submit(sample(num_samples=2, max_tokens=1, weights="short")).result(TIMEOUT_S)
+        assert [sequence.tokens.tolist() for sequence in short.sequences] == [[2], [2]]
+        assert engine.stats()["ops_failed"] == 1
 
 
 def test_a_withdrawn_operation_never_runs():
@@ -236,21 +312,66 @@ def test_a_withdrawn_operation_never_runs():
         withdrawn_sample = engine.submit(sample())
         assert withdrawn.cancel() and withdrawn_sample.cancel()
         executor.gate.set()
-        first.result(TIMEOUT_S), engine.submit(create("c")).result(TIMEOUT_S)
+        first.result(TIMEOUT_S), engine.submit(optim("b")).result(TIMEOUT_S)
         assert engine.stats()["ops_pending"] == 0
-    assert executor.log == ["create a", "create c"]
+    assert executor.log == ["create a", "optim b"]
 
 
 def test_stop_fails_what_is_pending_with_a_clear_error():
     executor = FakeExecutor()
     engine = Engine(executor)
     pending = [engine.submit(create("a")), engine.submit(sample())]
+    engine.submit(create("withdrawn")).cancel()
     engine.stop()
     engine.stop()
     for future in [*pending, engine.submit(create("b"))]:
         error = future.exception(TIMEOUT_S)
         assert isinstance(error, ServerError) and "stopping" in str(error)
     assert executor.log == []
+
+
+class Entered(FakeExecutor):
+    """Says when its first turn has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(gate=threading.Event())
+        self.entered = threading.Event()
+
+    def run(self, op):
+        self.entered.set()
+        return super().run(op)
+
+
+def test_stop_waits_for_the_turn_under_way():
+    executor = Entered()
+    engine = Engine(executor)
+    engine.start()
+    future = engine.submit(create("a"))
+    executor.entered.wait(TIMEOUT_S)
+    threading.Timer(0.05, executor.gate.set).start()
+    engine.stop()
+    assert future.result(0) == Done()
+
+
+def test_what_is_abandoned_in_its_turn_has_its_answer_once():
+    executor = Entered()
+    with running(executor) as engine:
+        future = engine.submit(create("a"))
+        executor.entered.wait(TIMEOUT_S)
+        engine.abandon("lost")
+        assert str(future.exception(0)) == "lost"
+    assert not engine._thread.is_alive() and executor.log == ["create a"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
+    class Broken(Notes):
+        def wanted(self) -> bool:
+            raise KeyError("a bug")
+
+    with running(FakeExecutor()) as engine:
+        futures = [engine.submit(sample(), Broken()), engine.submit(sample())]
+        assert all("stopping" in str(future.exception(TIMEOUT_S)) for future in futures)
 
 
 class Notes:
@@ -275,14 +396,19 @@ def test_a_watcher_hears_of_every_token_once_except_the_last_ones():
         result = engine.submit(sample(10, num_samples=2, max_tokens=5), notes).result(TIMEOUT_S)
         assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
         assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
+        indifferent = Notes()
+        indifferent.follows = False
+        engine.submit(sample(10, max_tokens=5), indifferent).result(TIMEOUT_S)
+        assert not indifferent.told
 
 
-def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back():
+@pytest.mark.parametrize(("patience", "blocks"), [(0, 0), (1, 1 + 1)])
+def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, blocks: int):
     executor = FakeExecutor(block=2)
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
-            engine.submit(sample(10, max_tokens=50), Notes(patience=1)).result(TIMEOUT_S)
-        assert executor.rows_decoding == 0 and executor.log.count("decode") == 1 + 1
+            engine.submit(sample(10, max_tokens=50), Notes(patience)).result(TIMEOUT_S)
+        assert executor.rows_decoding == 0 and executor.log.count("decode") == blocks
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 

@@ -115,6 +115,38 @@ def test_a_group_costs_its_prompt_once() -> None:
     assert batch.num_key_blocks[0].tolist() == [1, 2, 3, 3]  # the last four responses see none of the first four
 
 
+def test_no_micro_batch_is_larger_than_the_budget_where_no_sequence_is() -> None:
+    """256 tokens in common and 8 times 64: in one stream of 1,024, or twice the beginning in two of 512."""
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 50, 256)
+    tokens = [np.concatenate([prompt, random.integers(0, 50, 64)]).astype(np.int32) for _ in range(8)]
+    data = tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens)
+    assert [batch.tokens.shape for batch in packed(data, train_shapes(max_context_length=1024, tokens_per_batch=512))] == [(1, 512)] * 2
+
+
+def test_the_largest_are_laid_out_first_and_may_fill_a_stream_to_its_last_token() -> None:
+    assert [batch.tokens.shape for batch in packed(tiny_qwen3.data((512,)))] == [(1, 512)]
+    data = [np.full(length, token, np.int32) for token, length in enumerate((212, 212, 300, 300))]
+    assert len(packed(tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in data))) == 2
+
+
+def test_many_short_sequences_fill_the_budget() -> None:
+    assert [batch.tokens.shape for batch in packed(tiny_qwen3.data((60,) * 8))] == [(1, 512)]
+
+
+def test_a_stream_has_room_for_the_entries_of_those_that_share_its_tokens() -> None:
+    """The same 100 tokens with 8 different advantages: 100 tokens and 800 entries, of which a stream of 512 has 640."""
+    tokens = np.arange(100, dtype=np.int32) % 50
+    for count in (4, 8):
+        data = tuple(
+            TrainDatum(tokens=tokens, target_tokens=tokens, advantages=np.full(100, number, np.float32)) for number in range(1, 1 + count)
+        )
+        batches = packed(data)
+        assert sum(batch.counts.sum() for batch in batches) == count * 100
+        for datum, values in zip(data, unpack(batches, [batch.advantages for batch in batches]), strict=True):
+            np.testing.assert_array_equal(values, datum.advantages)
+
+
 def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_ones() -> None:
     """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in another."""
     random = np.random.default_rng(0)
@@ -161,6 +193,7 @@ def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
         (datum([], []), "datum 1 is empty"),
         (datum([1] * 9, [1] * 9), "datum 1 has 9 tokens, more than the context of 8"),
         (datum([1, 2], [2]), "datum 1: target_tokens has length 1, model_input 2"),
+        (datum([1, 2], [2, 3, 4]), "datum 1: target_tokens has length 3, model_input 2"),
         (datum([1, 53], [2, 3]), r"datum 1: model_input holds a token id outside 0\.\.52"),
         (datum([1, 2], [2, -1]), r"datum 1: target_tokens holds a token id outside 0\.\.52"),
     ],

@@ -73,6 +73,28 @@ def test_what_was_unused_longest_gives_way_and_never_what_a_row_has():
     assert pages.take(1) is not None and pages.find("w", old).length == PAGE  # the end of it first
 
 
+def test_what_was_computed_again_has_been_used() -> None:
+    pages = Pages(first=0, count=6)
+    old, new = text(PAGE, seed=1), text(PAGE, seed=2)
+    for tokens in (old, new, old):
+        computed(pages, tokens)
+    assert pages.take(4) is not None
+    assert pages.find("w", old).length == PAGE and pages.find("w", new).length == 0
+
+
+def test_what_a_row_goes_on_from_is_kept_though_it_has_a_copy_of_its_own() -> None:
+    """Its first page was computed twice, and is remembered where it lay before; its second hangs on that."""
+    pages = Pages(first=0, count=4)
+    whole = text(2 * PAGE)
+    computed(pages, whole[:PAGE])
+    row = pages.take(2)
+    assert row is not None
+    pages.remember("w", whole, row)
+    assert pages.take(1) is None and pages.find("w", whole).length == 2 * PAGE
+    pages.give_back(row)
+    assert pages.take(3) is not None and pages.num_remembered == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_page_is_free_or_has_an_owner_whatever_happens(data: st.DataObject):

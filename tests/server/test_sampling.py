@@ -164,6 +164,7 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
     finally:
         for admit in admits:
             executor.release(admit.ticket)
+    assert not executor._snapshots._pins, "nor has the one that waited left its snapshot in use"
 
 
 @pytest.mark.parametrize("blocks", [CPU_PREFILL.turn, 2])
@@ -185,6 +186,11 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
+    withdrawn = Admit(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    assert engine._executor.admit([withdrawn]) == [None]
+    engine._executor.release(-1)
+    assert {users for pages in slots._pages for users in pages._users.values()} == {1}, "nobody but the tree has a page"
+    assert not slots._begun and not engine._executor._snapshots._pins, "nothing is left of one that is withdrawn between two pieces"
 
 
 def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, tmp_path: Path):

@@ -140,6 +140,7 @@ def test_requests_that_end_in_their_prefill_do_not_starve_training():
     scheduler.finish(first)
     turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
     assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Step]
+    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Admit), "nor does training starve them"
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
@@ -149,7 +150,7 @@ def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
 
 
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
-    scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample())
+    scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
     first = next_turn(scheduler, free_slots=4, rows_decoding=0)
     assert isinstance(first, Step) and first.ticket == 1
     scheduler.finish(first)
@@ -170,6 +171,7 @@ def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
     assert isinstance(drop, Step) and drop.ticket == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
+    assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
 
 
 def test_dropping_a_snapshot_waits_for_its_save():
@@ -179,11 +181,20 @@ def test_dropping_a_snapshot_waits_for_its_save():
 
 def test_what_is_put_back_keeps_its_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
-    for _ in range(2):
-        offered = scheduler.next(free_slots=5, rows_decoding=0)
+
+    def offers(free_slots: int) -> list[tuple[int, int, int]]:
+        offered = scheduler.next(free_slots=free_slots, rows_decoding=0)
         assert isinstance(offered, Prefill)
-        assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
-        scheduler.put_back(offered.admits)
+        scheduler.put_back(offered.admits[-1:] if free_slots == 3 else offered.admits)
+        return [(admit.ticket, admit.first, admit.count) for admit in offered.admits]
+
+    for _ in range(2):
+        assert offers(5) == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
+    assert offers(3) == [(1, 0, 2), (2, 0, 1)]
+    assert offers(9) == [(2, 0, 2), (3, 0, 2)]
+    first = scheduler.next(free_slots=1, rows_decoding=0)
+    assert isinstance(first, Prefill)
+    assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, "of a request that has begun the rest"
 
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
@@ -213,7 +224,8 @@ def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block(
 
 
 def test_a_dropped_request_does_not_enter():
-    scheduler = queue(sample(num_samples=3), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
-    scheduler.drop_sample(1)
+    scheduler = queue(sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
+    scheduler.drop_sample(2)
     assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
-    assert scheduler.num_waiting_samples == 0
+    offered = scheduler.next(free_slots=4, rows_decoding=0)
+    assert isinstance(offered, Prefill) and [admit.ticket for admit in offered.admits] == [1, 3]
