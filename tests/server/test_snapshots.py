@@ -33,7 +33,7 @@ def open_bank(free_host_bytes: Callable[[SnapshotBank], int] = lambda bank: 1 <<
 
 def save(bank: SnapshotBank, *names: str) -> None:
     for name in names:
-        bank.put(name, adapter(float(ord(name))), on_disk=False)
+        bank.put(name, adapter(float(ord(name))))
 
 
 def found(bank: SnapshotBank, weights: str | None) -> set[float]:
@@ -58,7 +58,7 @@ def test_a_name_saved_again_means_the_new_weights_and_takes_one_place() -> None:
     bank = open_bank()
     keys = []
     for value in (1.0, 2.0, 3.0):
-        bank.put("s", adapter(value), on_disk=False)
+        bank.put("s", adapter(value))
         keys.append(bank.key("s"))
         assert found(bank, "s") == {value}
     assert len(set(keys)) == 3, "what was computed with the old ones is not the new ones'"
@@ -113,7 +113,7 @@ def test_where_host_memory_is_full_as_many_as_needed_are_forgotten_longest_unuse
     save(bank, "d")  # a has been used for longer than any, and is still
     assert list(bank._in_memory) == ["a", "b", "d"]
     bank.unpin("a")
-    bank.put("tinker://run/sampler_weights/e", adapter(5.0), on_disk=True)
+    bank.put("tinker://run/sampler_weights/e", adapter(5.0))
     assert len(bank._in_memory) == 3, "its copy is on disk"
     for _ in range(2):
         save(bank, "d")  # instead of itself

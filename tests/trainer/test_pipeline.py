@@ -102,8 +102,8 @@ async def test_a_step_takes_what_ends_first_and_a_straggler_holds_up_nobody():
         stage.pipeline.update_ended()
         await settle()
         assert "a" in stage.under_way
-        await stage.end("d")
-        assert await stage.taken(2) == "d"
+        await stage.end("d", "a")
+        assert [await stage.taken(2), await stage.taken(2)] == ["d", "a"]
     assert all(until.cancelled() or until.done() for until in stage.playing.values())
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -111,13 +111,39 @@ async def test_a_step_takes_what_ends_first_and_a_straggler_holds_up_nobody():
 async def test_no_more_groups_end_during_an_update_than_the_next_ones_can_take():
     stage = Stage("abcdefgh", max_groups_in_flight=8)
     async with stage.pipeline:
+        stage.pipeline.update_begins()  # so early that no group takes longer
         taking = await started(stage)
         await stage.end("a", "b")
         assert [await taking, await stage.taken(1)] == ["a", "b"]
-        stage.pipeline.update_begins()
         assert stage.under_way == "cd"
         await stage.end("c", "d")
         assert stage.under_way == ""  # what would end now would be two updates old when its turn comes
+        assert [await stage.taken(2), await stage.taken(2)] == ["c", "d"]
+        assert stage.under_way == ""
+        stage.pipeline.update_ended()
+        await settle()
+        assert stage.under_way == "ef"
+
+
+async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_when_one_ends():
+    stage = Stage("abcd", max_groups_in_flight=2)
+    async with stage.pipeline:
+        taking = await started(stage)
+        assert stage.under_way == "ab"
+        await stage.end("a")
+        assert stage.under_way == "bc" and await taking == "a"
+    on_policy = Stage("ab", max_staleness=0, stream_groups=True, max_groups_in_flight=1)
+    async with on_policy.pipeline:
+        taking = await started(on_policy)
+        assert on_policy.under_way == "a"
+        await on_policy.end("a")
+        await taking
+
+
+@pytest.mark.parametrize(("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)])
+def test_steps_take_groups_as_they_end_where_they_are_streamed_or_may_be_old(max_staleness, stream_groups, is_ahead):
+    settings = PipelineSettings(max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2)
+    assert settings.is_ahead == is_ahead
 
 
 async def test_on_policy_nothing_is_played_ahead():
@@ -143,14 +169,15 @@ async def test_quarantined_tasks_are_passed_over_and_the_schedule_ends():
         assert await stage.taken(1) is None
 
 
-async def test_an_error_reaches_the_step_that_waits():
-    stage = Stage("ab")
+async def test_an_error_reaches_the_step_that_waits_and_nothing_begins_after_it():
+    stage = Stage("abc", max_groups_in_flight=2)
     async with stage.pipeline:
         waiting = asyncio.ensure_future(stage.pipeline.take(1))
         await settle()
         stage.playing["a"].set_exception(KeyError("oops"))
         with pytest.raises(KeyError):
             await waiting
+        assert stage.under_way == "b"
 
 
 REFERENCE = {"minutes": lognormal_minutes(10, 0.8), "train_minutes": 2, "num_steps": 15, "batch_size": 8, "turns": 10}

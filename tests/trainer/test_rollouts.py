@@ -2,16 +2,17 @@ import asyncio
 
 import pytest
 
-from src.errors import TrainerError
+from src.durable import records
+from src.errors import BackendError, TrainerError
 from src.finished import FinishedRollouts
 from src.journal import Journal
 from src.policy import Policy
-from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, require_some_graded, trial_seed
-from src.trajectory import FailureKind
+from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, back_off, require_some_graded, trial_seed
+from src.trajectory import FailureKind, TrajectoryGroup
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 A, B = task("a"), task("b")
-POLICY = Policy(None, 0)
+POLICY = Policy(None, 7)
 
 
 def plan(tmp_path, **changes):
@@ -19,10 +20,12 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, **changes):
+async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0, seed=0, **changes):
     source = FakeTasks(train=tasks, play=play)
     heard = []
-    settings = RolloutSettings(n_parallel_envs=parallel, trial_timeout_sec=deadline, trial_attempts=attempts, retry_wait_sec=0, seed=0)
+    settings = RolloutSettings(
+        n_parallel_envs=parallel, trial_timeout_sec=deadline, trial_attempts=attempts, retry_wait_sec=wait, seed=seed
+    )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     groups = await rollouts.play(tasks, POLICY, plan(tmp_path, **changes), heard.append)
     return groups, source.made, heard
@@ -41,6 +44,26 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
     assert [(group.task.id, group.rewards) for group in groups] == [("a", [1, 1]), ("b", [1, 1])]
     assert [finished.group.task.id for finished in heard] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
+    assert [(trial.task.id, trial.member) for trial in made] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "admitted"]
+    assert [line["policy_version"] for line in admitted] == [7] * 4
+
+
+async def test_what_is_on_disk_is_not_played_again_but_under_another_seed(tmp_path):
+    await play(tmp_path, win)
+    groups, made, heard = await play(tmp_path, win)
+    assert not made and [group.rewards for group in groups] == [[1, 1], [1, 1]] and [finished.duration_s for finished in heard] == [0, 0]
+    _, made, _ = await play(tmp_path, win, seed=1)
+    assert len(made) == 4
+
+
+async def test_a_group_takes_from_its_first_trials_start_to_the_end_of_its_last(tmp_path):
+    async def slow(trial, policy):
+        await asyncio.sleep(0.02)
+        return await win(trial, policy)
+
+    _, _, [finished] = await play(tmp_path, slow, tasks=(A,), parallel=1)
+    assert finished.duration_s >= 0.03
 
 
 async def test_never_more_trials_at_once_than_asked_for(tmp_path):
@@ -66,10 +89,36 @@ async def test_infrastructure_failures_get_one_more_trial_with_the_same_seed(tmp
     async def fail_a(trial, policy):
         return failure("a", kind) if trial.task is A else await win(trial, policy)
 
-    groups, made, _ = await play(tmp_path, fail_a, group_size=1)
+    groups, made, heard = await play(tmp_path, fail_a, group_size=1)
     of_a = [trial.seed for trial in made if trial.task is A]
     assert len(of_a) == tries and len(set(of_a)) == 1
+    assert {finished.group.task.id: finished.num_retries for finished in heard} == {"a": tries - 1, "b": 0}
     assert [failed.kind for failed in groups[0].failures] == [kind]
+
+
+def test_the_wait_before_another_try_doubles_up_to_a_minute_and_differs_within_a_group():
+    assert [back_off(2.0, attempts, seed=0) for attempts in (1, 2, 3, 9)] == [2, 4, 8, 60]
+    assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
+
+
+async def test_a_lost_trial_is_tried_again_after_a_while(tmp_path):
+    loop = asyncio.get_running_loop()
+    times = []
+
+    async def fail(trial, policy):
+        times.append(loop.time())
+        return failure("a")
+
+    await play(tmp_path, fail, tasks=(A,), group_size=1, wait=0.02)
+    assert times[1] - times[0] >= 0.019
+
+
+async def test_a_server_that_is_lost_is_a_failure_of_infrastructure(tmp_path):
+    async def lose(trial, policy):
+        raise BackendError("gone")
+
+    [group], made, _ = await play(tmp_path, lose, tasks=(A,), group_size=1)
+    assert [(failed.kind, failed.message) for failed in group.failures] == [(FailureKind.BACKEND, "gone")] and len(made) == 2
 
 
 async def test_a_second_trial_can_still_win(tmp_path):
@@ -94,6 +143,7 @@ async def test_a_trial_that_overruns_the_deadline_is_cancelled_and_counted(tmp_p
         try:
             await asyncio.Event().wait()
         finally:
+            await asyncio.sleep(0.02)  # a sandbox takes a while to go
             freed.append(trial)
 
     groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
@@ -127,6 +177,9 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
     jobs.mkdir(parents=True)
     with pytest.raises(TrainerError, match=f"; see {jobs}$"):
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
+    require_some_graded([], plan(tmp_path))
+    graded = TrajectoryGroup(task=A, trajectories=[trajectory("a", 1.0)])
+    require_some_graded([graded, *groups], plan(tmp_path))
 
 
 async def test_cancelling_cancels_every_trial(tmp_path):
@@ -156,9 +209,10 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
         trial_seed(0, plan(tmp_path, step=4), "a", 0),
         trial_seed(0, plan(tmp_path), "b", 0),
         trial_seed(0, plan(tmp_path), "a", 1),
+        trial_seed(0, plan(tmp_path, purpose="refill-1"), "a", 0),
         trial_seed(0, plan(tmp_path, purpose="eval"), "a", 0),
     ]
-    assert len({here, *others}) == 6
+    assert len({here, *others}) == 7
     assert trial_seed(0, plan(tmp_path, purpose="eval", step=9), "a", 0) == others[-1]
 
 
@@ -166,9 +220,14 @@ class Floored(FakeTasks):
     """Doing nothing solves a, cannot be tried at b."""
 
     asked: list[str]
+    num_running = 0
 
     async def floor(self, task):
         self.asked.append(task.id)
+        self.num_running += 1
+        assert self.num_running == 1, "as many at once as there are slots"
+        await asyncio.sleep(0)
+        self.num_running -= 1
         if task is B:
             raise OSError("gone")
         return 1.0

@@ -7,6 +7,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,11 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
     assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
     assert schedule(pool[::-1], settings) == plan  # a resumed run meets the same batches
+    airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
+    assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, "each round has an order of its own"
+    assert schedule(pool, replace(settings, seed=1)) != plan
+    assert schedule(pool, replace(settings, max_steps=3)) == plan[:3]
+    assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
 
 
 def test_shares_that_no_batch_can_have_are_exact_over_the_run():

@@ -1,0 +1,235 @@
+"""What each step learns from, and what stays known of the groups gone by: played for the step or ahead of it."""
+
+import asyncio
+import io
+from collections import Counter, defaultdict
+
+import pytest
+from rich.console import Console
+
+from src.console import Display
+from src.curriculum import CurriculumSettings
+from src.durable import records
+from src.dynamic_sampling import DynamicSamplingSettings
+from src.errors import ConfigError, RubbleError, ServerLost, TrainerError
+from src.faults import FaultSettings
+from src.filters import FilterSettings
+from src.finished import FinishedRollouts
+from src.journal import Journal
+from src.pipeline import Batch, PipelineSettings
+from src.policy import Policy
+from src.rollouts import Rollouts, RolloutSettings
+from src.step_groups import Gathered, GroupSettings, StepGroups
+from src.watchdog import Watchdog, WatchdogSettings
+from tests.fakes.trials import FakeTasks, failure, task, trajectory
+
+TRIALS = 3  # of a group
+
+
+def batch(step: int, names: str) -> Batch:
+    return Batch(step=step, epoch=0, tasks=[task(name) for name in names])
+
+
+class Bench:
+    """Step groups over what is on disk in `path`. The sandboxes of `cursed` tasks never build; `mixed` ones are solved now and then."""
+
+    def __init__(self, path, names="abcdef", *, cursed="", mixed="", hold=(), steps_done=0, **changes):
+        self.path, self.cursed, self.mixed = path, cursed, mixed
+        self.held = {name: asyncio.Event() for name in hold}
+        self.source = FakeTasks(train=[task(name) for name in names], play=self._play)
+        self.begun: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.heard: list[str] = []
+        self.missing: list[str] = []
+        self.journal = Journal(path)
+        finished = FinishedRollouts(path, self.journal)
+        once = RolloutSettings(n_parallel_envs=99, trial_timeout_sec=None, trial_attempts=2, retry_wait_sec=0, seed=0)
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        options = {"task_sampling": "uniform", "dynamic_sampling": "off", "max_staleness": 0, "in_flight": None, "quarantine_after": 1}
+        options |= {"max_failure_rate": 1.0} | changes
+        self.groups = StepGroups(
+            source=self.source,
+            rollouts=Rollouts(self.source, once, finished),
+            finished=finished,
+            watchdog=Watchdog(WatchdogSettings(server_timeout_sec=60, answer_timeout_sec=60), self.lost),
+            display=Display(Console(file=io.StringIO())),
+            settings=GroupSettings(
+                group_size=TRIALS,
+                temperature=1.0,
+                filters=FilterSettings(
+                    remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering="off"
+                ),
+                curriculum=CurriculumSettings(task_sampling=options["task_sampling"], exploration_floor=0.0, seed=0),
+                dynamic_sampling=DynamicSamplingSettings(
+                    dynamic_sampling=options["dynamic_sampling"],
+                    dynamic_sampling_max_batches=5,
+                    dynamic_sampling_min_replace_ratio=0.3,
+                    seed=0,
+                ),
+                pipeline=PipelineSettings(
+                    max_staleness=options["max_staleness"], max_groups_in_flight=options["in_flight"], stream_groups=False, batch_size=2
+                ),
+                faults=FaultSettings(quarantine_after=options["quarantine_after"], max_failure_rate=options["max_failure_rate"]),
+            ),
+            steps_done=steps_done,
+        )
+        self.groups.update_ended(Policy(None, steps_done))
+
+    async def _play(self, trial, policy):
+        folder = trial.directory / f"{trial.task.id}-{trial.member}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.begun[trial.task.id].set()
+        if trial.task.id in self.held:
+            await self.held[trial.task.id].wait()
+        if not folder.exists():
+            self.missing.append(folder.name)
+        if trial.task.id in self.cursed:
+            return failure(trial.task.id)
+        return trajectory(trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name)
+
+    async def gather(self, step: int, names: str) -> Gathered:
+        return await asyncio.wait_for(self.groups.gather(batch(step, names), lambda group: self.heard.append(group.task.id)), 10)
+
+    def settle(self, step: int) -> None:
+        self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
+
+    def played(self, *, folder: str = "") -> str:
+        """The tasks that were tried, in alphabetical order."""
+        return "".join(sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name}))
+
+
+async def test_a_task_that_cannot_be_graded_is_left_out_from_then_on_and_after_a_restart(tmp_path):
+    bench = Bench(tmp_path, cursed="a")
+    first = await bench.gather(1, "ab")
+    assert [group.task.id for group in first.played] == ["a", "b"]
+    names = ("tasks/quarantined", "groups/quarantined", "trials/retries")
+    assert [first.metrics[name] for name in names] == [1, 0, TRIALS]
+    bench.settle(1)
+    for again in (bench, Bench(tmp_path, cursed="a", steps_done=1)):
+        again.source.made.clear()
+        second = await again.gather(2, "ac")
+        assert again.played() in ("c", "")  # it is on disk the second time
+        assert [group.task.id for group in second.to_learn] == ["c"] and [second.metrics[name] for name in names] == [1, 1, 0]
+    assert bench.journal.groups_of(2) == [(2, "a"), (2, "c")], "as the schedule has it"
+    assert bench.source.ended == ["step_000001", "step_000002"]
+    assert [line["task"] for line in records(tmp_path / "journal.jsonl") if line["event"] == "quarantined"] == ["a"]
+
+
+async def test_a_strike_is_no_quarantine(tmp_path):
+    bench = Bench(tmp_path, cursed="a", quarantine_after=2)
+    assert [(await bench.gather(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
+
+
+async def test_a_batch_without_a_grade_ends_the_run_unless_one_task_is_all_of_it(tmp_path):
+    bench = Bench(tmp_path, cursed="abc")
+    assert not (await bench.gather(1, "a")).played[0].trajectories
+    with pytest.raises(RubbleError, match="none of the 6 trials of step 2"):
+        await bench.gather(2, "bc")
+
+
+async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_path):
+    with pytest.raises(RubbleError, match=r"9 of the last 12 trials could not be graded"):
+        await Bench(tmp_path / "a", cursed="abc", max_failure_rate=0.7).gather(1, "abcd")
+    bench = Bench(tmp_path / "b", "ab", cursed="ab")
+    await bench.gather(1, "a")
+    with pytest.raises(RubbleError, match="every training task is quarantined"):
+        await bench.gather(2, "b")
+
+
+async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_outlives_a_restart(tmp_path):
+    """The journal says what was chosen, not what was scheduled; a task that is left out is chosen no more."""
+    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal"), []
+    for step in range(1, 9):
+        gathered = await bench.gather(step, "ab")
+        bench.settle(step)
+        chosen.append([group.task.id for group in gathered.played])
+        assert bench.journal.groups_of(step) == [(step, name) for name in chosen[-1]] and len(chosen[-1]) == 2
+    assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
+    state = bench.groups.state()
+    assert state["curriculum"]["num_groups"] == 16
+    assert Bench(tmp_path, task_sampling="signal", steps_done=8).groups.state() == state
+    assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
+
+
+async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_path):
+    for step in range(1, 9):
+        bench = Bench(tmp_path, mixed="ef", task_sampling="signal", dynamic_sampling="filter")
+        gathered = await bench.gather(step, "ab")
+        assert sorted(group.task.id for group in gathered.to_learn) == ["e", "f"]
+        counts = Counter(trial.task.id for trial in bench.source.made)
+        assert set(counts.values()) == {TRIALS}, "no task has two turns while there are others"
+        assert len(gathered.played) == len(counts)
+        num_batches = int(gathered.metrics["dynamic_sampling/batches"])
+        purposes = ["step", *(f"refill-{number}" for number in range(1, num_batches))]
+        assert {trial.directory.name for trial in bench.source.made} == {f"{purpose}_{step:06d}" for purpose in purposes}
+    few = Bench(tmp_path / "few", "ab", task_sampling="signal", dynamic_sampling="filter")
+    with pytest.raises(TrainerError, match="5 batches had equal rewards"):
+        await few.gather(1, "ab")
+    assert len(few.source.made) == 5 * 2 * TRIALS, "where there are no others the same again"
+
+
+async def test_uniform_refills_are_whole_batches_of_a_shuffle_of_their_own(tmp_path):
+    bench = Bench(tmp_path / "none", dynamic_sampling="filter")
+    with pytest.raises(TrainerError, match="5 batches had equal rewards"):
+        await bench.gather(1, "ab")
+    refills = [bench.played(folder=f"refill-{number}_") for number in range(1, 5)]
+    assert {len(names) for names in refills} == {2} and len(set(refills)) > 1
+    bench = Bench(tmp_path / "one", mixed="a", dynamic_sampling="filter")
+    await bench.gather(1, "ab")
+    assert len(bench.played(folder="refill-1_")) == 2, "though one is missing"
+
+
+async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ahead(tmp_path):
+    bench = Bench(tmp_path, hold="ab", max_staleness=1)
+    async with bench.groups.played([batch(1, "ab")], Policy(None, 0)):
+        gathering = asyncio.ensure_future(bench.gather(1, "ab"))
+        await asyncio.sleep(0)
+        bench.lost.set_result("gone")
+        with pytest.raises(ServerLost, match="playing step 1: gone"):
+            await gathering
+
+
+async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tmp_path):
+    batches = [batch(1, "ab"), batch(2, "cd"), batch(3, "ef")]
+    bench = Bench(tmp_path, hold="a", cursed="c", max_staleness=1, quarantine_after=0)
+    async with bench.groups.played(batches, Policy(None, 0)):
+        first = await bench.gather(1, "ab")
+        groups = [(group.step, group.task.id) for group in first.to_learn]
+        assert bench.heard == [name for _, name in groups] and "a" not in bench.heard
+        assert first.metrics["trials/retries"] == TRIALS * bench.heard.count("c") and first.metrics["groups/quarantined"] == 0
+        assert bench.journal.groups_of(1) == groups and {step for step, _ in groups} == {1, 2}
+        assert bench.source.ended == ["step_000001", "step_000002"]
+    again = Bench(tmp_path, cursed="c", max_staleness=1, quarantine_after=0)
+    async with again.groups.played(batches, Policy(None, 0)):
+        await again.gather(1, "ab")
+        assert sorted(again.heard) == sorted(bench.heard) and "b" not in again.played()
+        again.groups.update_begins()
+        again.groups.update_ended(Policy(None, 1))
+        second = await again.gather(2, "cd")
+        assert not {group.task.id for group in second.to_learn} & set(bench.heard)
+    again.source.train = again.source.train[2:]
+    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir holds no more"):
+        await again.gather(1, "ab")
+
+
+async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
+    bench, names = Bench(tmp_path, cursed="a", max_staleness=1, in_flight=1), ("ab", "cd", "ab")
+    batches = [batch(step, each) for step, each in enumerate(names, start=1)]
+    quarantined = []
+    async with bench.groups.played(batches, Policy(None, 0)):
+        for step, each in enumerate(names, start=1):
+            metrics = (await bench.gather(step, each)).metrics
+            quarantined.append((metrics["tasks/quarantined"], metrics["groups/quarantined"], metrics["trials/retries"]))
+            bench.groups.update_begins()
+            bench.groups.update_ended(Policy(None, step))
+    assert quarantined == [(1, 0, TRIALS), (1, 0, 0), (1, 1, 0)]
+    assert "a" in bench.played(folder="step_000001") and bench.played(folder="step_000003") == "b"
+
+
+async def test_a_group_that_begins_leaves_the_folders_of_those_beside_it_alone(tmp_path):
+    bench = Bench(tmp_path, hold="b", max_staleness=1, in_flight=2)
+    async with bench.groups.played([batch(1, "abc")], Policy(None, 0)):
+        gathering = asyncio.ensure_future(bench.gather(1, "abc"))
+        await asyncio.wait_for(bench.begun["c"].wait(), 10)
+        bench.held["b"].set()
+        await gathering
+    assert not bench.missing and len(bench.heard) == 3
