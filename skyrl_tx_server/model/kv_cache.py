@@ -91,21 +91,6 @@ def read_rows(config: ModelConfig, cache: KVCache, tables_BW: Leaf, ends: Sequen
     return read(cache, jnp.asarray(tables_BW))
 
 
-def read_pages(config: ModelConfig, cache: KVCache, layer: Leaf, pages_BP: jax.Array) -> Segment:
-    """One layer's positions in the given pages of each row."""
-    if config.mesh is None:
-        return _read_own_pages(cache, layer, pages_BP)
-
-    def read(cache: KVCache, layer: jax.Array, pages: jax.Array) -> Segment:
-        own, here = own_pages(config, cache, pages)
-        found = _read_own_pages(cache, layer, own)
-        seen = jnp.repeat(here, PAGE, axis=1)[:, None]
-        masked = Segment(keys=jnp.where(seen[:, :, None], found.keys, 0), values=jnp.where(seen[..., None], found.values, 0))
-        return jax.lax.psum(masked, BATCH)
-
-    return on_each(config, read, (PAGES, EVERYWHERE, EVERYWHERE), EACH_ROW)(cache, jnp.asarray(layer), pages_BP)
-
-
 def write_layer(config: ModelConfig, cache: KVCache, layer: Leaf, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
     """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
     describes."""
@@ -157,7 +142,8 @@ def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tab
     return [[segment(layer, first, end) for first, end in pairwise((0, *ends))] for layer in range(cache.keys.shape[0])]
 
 
-def _read_own_pages(cache: KVCache, layer: Leaf, own_BP: jax.Array) -> Segment:
+def read_pages(cache: KVCache, layer: Leaf, own_BP: jax.Array) -> Segment:
+    """One layer's positions in the given pages of each row."""
     keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
     batch, _, heads, head_dim, _ = keys.shape
     return Segment(

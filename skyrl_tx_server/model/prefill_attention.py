@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, read_pages
+from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
 from skyrl_tx_server.model.low_rank import Leaf
-from skyrl_tx_server.model.mesh import devices_of_batch, on_each
+from skyrl_tx_server.model.mesh import BATCH, on_each
 from skyrl_tx_server.model.paged_kernel import prefill_attention, reads_as_they_lie
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 
@@ -35,29 +35,36 @@ class Blocks:
 
 
 def attend_to_pages(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
-    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages: a kernel on NVIDIA's devices, a loop
-    elsewhere, for heads it does not take, and where pages lie on several devices."""
-    loop = partial(_by_loop, config)
-    if not reads_as_they_lie(config.head_dim) or devices_of_batch(config.mesh) > 1:
-        return loop(cache, layer, blocks, q)
-    return jax.lax.platform_dependent(cache, jnp.asarray(layer), blocks, q, cuda=partial(by_kernel, config), default=loop)
+    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
+    if config.mesh is None:
+        return _attend_here(cache, jnp.asarray(layer), blocks, q)
+    heads = PartitionSpec(None, None, "tensor")
+    attend = on_each(config, partial(_attend_where_pages_lie, config), (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
+    return attend(cache, jnp.asarray(layer), blocks, q)
 
 
-def by_kernel(config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """The same, on every device for its own heads."""
-
-    def attend(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
-        keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
-        tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
-        return prefill_attention(q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret)
-
-    if config.mesh is not None:
-        heads = PartitionSpec(None, None, "tensor")
-        attend = on_each(config, attend, (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
-    return attend(cache, layer, blocks, q)
+def _attend_where_pages_lie(config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+    """Every device attends for the blocks whose pages it has, all of a block's; to the others it is as if they had none."""
+    tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
+    mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
+    own = Blocks(starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables)
+    return jax.lax.psum(jnp.where(mine[:, None, None, None], _attend_here(cache, layer, own, q), 0), BATCH)
 
 
-def _by_loop(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
+def _attend_here(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+    """A kernel on NVIDIA's devices, a loop elsewhere and for heads that it does not take."""
+    if not reads_as_they_lie(q.shape[-1]):
+        return _by_loop(cache, layer, blocks, q)
+    return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=by_kernel, default=_by_loop)
+
+
+def by_kernel(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False) -> jax.Array:
+    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
+    tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
+    return prefill_attention(q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret)
+
+
+def _by_loop(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
     last_seen = jnp.minimum(blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1)  # padding sees what is there
@@ -65,14 +72,12 @@ def _by_loop(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q
     def of(rows: int) -> jax.Array:
         """The queries of each block, or where one prompt has them all those of all blocks, read their pages together."""
         own = q.reshape(rows, -1, *q.shape[2:])
-        return _attend(config, cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()).reshape(q.shape)
+        return _attend(cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()).reshape(q.shape)
 
     return of(1) if count == 1 else jax.lax.cond((tables == tables[0]).all(), lambda: of(1), lambda: of(count))
 
 
-def _attend(
-    config: ModelConfig, cache: KVCache, layer: Leaf, q: jax.Array, tables: jax.Array, last_seen: jax.Array, end: jax.Array
-) -> jax.Array:
+def _attend(cache: KVCache, layer: jax.Array, q: jax.Array, tables: jax.Array, last_seen: jax.Array, end: jax.Array) -> jax.Array:
     """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
@@ -82,7 +87,7 @@ def _attend(
     def add(index: jax.Array, state: _Attended) -> _Attended:
         pages = jax.lax.dynamic_slice_in_dim(tables, index * PAGES_AT_ONCE, PAGES_AT_ONCE, axis=1)
         visible = index * at_once + jnp.arange(at_once) <= last_seen[..., None]
-        return state.with_segment(grouped, read_pages(config, cache, layer, pages), visible[:, None, :, None])
+        return state.with_segment(grouped, read_pages(cache, layer, pages), visible[:, None, :, None])
 
     per_query = jnp.zeros(grouped.shape[:-1], jnp.float32)
     nothing = _Attended(highest=jnp.full_like(per_query, MASKED), total=per_query, values=jnp.zeros(grouped.shape, jnp.float32))

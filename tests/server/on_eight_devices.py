@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.batching import PAGE
+from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
@@ -25,7 +25,6 @@ from skyrl_tx_server.model.kv_cache import (
     Segment,
     copy_pages,
     empty_cache,
-    read_pages,
     read_rows,
     write_layer,
     write_rows,
@@ -34,6 +33,7 @@ from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zer
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.page_stretches import stretches_of
+from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
@@ -119,7 +119,7 @@ def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
 
 
 def cached(config: ModelConfig) -> dict[str, bool]:
-    """What is written into pages of several devices is what is read back there, and nothing else changes."""
+    """What is written into pages of several devices is what is read back there, and attended to, and nothing else changes."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
@@ -130,9 +130,11 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
+    queries = values(3, BLOCK, config.num_heads, head_dim)  # of blocks of two prompts, on different devices, and of padding
+    blocks = Blocks(starts=np.array([60, 70, 0], np.int32), lengths=np.array([64, 60, 0], np.int32), tables=tables[[2, 0, 0]])
 
     @partial(jax.jit, static_argnames=("config",))
-    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, KVCache, list[list[Segment]], Segment]:
+    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, KVCache, list[list[Segment]], jax.Array]:
         for layer in range(layers):
             own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50]))
@@ -140,19 +142,20 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         scattered = write_rows(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
-        return cache, scattered, rows, read_pages(config, cache, np.int32(1), jnp.asarray(tables[[2, 0]]))
+        return cache, scattered, rows, attend_to_pages(config, cache, np.int32(1), blocks, jnp.asarray(queries))
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
-        cache, scattered, rows, pages = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
+        cache, scattered, rows, attended = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
         owned = [page for page in range(16) if page not in (0, 8)]
         kept, again = ([leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(each))] for each in (cache, scattered))
         assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), "both ways to write rows"
-        return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], jax.device_get(jax.tree.leaves(pages))]
+        seen = [own[:length] for own, length in zip(np.asarray(attended), blocks.lengths, strict=True)]
+        return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], seen]
 
     alone, shared = everything(replace(config, mesh=None)), everything(config)
-    assert any(np.any(leaf) for leaf in alone[2])
+    assert all(np.all(np.any(own, axis=(1, 2))) for own in alone[2])
     equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
-    return {"written": equal[0], "read": equal[1] and equal[2]}
+    return {"written": equal[0], "read": equal[1], "attended": equal[2]}
 
 
 def most_sent(config: ModelConfig, shape: MeshShape) -> float:

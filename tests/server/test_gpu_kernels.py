@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
-from skyrl_tx_server import cache_size, slots
+from skyrl_tx_server import cache_size, decoding, slots
 from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
@@ -158,14 +158,13 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
 ) -> None:
     """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
-    config = replace(tiny_qwen3.CONFIG, num_layers=2, num_heads=heads, num_kv_heads=2, head_dim=24)
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE), values=normal(1, 2, 12, 2, PAGE, 24))
     q = normal(2, 5, BLOCK, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
     blocks = Blocks(starts=np.array([70, 0, 64, 0, 0], np.int32), lengths=np.array([64, 64, 40, 9, 0], np.int32), tables=tables)
-    expected = jax.jit(partial(prefill_attention._by_loop, config))(cache, 1, blocks, q)
+    expected = jax.jit(prefill_attention._by_loop)(cache, jnp.int32(1), blocks, q)
     cache = KVCache(keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan))
-    attend = jax.jit(partial(prefill_attention.by_kernel, config, interpret=True))
+    attend = jax.jit(partial(prefill_attention.by_kernel, interpret=True))
     found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
     for block, length in enumerate(blocks.lengths):
         np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
@@ -190,7 +189,8 @@ def test_grouped_products_are_each_blocks_with_its_experts_weight(rows: int, inp
 def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second layer of a stack: values and gradients under one adapter, and values where each row has one of a bank's."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
-    x, router = normal(0, 3, 7, hidden), experts.Router(normal(1, count, hidden))
+    x = normal(0, 3, 7, hidden)
+    routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
     gate_up, down = normal(2, 2, count, 2 * width, hidden) / 4, normal(3, 2, count, hidden, width) / 4
 
     def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LowRank:
@@ -203,8 +203,8 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
 
     def everything() -> list[np.ndarray]:
         mix = partial(experts._mix, choice, layer=jnp.int32(1))
-        loss = jax.jit(jax.value_and_grad(lambda x, one: jnp.sin(mix(x, router, gate_up, down, one)).sum(), argnums=(0, 1), allow_int=True))
-        return jax.tree.leaves((loss(x, one), jax.jit(mix)(x, router, gate_up, down, bank)))
+        loss = jax.jit(jax.value_and_grad(lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(), argnums=(0, 1), allow_int=True))
+        return jax.tree.leaves((loss(x, one), jax.jit(mix)(x, routed, gate_up, down, bank)))
 
     expected = everything()
     kernel = partial(grouped_kernel.grouped_products, interpret=True)
@@ -260,7 +260,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path:
 
     monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
     monkeypatch.setattr(slots, "on_gpu", lambda: True)
-    monkeypatch.setattr(slots, "stretches_of", noted)
+    monkeypatch.setattr(decoding, "stretches_of", noted)
     monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
     monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
     jax.clear_caches()  # or a prefill program would be the one without the kernel

@@ -55,7 +55,7 @@ def test_a_decode_block_sends_tokens_to_the_weights_not_weights_to_the_tokens(fo
 
 
 def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) -> None:
-    assert found["written"] and found["read"]
+    assert found["written"] and found["read"] and found["attended"]
 
 
 def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) -> None:
