@@ -123,6 +123,7 @@ class Terminus2RLTrainer:
             "progress/epoch": float(batch.epoch),
             "progress/done_frac": batch.step / num_batches,
         }
+        evaluated = False
         try:
             await self._step(batch, reference, metrics)
             self._display.step(f"step {batch.step}/{num_batches}", metrics)
@@ -130,10 +131,12 @@ class Terminus2RLTrainer:
             self._groups.update_ended(policy)
             if self._is_evaluation_due(num_batches=num_batches):
                 metrics |= await self._evaluate(policy)
+                evaluated = True
         finally:
             if self.steps_done == batch.step:
-                self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started})
-        if self._is_evaluation_due(num_batches=num_batches):
+                is_whole = evaluated or not self._is_evaluation_due(num_batches=num_batches)
+                self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started}, is_whole=is_whole)
+        if evaluated:
             self._journal.evaluated(batch.step)
         if last or _due(batch.step, settings.save_every):
             await _uninterrupted(self._save(final=last))

@@ -53,10 +53,12 @@ class RunLog:
         self._wandb_run = wandb_run
         self._trackio_run = trackio_run
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], *, is_whole: bool = True) -> None:
+        """A line that is not whole will be amended: wandb and trackio, which take a step once, have it then."""
         metrics = with_aliases(metrics)
         append_record(self._path, {"step": step, **finite(metrics)})
-        self._send(step, metrics)
+        if is_whole:
+            self._send(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds what the line of a step still lacked. Whenever the process dies, the file has the old line or the new one."""
@@ -68,7 +70,7 @@ class RunLog:
 
     def _send(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._wandb_run is not None:
-            self._wandb_run.log(dict(metrics), step=step, commit=True)
+            self._wandb_run.log({name: value for name, value in metrics.items() if value is not None}, step=step, commit=True)
         if self._trackio_run is not None:
             self._trackio_run.log({name: value for name, value in finite(metrics).items() if value is not None}, step=step)
 

@@ -86,14 +86,28 @@ def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(t
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
+    """It ignores what comes for a step that it has."""
+    fake = FakeWandb()
+    fake.released.set()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with open_run_log(tmp_path, WANDB, name="n", config={}) as run_log:
+        run_log.log(1, {"reward": 0.5})
+        run_log.log(2, {"reward": 0.25, "odd": math.nan}, is_whole=False)
+        run_log.amend(2, {"test/reward": 1.0})
+    assert fake.logged == [(1, {"reward": 0.5}), (2, {"reward": 0.25, "test/reward": 1.0})]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 class FakeWandb(types.ModuleType):
-    """`wandb` without a network: remembers under which ids runs began."""
+    """`wandb` without a network: remembers under which ids runs began, and what they were told."""
 
     Error = RuntimeError
 
     def __init__(self, *, is_down=False):
         super().__init__("wandb")
         self.ids = []
+        self.logged = []
         self.is_down = is_down
         self.released = threading.Event()
 
@@ -105,6 +119,9 @@ class FakeWandb(types.ModuleType):
         if self.is_down:
             raise self.Error("no network\nlong story")
         return self
+
+    def log(self, metrics, *, step, commit):
+        self.logged.append((step, metrics))
 
     def finish(self):
         self.released.wait(10)
