@@ -168,7 +168,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
         )
     except wandb.Error as error:
         first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or drop wandb_project") from error
+        raise ConfigError(f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or wandb_project=None") from error
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
