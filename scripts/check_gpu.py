@@ -1,12 +1,13 @@
-"""Compiles for an NVIDIA H200 that need not be there, down to machine code: a training step at Qwen3-4B's shapes, prefill passes, a decode
+"""Compiles for NVIDIA H200s that need not be there, down to machine code: a training step at Qwen3-4B's shapes, prefill passes, a decode
 block, and the paged kernel.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
+    ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight
 
-Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on, and which of our kernels are
-in it. With
+Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on, the longest message between
+devices, and which of our kernels are in it. With
 XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
 registers and spills.
 Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
@@ -14,11 +15,13 @@ Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_ke
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from math import prod
 
 import chz
 import jax
@@ -31,14 +34,16 @@ from jax.stages import Wrapped
 from scripts.bench import gpu
 from scripts.bench.small_model import RANK
 from skyrl_tx_server.batching import BLOCK, GPU_PREFILL, PAGE
+from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.model.config import Experts, ModelConfig
-from skyrl_tx_server.model.kv_cache import empty_cache
-from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
+from skyrl_tx_server.model.lora import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.low_rank import users_of
 from skyrl_tx_server.model.page_stretches import stretches_of
 from skyrl_tx_server.model.paged_kernel import paged_attention
 from skyrl_tx_server.model.prefill_attention import Blocks
-from skyrl_tx_server.model.transformer import Params, Remat, init_params
+from skyrl_tx_server.model.transformer import Params, Remat
+from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.ops import LossFn
 from skyrl_tx_server.packing import TrainShape, example
 from skyrl_tx_server.rows import row_settings
@@ -60,6 +65,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 
 MODELS = gpu.MODELS | {
+    "32b": replace(gpu.QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, tie_word_embeddings=False),
     "30b-a3b": replace(
         gpu.QWEN3,
         model_type="qwen3_moe",
@@ -69,30 +75,39 @@ MODELS = gpu.MODELS | {
         num_kv_heads=4,
         experts=Experts(count=128, per_token=8, normalized=True),
         tie_word_embeddings=False,
-    )
+    ),
 }
 
 
 @chz.chz
 class CheckConfig:
-    model: str = chz.field(default="4b", doc="4b, 8b, 30b-a3b or tiny")
+    model: str = chz.field(default="4b", doc="4b, 8b, 32b, 30b-a3b or tiny")
+    layers: int | None = chz.field(default=None, doc="None: all of the model's")
+    fsdp_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
     length: int = chz.field(default=4096, doc="Tokens of the training stream")
     rows: int = chz.field(default=64, doc="Rows of the decode batch, of 2,048 positions each")
 
 
 def main(config: CheckConfig) -> None:
-    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices
-    mesh = Mesh(np.array(devices), ("device",))
+    jax.default_backend = lambda: "gpu"  # what the server asks before it chooses how to decode
+    shape = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
+    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{shape.devices}").devices
+    mesh = Mesh(np.array(devices).reshape(*asdict(shape).values()), tuple(asdict(shape)))
     compile_for = partial(compiled, mesh)
     model = MODELS[config.model]
-    params = jax.eval_shape(partial(init_params, model, dtype=jnp.dtype("bfloat16")), jax.random.key(0))
-    adapter, loss = zero_adapter(model, RANK), select_loss(LossFn.CROSS_ENTROPY, {})
-    shape = TrainShape(rows=1, length=config.length)
+    model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if shape.devices > 1 else None)
+    params = param_shapes(model, np.dtype("bfloat16"))
+    adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY, {})
+    shape = TrainShape(rows=shape.batch, length=config.length)
     batch = train_batch(example(shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
     sampling(config, model, params, compile_for)
+    if model.mesh is not None:
+        return
     heads, page = (model.num_kv_heads, model.head_dim), 128
     pages = config.rows * 2048 // page
     keys = jax.ShapeDtypeStruct((pages, *heads, page), jnp.bfloat16)
@@ -103,12 +118,24 @@ def main(config: CheckConfig) -> None:
     compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, stretches)
 
 
+def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
+    """The adapter's shapes, lying as a server would lay it."""
+    shardings = adapter_shardings(model, adapter)
+    if shardings is None:
+        return adapter
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding), adapter, shardings)
+
+
 def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]) -> None:
     """Both prefill passes and a decode block over rows of 2,048 positions."""
     width, copies = 2048 // PAGE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
-    cache = jax.eval_shape(partial(empty_cache, config=model, pages=pages, dtype=np.dtype("bfloat16")))
-    bank = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((4, *np.shape(leaf)), jnp.bfloat16), zero_adapter(model, RANK))
+    cache = jax.eval_shape(partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16")))
+    if model.mesh is not None:
+        lie = NamedSharding(model.mesh, PAGES)
+        cache = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), cache)
+    bank = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), jnp.bfloat16), (4, *np.shape(leaf))), zero_adapter(model, RANK))
+    bank, devices = laid(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
     settings = row_settings([None] * config.rows, model.vocab_size)
 
     def zeros(*shape: int) -> np.ndarray:
@@ -135,7 +162,7 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
-        stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads),
+        stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads, devices=devices),
         adapters=users_of(zeros(config.rows), bank=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
@@ -146,7 +173,9 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
 def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:
     """Compile and report; an error is the report of what does not compile."""
     whole = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole), arguments)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None) or whole), arguments
+    )
     began = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
         program = function.trace(*shapes, **options).lower(lowering_platforms=("cuda",)).compile()
@@ -156,6 +185,10 @@ def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **opt
     loops = [line for line in text.splitlines() if " while(" in line]
     asked = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
     print(f"  the host is asked how to go on in {asked} places")
+    sent = re.findall(r"(\w+)\[([\d,]+)\]\S*\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    if sent:
+        kind, longest = max(sent, key=lambda message: prod(map(int, message[1].split(","))))
+        print(f"  {len(sent)} messages between devices, the longest {kind}[{longest}]")
     kernels = {line.split('name = "')[1].split('"')[0] for line in text.splitlines() if "xla.gpu.triton" in line and 'name = "' in line}
     print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
 

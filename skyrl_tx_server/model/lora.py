@@ -129,18 +129,18 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """An adapter from host memory to every device, experts' factors beside their experts; also a gradient, moment, mask or bank."""
-    return put(adapter, _shardings(config, adapter))
+    return put(adapter, adapter_shardings(config, adapter))
 
 
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Inside a program: `adapter` lies where `place_adapter` puts one."""
-    return adapter if config.mesh is None else jax.lax.with_sharding_constraint(adapter, _shardings(config, adapter))
+    return adapter if config.mesh is None else jax.lax.with_sharding_constraint(adapter, adapter_shardings(config, adapter))
 
 
 def adapter_size(config: ModelConfig, max_rank: int) -> int:
     """How many numbers of an adapter lie on each device."""
     adapter = zero_adapter(config, max_rank)
-    shardings = _shardings(config, adapter)
+    shardings = adapter_shardings(config, adapter)
     if shardings is None:
         return sum(leaf.size for leaf in jax.tree.leaves(adapter))
     return sum(jax.tree.leaves(jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)))
@@ -155,7 +155,7 @@ def bank_layers(bank: Adapter, users: Users) -> list[LayerAdapter]:
     ]
 
 
-def _shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
+def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
     """A sharding in every leaf's place; None for one device."""
     mesh = config.mesh
     if mesh is None:
