@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -63,15 +64,15 @@ class Display:
         self.say(f"{what}: {num_groups} task{_s(num_groups)} x {group_size} trial{_s(group_size)}")
 
     def group(self, finished: FinishedGroup) -> None:
-        """One line: task, solved, turns, seconds, and what failed."""
+        """One line: task, solved, what partial rewards come to, turns, seconds, and what failed."""
         self._done += 1
         group = finished.group
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
-        solved = sum(reward >= SOLVED for reward in group.rewards)
+        earned = "" if _all_or_nothing(group.rewards) else f"reward {fmean(group.rewards):.2f}, "
         failed = f", {len(group.failures)} ungraded ({group.failures[0].kind})" if group.failures else ""
         mean_turns = f"{sum(turns) / len(turns):.1f} turns, " if turns else ""
         place = f"[{self._done}/{self._expected}]"
-        self.say(f"  {place} {group.task.id}: {solved}/{len(turns)} solved, {mean_turns}{finished.duration_s:.1f} s{failed}")
+        self.say(f"  {place} {group.task.id}: {_solved(group.rewards)} solved, {earned}{mean_turns}{finished.duration_s:.1f} s{failed}")
 
     def step(self, title: str, metrics: Mapping[str, float]) -> None:
         table = _table()
@@ -91,13 +92,15 @@ class Display:
         table.add_column(f"step {evaluation.step}", justify="right")
         before = {} if previous is None else {group.task.id: group.rewards for group in previous.groups}
         for group in evaluation.groups:
-            row = [group.task.id] if previous is None else [group.task.id, _solved(before.get(group.task.id, []))]
-            table.add_row(*row, _solved(group.rewards))
+            row = [group.task.id] if previous is None else [group.task.id, _cell(before.get(group.task.id, []))]
+            table.add_row(*row, _cell(group.rewards))
         self._show(table)
         floor = evaluation.whole.floor
         beside = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
         partial = any(group.task.grading for group in evaluation.groups)
-        self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){beside}")
+        rewards = [reward for group in evaluation.groups for reward in group.rewards]
+        earned = "" if _all_or_nothing(rewards) else f"; mean reward {fmean(rewards):.3f}"
+        self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){earned}{beside}")
 
     def _show(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
         """A terminal that hung up, or a full disk behind `>`, ends no run: its folder has what there was to read."""
@@ -131,6 +134,7 @@ class Success:
     after: float | None
     floor: float | None
     is_partial: bool = False  # only a part of a benchmark's grading counted
+    rewards: tuple[float, float] | None = None  # the mean before and after, where a reward may be partial
 
 
 def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
@@ -140,7 +144,8 @@ def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: flo
     if before is not None and after is not None:
         beside = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
         name = _success(success.is_partial)
-        lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){beside}")
+        earned = "" if success.rewards is None else "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
+        lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){earned}{beside}")
     files = [name for name in FILES if (log_path / name).exists()]
     return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
 
@@ -169,6 +174,14 @@ def _table() -> Table:
 
 def _success(is_partial: bool) -> str:
     return "held-out success, graded in part" if is_partial else "held-out success"
+
+
+def _all_or_nothing(rewards: Sequence[float]) -> bool:
+    return all(reward in (0, 1) for reward in rewards)
+
+
+def _cell(rewards: Sequence[float]) -> str:
+    return _solved(rewards) if _all_or_nothing(rewards) else f"{_solved(rewards)} ({fmean(rewards):.2f})"
 
 
 def _solved(rewards: Sequence[float]) -> str:

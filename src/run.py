@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -121,7 +122,10 @@ def success_of(metrics_file: Path) -> Success:
     rates, floors = recorded(metrics_file, "test/env/all/success"), recorded(metrics_file, "test/floor")
     last = rates[max(rates)] if rates else None
     is_partial = not recorded(metrics_file, "test/pass_at_1")  # its rates carry the part's name
-    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None, is_partial=is_partial)
+    earned = recorded(metrics_file, "test/env/all/reward/total")
+    is_earned_in_part = any(not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in earned.items())
+    rewards = (earned[0], earned[max(earned)]) if 0 in earned and is_earned_in_part else None
+    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None, is_partial=is_partial, rewards=rewards)
 
 
 async def survive(

@@ -46,6 +46,14 @@ def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
     ]
 
 
+def test_partial_rewards_are_seen_where_nothing_is_solved():
+    first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
+    lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
+    assert lines[1:] == [["walk", "0/2", "(0.12)", "0/2", "(0.62)"], ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"]]
+    (line,) = shown(lambda display: display.group(FinishedGroup(group=group("walk", 0.5, 0.75), duration_s=1)))
+    assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
+
+
 def test_a_step_is_a_table_that_fits_eighty_columns():
     metrics = {
         "env/all/reward/total": 0.25,
@@ -95,6 +103,8 @@ def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_ar
         f"{lines[1]}; doing nothing: 10.0%",
         "a",
     ]
+    earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]
+    assert earned == f"{lines[1]}; mean reward 0.300 before, 0.750 after"
     partly = replace(rates, is_partial=True)
     assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith("held-out success, graded in part: 25.0% before")
     assert len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path)) == 2
