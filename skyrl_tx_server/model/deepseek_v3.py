@@ -23,6 +23,7 @@ from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.family import Attend, Family, LayerParams, Split, Switch, Weight, add_mlp, mlp_weights, module_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.low_rank import Leaf, LowRank, by_adapter, project
+from skyrl_tx_server.model.mesh import by_rows
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def add_latent_attention[Aux](
     attended, aux = attend(query * _score_scale(config), key, key)
     values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
     added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
-    return checkpoint_name(x + added, "residual"), aux
+    return checkpoint_name(by_rows(config, x + added), "residual"), aux
 
 
 def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:

@@ -73,7 +73,7 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     adapted = None if modules is None else _module_specs(modules, rows, fsdp)
     specs = (PartitionSpec(rows), PartitionSpec(rows), gate_up, PartitionSpec(*lead, "expert", fsdp, "tensor"), adapted, PartitionSpec())
     mixed = on_each(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(*inputs, modules, layer)
-    return x + by_rows(config, mixed)
+    return by_rows(config, x + mixed)
 
 
 class Router(NamedTuple):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.layers import Rope, rms_norm
 from skyrl_tx_server.model.low_rank import LowRank, project
-from skyrl_tx_server.model.mesh import Axes
+from skyrl_tx_server.model.mesh import Axes, by_rows
 
 type LayerParams = dict[str, jax.Array]
 """One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may be those of all the stack's
@@ -176,12 +176,12 @@ def add_attention[Aux](
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
     added = project(config, attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
-    return checkpoint_name(x + added, "residual"), aux
+    return checkpoint_name(by_rows(config, x + added), "residual"), aux
 
 
 def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
     """x [B, T, D] plus its gated perceptron."""
-    return x + perceptron(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter)
+    return by_rows(config, x + perceptron(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter))
 
 
 def perceptron(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.mesh import product_by_rows
+from skyrl_tx_server.model.mesh import by_rows, product_by_rows
 
 type Leaf = jax.Array | np.ndarray
 """An adapter lives on the device, or in host memory while it is made, loaded and saved."""
@@ -114,6 +114,7 @@ def project(
     `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `by` is the axis that divides each part
     on a mesh; the weight's outputs are arranged for it (see `family.Weight`).
     """
+    x = by_rows(config, x, features="tensor" if by is None else None)  # or an adapter's rows would lie elsewhere than its matrix's
     fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
     outputs = split_parts(fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards)
     if module is None:

@@ -180,8 +180,9 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
-    hidden = by_rows(config, hidden, features=VOCABULARY[1] if config.weights_rest else None)
-    logits = _wide_logits(hidden, head_of(params))
+    hidden = by_rows(config, hidden)
+    features = by_rows(config, hidden, features=VOCABULARY[1]) if config.weights_rest else hidden
+    logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits
     return logits + low_rank_deltas(hidden, adapter.head)[0].astype(jnp.float32)
