@@ -234,5 +234,5 @@ async def _close(env: MessageEnv) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await env.close()
-    except Exception:
+    except (Exception, SystemExit):
         logger.warning("an environment did not close", exc_info=True)

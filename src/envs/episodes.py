@@ -53,7 +53,7 @@ class EpisodeTrial:
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', self.task.id)}__{self.settings.seed:08x}"
         try:
             env = self.env()
-        except Exception as error:  # the border of a trial: as if its `start` had failed
+        except (Exception, SystemExit) as error:  # the border of a trial: as if its `start` had failed
             logger.warning("%s: no environment could be made", self.task.id, exc_info=True)
             message = f"{type(error).__name__}: {error}"
             return TrialFailure(task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name)

@@ -57,13 +57,14 @@ async def test_the_worked_example_is_played(answers, reward, stop, tmp_path):
         assert hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."] and result.metrics["guesses"] == 3
 
 
-async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path):
+@pytest.mark.parametrize("error", [ValueError("no board"), SystemExit("no board")])
+async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path, error):
     def make(task: Task, seed: int):
-        raise ValueError("no board")
+        raise error
 
     chat = byte_chat()
     tasks = [Task(id="a", path=Path(__file__), instruction="play"), Task(id="b", path=Path(__file__), instruction="again")]
     source = episodes(parse(OPTIONS), chat, Domain(tasks=tasks, make=make))
     result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(FakePolicy(chat, []))
     assert isinstance(result, TrialFailure)
-    assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, "ValueError: no board")
+    assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, f"{type(error).__name__}: no board")

@@ -365,6 +365,16 @@ async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
         assert isinstance(await playing, Trajectory)
 
 
+async def test_an_environment_that_ends_the_process_while_it_closes_is_left():
+    class Exiting(ScriptedEnv):
+        async def close(self):
+            raise SystemExit(3)
+
+    chat = toy_chat()
+    result = await run_episode(Exiting([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
+    assert isinstance(result, Trajectory)
+
+
 async def test_an_empty_answer_is_seen_by_the_environment_and_trains_nothing():
     class Silent(FakePolicy):
         async def sample(self, prompt_ids, **options) -> Turn:
