@@ -32,15 +32,16 @@ def content_hash(task: Task) -> str:
     return digest.hexdigest()
 
 
-def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, chosen_by: str) -> None:
-    """ConfigError when the content of a held-out task is among `trained`: id -> content hash. `chosen_by` is the option that chooses."""
+def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, chosen_by: str | None) -> None:
+    """ConfigError when the content of a held-out task is among `trained`: id -> content hash. `chosen_by` is the option that chooses by id;
+    None: a folder does."""
     ids = {content: task_id for task_id, content in trained.items()}
     same = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
     if same:
         first = f"{same[0][0]} is training task {same[0][1]}" + (" under another name" if same[0][0] != same[0][1] else "")
         more = f" (and {len(same) - 1} more)" if len(same) > 1 else ""
         held = [task.id for task in held_out if task.id not in dict(same)]
-        unseen = f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(held[:NAMED])}" if held else ""
+        unseen = f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(held[:NAMED])}" if held and chosen_by else ""
         raise ConfigError(f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{unseen}")
 
 

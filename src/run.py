@@ -93,7 +93,8 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:
             raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
-        await asyncio.to_thread(require_held_out, parts.source.eval, content_hashes(parts.source.train), chosen_by="eval_tasks")
+        trained, chosen_by = content_hashes(parts.source.train), None if holds_out_folders(config) else "eval_tasks"
+        await asyncio.to_thread(require_held_out, parts.source.eval, trained, chosen_by=chosen_by)
         folder.create(config)
         await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
         with (
@@ -107,6 +108,10 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     learnt_from = signals(recorded_variances(metrics_file))
     for line in outcome(success_of(metrics_file), learnt_from, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
         display.say(line)
+
+
+def holds_out_folders(config: TrainerConfig) -> bool:
+    return any(Path(name).expanduser().is_dir() for name in config.eval_tasks or ())
 
 
 async def closed(source: TaskSource) -> None:

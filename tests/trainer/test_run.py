@@ -365,6 +365,11 @@ async def test_a_held_out_copy_of_a_training_task_is_refused_before_anything_is_
     with pytest.raises(ConfigError, match="held-out tasks were trained on: b is training task a under another name"):
         await bench.go()
     assert not bench.path.exists()
+    bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
+    with pytest.raises(ConfigError, match=r"two sets; eval_tasks chooses others, e\.g\. eval_tasks=c$"):
+        await bench.go()
+    with pytest.raises(ConfigError, match=r"two sets$"):  # the names in a folder of tasks are none of tasks_dir's
+        await bench.go(f"eval_tasks={tmp_path}")
 
 
 async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
