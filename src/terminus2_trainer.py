@@ -100,9 +100,12 @@ class Terminus2RLTrainer:
             if self.steps_done == 0 and self._settings.eval_before_train:
                 self._run_log.log(0, await self._evaluate(policy))
                 self._journal.evaluated(0)
-            elif self.steps_done and self._is_evaluation_due(num_batches=len(batches)) and not self._journal.is_evaluated(self.steps_done):
-                self._run_log.amend(self.steps_done, await self._evaluate(policy))  # the run was interrupted in the middle of it
-                self._journal.evaluated(self.steps_done)
+            elif self.steps_done and not self._journal.is_evaluated(self.steps_done):
+                if self._is_evaluation_due(num_batches=len(batches)):  # the run was interrupted in the middle of it
+                    self._run_log.amend(self.steps_done, await self._evaluate(policy))
+                    self._journal.evaluated(self.steps_done)
+                else:  # perhaps it was due then, by other options, and the line waits to be sent
+                    self._run_log.amend(self.steps_done, {})
             async with self._groups.played(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch

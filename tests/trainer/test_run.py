@@ -255,6 +255,30 @@ async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_chec
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")][-1] == (2, True)
 
 
+@pytest.mark.parametrize("max_steps", [2, 3])
+async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(tmp_path, monkeypatch, max_steps):
+    """With its evaluation where that is still due; else, by options that have changed, as it is."""
+    sent, evaluating = [], asyncio.Event()
+    monkeypatch.setattr("src.tracking.RunLog._send", lambda self, step, metrics: sent.append((step, "test/env/all/success" in metrics)))
+
+    async def hang_at_the_end(trial, policy):
+        if policy.version == 2:
+            evaluating.set()
+            await asyncio.Event().wait()
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=hang_at_the_end)
+    running = asyncio.ensure_future(bench.go("n_epochs=2", "max_steps=2", "eval_every=0"))
+    await asyncio.wait_for(evaluating.wait(), 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sent == [(0, True), (1, False)]
+    bench.source.play = say_a_token
+    await bench.go("n_epochs=2", f"max_steps={max_steps}", "eval_every=0", "behavior_if_log_dir_exists=resume")
+    assert sent[2:] == ([(2, True)] if max_steps == 2 else [(2, False), (3, True)])
+
+
 async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_path):
     bench = Bench(tmp_path)
     client = bench.backend.training_client
