@@ -61,17 +61,20 @@ class RunLog:
             self._send(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds what the line of a step still lacked. Whenever the process dies, the file has the old line or the new one."""
+        """Adds what the line of a step still lacked, perhaps nothing. Whenever the process dies, the file has the old line or the new
+        one."""
+        is_sent_perhaps = not metrics
         before = next((record for record in records(self._path) if record["step"] == step), {})
         metrics = with_aliases({name: value for name, value in before.items() if name != "step"} | dict(metrics))
         kept = [record for record in records(self._path) if record["step"] < step]
         replace_text(self._path, "".join(json.dumps(record) + "\n" for record in [*kept, {"step": step, **finite(metrics)}]))
-        self._send(step, metrics)
+        self._send(step, metrics, is_sent_perhaps=is_sent_perhaps)
 
-    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _send(self, step: int, metrics: Mapping[str, float], *, is_sent_perhaps: bool = False) -> None:
+        """wandb ignores a step that it has; trackio would have it twice."""
         if self._wandb_run is not None:
             self._wandb_run.log({name: value for name, value in metrics.items() if value is not None}, step=step, commit=True)
-        if self._trackio_run is not None:
+        if self._trackio_run is not None and not is_sent_perhaps:
             self._trackio_run.log({name: value for name, value in finite(metrics).items() if value is not None}, step=step)
 
     def forget_from(self, step: int) -> None:

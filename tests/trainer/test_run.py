@@ -259,7 +259,9 @@ async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_chec
 async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(tmp_path, monkeypatch, max_steps):
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
     sent, evaluating = [], asyncio.Event()
-    monkeypatch.setattr("src.tracking.RunLog._send", lambda self, step, metrics: sent.append((step, "test/env/all/success" in metrics)))
+    monkeypatch.setattr(
+        "src.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
+    )
 
     async def hang_at_the_end(trial, policy):
         if policy.version == 2:
