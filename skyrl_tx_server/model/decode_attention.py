@@ -16,6 +16,9 @@ from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.paged_kernel import Attended, merge, paged_attention
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 
+HEADS = PartitionSpec(BATCH, None, "tensor")
+"""Of queries [B, 1, H, hd] that are decoded: beside the keys and values of their rows."""
+
 
 def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
     """q [B, 1, H, hd] over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
@@ -52,8 +55,8 @@ def attend_over_pages(
     positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
     attend = partial(_attend_over_own_pages, config, layer, interpret)
     if config.mesh is not None:
-        heads, rows = PartitionSpec(BATCH, None, "tensor"), PartitionSpec(BATCH)
-        attend = on_each(config, attend, (PAGES, heads, rows, rows, ROWS, PartitionSpec()), heads)
+        rows = PartitionSpec(BATCH)
+        attend = on_each(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
     return attend(cache, q, tables_BW, stretches, recent, visible)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.decode_attention import HEADS, attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import LayerParams, Stack
 from skyrl_tx_server.model.kv_cache import (
@@ -36,7 +36,7 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
-from skyrl_tx_server.model.mesh import at_rest, keep_whole, over_batch
+from skyrl_tx_server.model.mesh import at_rest, constrain, keep_whole, over_batch
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
@@ -230,6 +230,7 @@ def decode_block(
                 if past is None:
                     assert rows.stretches is not None
                     return attend_over_pages(config, cache, number, q, tables, rows.stretches, recent, visible), recent
+                q = constrain(config.mesh, q, HEADS)
                 return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
 
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)

@@ -19,6 +19,7 @@ from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.decode_attention import attend_over_pages
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
@@ -55,6 +56,7 @@ DENSE = ModelConfig(
     rope_theta=1e4,
     max_position_embeddings=128,
 )
+LATENT = load_model_config(Path(__file__).parents[1] / "fixtures" / "families" / "deepseek_v3")
 SPARSE = replace(DENSE, model_type="qwen3_moe", experts=Experts(count=4, per_token=2, normalized=True), tie_word_embeddings=True)
 SHAPE = MeshShape(fsdp=2, tensor=2, expert=2)
 RANK = 4
@@ -63,7 +65,7 @@ RANK = 4
 def main(directory: Path) -> None:
     divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
     found = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
-    found["sent"] = max(most_sent(SPARSE, SHAPE), most_sent(DENSE, MeshShape(fsdp=2, tensor=2)))
+    found["sent"] = max(most_sent(SPARSE, SHAPE), most_sent(DENSE, MeshShape(fsdp=2, tensor=2)), most_sent(LATENT, MeshShape(fsdp=2)))
     print(json.dumps(found))
 
 
@@ -175,7 +177,7 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
     cache, settings = empty_cache(config=config, pages=8, dtype=np.dtype("float32")), row_settings([None] * rows, config.vocab_size)
     params = param_shapes(config, np.dtype("float32"))
     block = decode_block.lower(
-        cache, params, place_adapter(config, bank), row, settings, config=config, steps=4, ends=(PAGE,), tempered=False
+        cache, params, place_adapter(config, bank), row, settings, config=config, steps=16, ends=(PAGE,), tempered=False
     )
     program = block.compile().as_text()
     assert program is not None
