@@ -7,8 +7,8 @@ import os
 import jax
 
 from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.transformer import Remat, layers_stay
+from skyrl_tx_server.model.mesh import at_rest, bytes_per_device
+from skyrl_tx_server.model.transformer import Remat, cut_stack, layers_stay
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.served_model import ServedModel
 
@@ -38,8 +38,12 @@ def cache_budget_bytes(model: ServedModel, available_bytes: float) -> float:
 
 
 def copied_layers_bytes(model: ServedModel) -> int:
-    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies."""
-    return 0 if layers_stay(model.config) else bytes_per_device(param_shapes(model.config, model.dtype).layers)
+    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies, as
+    experts always are."""
+    if layers_stay(model.config):
+        return 0
+    config = at_rest(model.config)
+    return bytes_per_device([cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers])
 
 
 def fitting_remat(model: ServedModel, available_bytes: float) -> Remat:
