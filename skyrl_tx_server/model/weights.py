@@ -99,7 +99,7 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
     for stack in stacks_of(config):
         for field, weight in stack.weights.items():
             outputs = weight.spec[2 if weight.experts else 1]
-            axes = outputs if isinstance(outputs, tuple) else (outputs,) if outputs else ()
+            axes = [axis for axis in (outputs if isinstance(outputs, tuple) else (outputs,)) if axis and sizes[axis] > 1]
             divided.append((" and ".join(axes), prod(sizes[axis] for axis in axes), sum(weight.widths), f"outputs of {field}"))
     for axis, size, whole, what in divided:
         if size > 1 and (whole == 0 or whole % size):
