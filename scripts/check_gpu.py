@@ -92,15 +92,15 @@ class CheckConfig:
 
 def main(config: CheckConfig) -> None:
     jax.default_backend = lambda: "gpu"  # what the server asks before it chooses how to decode
-    shape = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
-    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{shape.devices}").devices
-    mesh = Mesh(np.array(devices).reshape(*asdict(shape).values()), tuple(asdict(shape)))
+    axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
+    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{axes.devices}").devices
+    mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
     compile_for = partial(compiled, mesh)
     model = MODELS[config.model]
-    model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if shape.devices > 1 else None)
+    model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None)
     params = param_shapes(model, np.dtype("bfloat16"))
     adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY, {})
-    shape = TrainShape(rows=shape.batch, length=config.length)
+    shape = TrainShape(rows=axes.batch, length=config.length)
     batch = train_batch(example(shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"

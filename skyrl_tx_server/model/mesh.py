@@ -172,24 +172,9 @@ def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Ar
     return by_rows(config, made, features=by)
 
 
-def over_batch(config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Inside a program: the leading axis of x over the batch's devices, as `rows_spec` has it, whether matrices are `at_rest` or not."""
-    return constrain(config.mesh, x, rows_spec(config.mesh, x.shape[0]))
-
-
 def keep_whole[Tree](config: ModelConfig, tree: Tree) -> Tree:
     """Inside a program: a tree of arrays lies whole on every device, as `place_whole` has it."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PartitionSpec()), tree)
-
-
-def rows_spec(mesh: Mesh | None, rows: int) -> PartitionSpec:
-    """A leading axis of `rows` over the batch's devices where it divides, else whole on each."""
-    return PartitionSpec(BATCH) if rows % devices_of_batch(mesh) == 0 else PartitionSpec()
-
-
-def devices_of_batch(mesh: Mesh | None) -> int:
-    """Over how many devices the rows of a batch are divided."""
-    return 1 if mesh is None else prod(mesh.shape[axis] for axis in BATCH)
 
 
 def on_each[**Inputs, Output](

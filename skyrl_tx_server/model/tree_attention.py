@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model import tree_kernel
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.mesh import on_each, rows_spec
+from skyrl_tx_server.model.mesh import on_each, rows_axes
 from skyrl_tx_server.model.softmax import LOG2E, MASKED, whole_maximum
 from skyrl_tx_server.model.tree_layout import TreeLayout
 
@@ -37,9 +37,9 @@ def tree_attention(config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax
     """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own streams and heads."""
     if config.mesh is None:
         return _attend(layout, q, k, v)
-    rows = rows_spec(config.mesh, q.shape[0])
-    heads = PartitionSpec(*rows or (None,), None, "tensor")
-    return on_each(config, _attend, (rows, heads, heads, heads), heads)(layout, q, k, v)
+    rows = rows_axes(config, q.shape[0])
+    heads = PartitionSpec(rows, None, "tensor")
+    return on_each(config, _attend, (PartitionSpec(rows), heads, heads, heads), heads)(layout, q, k, v)
 
 
 @jax.custom_vjp

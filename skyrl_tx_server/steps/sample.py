@@ -17,6 +17,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.decode_attention import HEADS, attend_over_pages, attend_over_segments
@@ -36,7 +37,7 @@ from skyrl_tx_server.model.kv_cache import (
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.low_rank import Leaf, Users
-from skyrl_tx_server.model.mesh import at_rest, constrain, keep_whole, over_batch
+from skyrl_tx_server.model.mesh import BATCH, at_rest, constrain, keep_whole
 from skyrl_tx_server.model.page_stretches import Stretches
 from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.softmax import MASKED
@@ -236,7 +237,7 @@ def decode_block(
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
-        logits = over_batch(config, head_logits(config, params, adapter, hidden)[:, 0])
+        logits = constrain(config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH))
         chosen, logprobs = choose(logits, settings, positions + 1, tempered=tempered)
         live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)

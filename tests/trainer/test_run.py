@@ -190,24 +190,30 @@ async def test_a_run_that_stopped_before_its_first_result_leaves_its_folder_free
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
 
 
-async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path):
-    started = asyncio.Event()
+async def cancelled_with_version(bench: Bench, version: int, *options: str) -> None:
+    """The run, up to where it plays with these weights: in the step after so many, or in the evaluation after the last."""
+    reached = asyncio.Event()
 
-    async def hang_in_step_two(trial, policy):
-        if policy.version == 1:
-            started.set()
+    async def hang(trial, policy):
+        if policy.version == version:
+            reached.set()
             await asyncio.Event().wait()
         return await say_a_token(trial, policy)
 
-    bench = Bench(tmp_path, play=hang_in_step_two)
-    running = asyncio.ensure_future(bench.go())
-    await asyncio.wait_for(started.wait(), 10)
+    bench.source.play = hang
+    running = asyncio.ensure_future(bench.go(*options))
+    await asyncio.wait_for(reached.wait(), 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    bench.source.play = say_a_token
+
+
+async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path):
+    bench = Bench(tmp_path)
+    await cancelled_with_version(bench, 1)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False)]
     assert "checkpoint after step 1: tinker://run/weights/000001" in bench.text.getvalue()
-    bench.source.play = say_a_token
     await bench.go("behavior_if_log_dir_exists=resume")
     assert [line["batch"] for line in bench.lines("checkpoints.jsonl")] == [1, 2]
 
@@ -238,45 +244,21 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
 
 
 async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_checkpoint(tmp_path):
-    evaluating = asyncio.Event()
-
-    async def hang_at_the_end(trial, policy):
-        if policy.version == 2:
-            evaluating.set()
-            await asyncio.Event().wait()
-        return await say_a_token(trial, policy)
-
-    bench = Bench(tmp_path, play=hang_at_the_end)
-    running = asyncio.ensure_future(bench.go())
-    await asyncio.wait_for(evaluating.wait(), 10)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    bench = Bench(tmp_path)
+    await cancelled_with_version(bench, 2)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")][-1] == (2, True)
 
 
 @pytest.mark.parametrize("max_steps", [2, 3])
 async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(tmp_path, monkeypatch, max_steps):
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
-    sent, evaluating = [], asyncio.Event()
+    sent = []
     monkeypatch.setattr(
         "src.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
     )
-
-    async def hang_at_the_end(trial, policy):
-        if policy.version == 2:
-            evaluating.set()
-            await asyncio.Event().wait()
-        return await say_a_token(trial, policy)
-
-    bench = Bench(tmp_path, play=hang_at_the_end)
-    running = asyncio.ensure_future(bench.go("n_epochs=2", "max_steps=2", "eval_every=0"))
-    await asyncio.wait_for(evaluating.wait(), 10)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    bench = Bench(tmp_path)
+    await cancelled_with_version(bench, 2, "n_epochs=2", "max_steps=2", "eval_every=0")
     assert sent == [(0, True), (1, False)]
-    bench.source.play = say_a_token
     await bench.go("n_epochs=2", f"max_steps={max_steps}", "eval_every=0", "behavior_if_log_dir_exists=resume")
     assert sent[2:] == ([(2, True)] if max_steps == 2 else [(2, False), (3, True)])
 
