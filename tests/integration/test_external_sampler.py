@@ -16,13 +16,13 @@ from tinker import types
 
 from tests.fakes.external_sampler import ExternalSampler, sampling
 from tests.fakes.tiny_model import make_model
-from tests.server.test_sdk import no_telemetry, sockets_left_open_by_the_sdk  # noqa: F401  they are used by being here
+from tests.server.test_sdk import no_telemetry  # noqa: F401  it is used by being here
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [72, 101, 108, 108, 111]
 FREE = types.SamplingParams(max_tokens=24, temperature=1.0, stop=[])
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.official_sdk
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Probe
 from tests.fakes.server import serving
 from tests.fakes.tiny_model import make_model, make_settings
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.official_sdk
 MODEL = "local/tiny"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -27,14 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def sockets_left_open_by_the_sdk() -> Iterator[None]:
-    """Collected here, where the mark above forgives them, rather than in some later test."""
-    yield
-    gc.collect()
+pytestmark = pytest.mark.official_sdk
 
 
 class Process:

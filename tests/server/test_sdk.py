@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
 import json
 import socket
 import threading
@@ -31,7 +30,7 @@ from tests.fakes.server import fake_context, fake_engine, serving
 
 MODEL = "local/fake"
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.official_sdk,
     pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning"),
 ]
 
@@ -66,15 +65,6 @@ def rest(url: str) -> tinker.RestClient:
 @pytest.fixture(autouse=True)
 def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-
-
-@pytest.fixture(autouse=True)
-def sockets_left_open_by_the_sdk() -> Iterator[None]:
-    """Collected here, where the mark above forgives them, rather than in some later test; what was there before is not looked at."""
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
 
 
 def datum(tokens: list[int], weights: list[float] | None = None) -> types.Datum:

@@ -1,6 +1,5 @@
 """The back end through the real SDK, against our server's HTTP side on a fake engine."""
 
-import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.official_sdk
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +23,6 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def sockets_left_open_by_the_sdk() -> Iterator[None]:
-    """Collected here, where the mark above forgives them, rather than in some later test."""
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
 
 
 @pytest.fixture

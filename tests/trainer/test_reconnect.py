@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import re
@@ -20,7 +19,7 @@ from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import FakeTasks, task, trajectory
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.official_sdk
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,6 @@ def quick_and_quiet(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("src.backend.CLOSE_TIMEOUT_S", 0.5)
     monkeypatch.setattr("src.run.RECONNECT_PERIOD_S", 0.1)
     caplog.set_level(logging.CRITICAL)
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
 
 
 class Bench(FakeRun):
