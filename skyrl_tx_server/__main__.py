@@ -24,7 +24,7 @@ import uvloop
 
 from skyrl_tx_server.app import build_app
 from skyrl_tx_server.checkpoints import CheckpointStore
-from skyrl_tx_server.command_line import help_text, parse
+from skyrl_tx_server.command_line import help_text, parse, print_help
 from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
 from skyrl_tx_server.engine import STOPPING, Engine
 from skyrl_tx_server.errors import ConfigError, ServerError
@@ -50,7 +50,7 @@ KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request mee
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a failure of ours."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(help_text())
+        print_help(help_text())
         return 0
     try:
         config = parse(argv)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import sys
 from collections.abc import Sequence
 
 import chz
@@ -43,6 +45,14 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
         default = "required" if defaults[name].default is inspect.Parameter.empty else f"default {defaults[name].default}"
         lines.append(f"  {name:24} {field._doc} ({default})")
     return "\n".join(lines)
+
+
+def print_help(text: str) -> None:
+    """To a reader that may have read enough before the end, as `head` has."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again when it exits
 
 
 def _none_in_any_case(argument: str) -> str:

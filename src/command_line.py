@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -80,6 +82,14 @@ def help_for(kind: type[object], *, title: Sequence[str], sections: Mapping[str,
         shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
         lines += [f"  {name} {shown}   {type_name}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
     return "\n".join(lines)
+
+
+def print_help(text: str) -> None:
+    """To a reader that may have read enough before the end, as `head` has."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again when it exits
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

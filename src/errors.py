@@ -13,6 +13,8 @@ TrainerError                    one line for the user, exit status 1
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = 130  # the exit status after Ctrl-C
+
 
 class TrainerError(Exception):
     """Shown as one line; `exit_status` is the process's."""

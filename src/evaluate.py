@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from src.command_line import help_for, parse_as
-from src.errors import TrainerError
+from src.command_line import help_for, parse_as, print_help
+from src.errors import INTERRUPTED, TrainerError
 from src.evaluate_config import EvaluateConfig
-from src.train import INTERRUPTED, load_environment, quieten, with_server_from_environment
+from src.train import load_environment, quieten, with_server_from_environment
 
 TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
 SECTIONS = {
@@ -25,7 +25,7 @@ SECTIONS = {
 def main(argv: Sequence[str]) -> int:
     """Evaluates and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
+        print_help(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
         return 0
     load_environment(argv)
     try:

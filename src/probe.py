@@ -21,17 +21,20 @@ from rich.table import Table
 
 from src.backend import DUMMY_KEY, check_alive
 from src.capabilities import CAPABILITIES, Capabilities, Finding
+from src.command_line import print_help
 from src.console import terminal
-from src.errors import ConfigError, TrainerError
+from src.errors import INTERRUPTED, ConfigError, TrainerError
 from src.policy import sdk_boundary
 from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
-from src.train import INTERRUPTED
 
 OPTIONS = ("model_name", "output", "tolerance", "only")
 TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
 
 
 def main(argv: Sequence[str]) -> int:
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(str(__doc__).strip())
+        return 0
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
     console = terminal()

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from dotenv import load_dotenv
 
-from src.command_line import help_text, parse
+from src.command_line import help_text, parse, print_help
 from src.config import TrainerConfig
-from src.errors import TrainerError
+from src.errors import INTERRUPTED, TrainerError
 
-INTERRUPTED = 130
 DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.filters"}  # the seeds' -> who logs
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -24,7 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def main(argv: Sequence[str]) -> int:
     """Runs the trainer and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(help_text())
+        print_help(help_text())
         return 0
     load_environment(argv)
     try:

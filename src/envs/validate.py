@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import chz
 
-from src.command_line import help_for, parse_as
+from src.command_line import help_for, parse_as, print_help
 from src.config import pairs
 from src.envs.harbor import load_harbor, new_run_label, resolve_environment_type, trial_environment
-from src.errors import TrainerError, VerifierError
+from src.errors import INTERRUPTED, TrainerError, VerifierError
 from src.rewards.verifier import score
 from src.trajectory import Task
 
@@ -32,6 +32,12 @@ class ValidateConfig:
     environment_kwargs: list[str] | None = chz.field(default=None, doc="Settings of the environment as key=value,...")
     n_parallel_envs: int = chz.field(default=4, doc="Trials running at once")
     logs_dir: str | None = chz.field(default=None, doc="Where to keep the trials' files; None: nowhere")
+
+    @chz.validate
+    def _can_be_honoured(self) -> None:
+        pairs(self.environment_kwargs, option="environment_kwargs")
+        if self.n_parallel_envs < 1:
+            raise ValueError(f"n_parallel_envs={self.n_parallel_envs}: at least one trial must be allowed to run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +56,10 @@ class Verdict:
         return f"{'ok  ' if self.is_sound else 'BAD '} {self.task.id}: oracle {self.oracle}, nop {self.nop}"
 
 
-async def validate(tasks: Sequence[Task], *, environment: Mapping[str, object], n_parallel: int, directory: Path) -> list[Verdict]:
-    """Play every task with its solution and with nothing."""
+async def validate(
+    tasks: Sequence[Task], *, environment: Mapping[str, object], n_parallel: int, directory: Path, tell: Callable[[Verdict], None]
+) -> list[Verdict]:
+    """Play every task with its solution and with nothing; each verdict is told when it and those before it are known."""
     turns = asyncio.Semaphore(n_parallel)
 
     async def play(task: Task, agent: str) -> float | str:
@@ -60,7 +68,11 @@ async def validate(tasks: Sequence[Task], *, environment: Mapping[str, object], 
 
     async with asyncio.TaskGroup() as group:
         plays = [(task, *(group.create_task(play(task, agent)) for agent in ("oracle", "nop"))) for task in tasks]
-    return [Verdict(task=task, oracle=oracle.result(), nop=nop.result()) for task, oracle, nop in plays]
+        verdicts = []
+        for task, oracle, nop in plays:
+            verdicts.append(Verdict(task=task, oracle=await oracle, nop=await nop))
+            tell(verdicts[-1])
+    return verdicts
 
 
 async def _play(task: Task, agent: str, *, environment: Mapping[str, object], directory: Path) -> float | str:
@@ -100,9 +112,15 @@ def run(config: ValidateConfig) -> int:
     tasks = load_tasks(Path(config.tasks_dir), check=check_for(kind, environment))
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(config.logs_dir or scratch).expanduser()
-        verdicts = asyncio.run(validate(tasks, environment=environment, n_parallel=config.n_parallel_envs, directory=directory))
-    for verdict in verdicts:
-        print(verdict.line())
+        verdicts = asyncio.run(
+            validate(
+                tasks,
+                environment=environment,
+                n_parallel=config.n_parallel_envs,
+                directory=directory,
+                tell=lambda verdict: print(verdict.line(), flush=True),
+            )
+        )
     unsound = sum(not verdict.is_sound for verdict in verdicts)
     print(f"{len(verdicts)} tasks in {kind}: {len(verdicts) - unsound} sound, {unsound} unsound")
     return 1 if unsound else 0
@@ -110,10 +128,12 @@ def run(config: ValidateConfig) -> int:
 
 def main(argv: Sequence[str]) -> int:
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."], sections={}))
+        print_help(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."], sections={}))
         return 0
     try:
         return run(parse_as(ValidateConfig, argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except TrainerError as error:
         print(f"validate: {error}", file=sys.stderr)
         return error.exit_status

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
 
 import jax
@@ -76,6 +78,14 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == help_text() + "\n"
     assert "  base_model " in help_text() and "(required)" in help_text() and "(default 8000)" in help_text()
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert main(["--help"]) == 0
 
 
 def test_none_is_none_in_any_case() -> None:

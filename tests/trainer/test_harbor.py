@@ -475,6 +475,16 @@ def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
+    ("option", "line"), [("environment_kwargs=cpus", "environment_kwargs takes key=value"), ("n_parallel_envs=0", "n_parallel_envs=0: at")]
+)
+def test_options_of_validate_that_cannot_be_honoured_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, line: str
+):
+    assert validate([f"tasks_dir={tmp_path}", option]) == 2
+    assert capsys.readouterr().err.startswith(f"validate: {line}")
+
+
+@pytest.mark.parametrize(
     "command", ["cat /dev/zero > /app/big", "rm -rf /logs; echo x > /logs", "chmod 000 /logs", "rm -rf /tests; chmod 555 /"]
 )
 async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_try(tmp_path: Path, command: str) -> None:

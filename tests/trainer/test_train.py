@@ -8,8 +8,8 @@ import textwrap
 import pytest
 
 from src.command_line import parse
+from src.errors import INTERRUPTED
 from src.train import (
-    INTERRUPTED,
     load_environment,
     main,
     until_signalled,
@@ -63,6 +63,14 @@ def test_help_names_every_option_with_its_default(capsys):
     assert "model_name (required)" in text
     assert "proactive_summarization_threshold = 8000" in text
     assert "Held-out tasks" in text
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert main(["--help"]) == 0
 
 
 def test_env_files_fill_in_and_never_override(tmp_path):
