@@ -1,6 +1,6 @@
 """Checks in short whether a server can train: the few checks of `python -m src.probe` that touch every part of it.
 
-    python scripts/test_skyrl_tx.py [URL]        default: SKYRL_TX_URL, else http://localhost:8000
+    .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or .env.skyrl-tx), else http://localhost:8000
 
 Exit status 0 when all hold.
 """
@@ -14,9 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from src.probe import main
+from src.train import load_environment
 
 CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fresh", "seeds", "loads with optimizer")
 
 if __name__ == "__main__":
+    load_environment(["backend=skyrl-tx"])
     url = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKYRL_TX_URL", "http://localhost:8000")
     sys.exit(main([url, f"only={','.join(CHECKS)}", "output="]))

@@ -26,6 +26,7 @@ from src.console import terminal
 from src.errors import INTERRUPTED, ConfigError, TrainerError
 from src.policy import sdk_boundary
 from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
+from src.train import load_environment
 
 OPTIONS = ("model_name", "output", "tolerance", "only")
 TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
-    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    load_environment(["backend=skyrl-tx"])  # whose an endpoint is nobody says: both files may hold its key
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
     console = terminal()
     try:

@@ -4,9 +4,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+from src import probe
 from src.command_line import parse
 from src.errors import INTERRUPTED
 from src.train import (
@@ -17,6 +19,7 @@ from src.train import (
     with_server_from_environment,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
 
 
@@ -83,6 +86,16 @@ def test_env_files_fill_in_and_never_override(tmp_path):
     assert with_server_from_environment(["backend=skyrl-tx"]) == ["backend=skyrl-tx", "skyrl_tx_url=http://own:1"]
     assert with_server_from_environment(GOOD) == GOOD
     assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
+
+
+def test_the_probe_and_the_short_check_read_the_env_files_too(tmp_path):
+    (tmp_path / ".env").write_text("TINKER_API_KEY=tml-from-env\n")
+    (tmp_path / ".env.skyrl-tx").write_text("SKYRL_TX_URL=http://127.0.0.1:9\n")
+    assert probe.main(["http://127.0.0.1:9"]) == 2
+    assert os.environ["TINKER_API_KEY"] == "tml-from-env"
+    check = [sys.executable, ROOT / "scripts" / "test_skyrl_tx.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "SKYRL_TX_URL"}
+    assert "no server answers at http://127.0.0.1:9 " in subprocess.run(check, env=environment, capture_output=True, text=True).stderr
 
 
 def test_debugging_shows_the_traceback():
