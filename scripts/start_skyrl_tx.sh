@@ -10,4 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 . scripts/gpu_flags.sh
-exec .venv/bin/python -m skyrl_tx_server "base_model=${1:-Qwen/Qwen3-4B}" "tensor_parallel=${2:-1}" "${@:3}"
+case " $* " in *" --help "*) exec .venv/bin/python -m skyrl_tx_server --help ;; esac
+model=Qwen/Qwen3-4B devices=1
+case "${1:-}" in '' | [a-z]*=*) ;; *) model=$1; shift ;; esac
+case "${1:-}" in '' | [a-z]*=*) ;; *) devices=$1; shift ;; esac
+exec .venv/bin/python -m skyrl_tx_server "base_model=$model" "tensor_parallel=$devices" "$@"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -86,6 +88,27 @@ def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch: pytest.M
     with open(writer, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         assert main(["--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "base_model=Qwen/Qwen3-4B tensor_parallel=1"),
+        (["port=9"], "base_model=Qwen/Qwen3-4B tensor_parallel=1 port=9"),
+        (["a/b", "port=9", "dtype=auto"], "base_model=a/b tensor_parallel=1 port=9 dtype=auto"),
+        (["a/b", "2", "port=9"], "base_model=a/b tensor_parallel=2 port=9"),
+        (["--help"], "--help"),
+    ],
+)
+def test_the_start_script_takes_its_words_in_the_order_of_its_usage(words: list[str], says: str, tmp_path: Path) -> None:
+    for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
+        path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    script = Path(__file__).resolve().parents[2] / "scripts" / "start_skyrl_tx.sh"
+    copied = shutil.copy(script, tmp_path / "scripts")
+    assert subprocess.run([copied, *words], capture_output=True, text=True, check=True).stdout == says + "\n"
 
 
 def test_none_is_none_in_any_case() -> None:
