@@ -4,7 +4,7 @@
     python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
     python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
-No server need run, and a running one is not disturbed.
+No server need run, and a running one is not disturbed. Further options (checkpoints_dir=, dtype=, ...): `adapter --help` and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from skyrl_tx_server.base_model import fingerprint, open_base_model
 from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, parse_path
-from skyrl_tx_server.command_line import help_text, parse
+from skyrl_tx_server.command_line import help_text, parse, print_help
 from skyrl_tx_server.config import model_alias
 from skyrl_tx_server.disk import check_room
 from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError
@@ -67,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 with one line on stderr."""
     verb = argv[0] if argv else "--help"
     if verb in ("--help", "-h", "help"):
-        print(__doc__)
+        print_help(str(__doc__).strip())
         return 0
     try:
         if verb not in _VERBS:
             raise ConfigError(f"unknown command {verb!r}; one of {', '.join(_VERBS)}")
         if any(argument in ("--help", "-h", "help") for argument in argv[1:]):
             options, _ = _VERBS[verb]
-            print(help_text(options, f"python -m skyrl_tx_server.export {verb} key=value ..."))
+            print_help(help_text(options, f"python -m skyrl_tx_server.export {verb} key=value ..."))
             return 0
         print(_run(verb, argv[1:]))
         return 0

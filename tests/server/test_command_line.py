@@ -7,12 +7,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.cache_size import fitting_cache
 from skyrl_tx_server.command_line import help_text, parse
@@ -82,12 +84,15 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
     assert "  base_model " in help_text() and "(required)" in help_text() and "(default 8000)" in help_text()
 
 
-def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])])
+def test_help_that_nobody_reads_to_its_end_is_no_traceback(
+    program: Callable[[list[str]], int], argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        assert main(["--help"]) == 0
+        assert program(argv) == 0
 
 
 @pytest.mark.parametrize(
