@@ -193,6 +193,9 @@ def small_model(tokenizer: Tokenizer) -> ModelConfig:
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
     directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
     save_tokenizer(directory, build_tokenizer())

@@ -83,6 +83,9 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
     model_dir = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
     config = TrainerConfig(

@@ -76,6 +76,9 @@ def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
     for split, folder in ((Pool.TRAIN, "train"), (Pool.HELD_OUT, "heldout")):
         shutil.rmtree(root / folder, ignore_errors=True)

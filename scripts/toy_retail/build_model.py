@@ -66,6 +66,9 @@ def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "model"
     save(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -49,6 +49,9 @@ def row(task_id: str, instance: Instance, *, split: str) -> dict[str, object]:
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
     root.mkdir(parents=True, exist_ok=True)
     by_split = {split: instances(split) for split in ("train", "test")}
