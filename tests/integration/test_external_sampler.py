@@ -16,7 +16,6 @@ from tinker import types
 
 from tests.fakes.external_sampler import ExternalSampler, sampling
 from tests.fakes.tiny_model import make_model
-from tests.server.test_sdk import no_telemetry  # noqa: F401  it is used by being here
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [72, 101, 108, 108, 111]

@@ -83,11 +83,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
     engine.stop()
 
 
-@pytest.fixture(autouse=True)
-def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-
-
 def of(kind: type, **changes: Callable) -> Callable:
     """Operations of one kind with other fields."""
     return lambda executor, op: replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op

@@ -62,11 +62,6 @@ def rest(url: str) -> tinker.RestClient:
     return tinker.RestClient(base_url=url, api_key="tml-dummy")
 
 
-@pytest.fixture(autouse=True)
-def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-
-
 def datum(tokens: list[int], weights: list[float] | None = None) -> types.Datum:
     targets = [*tokens[1:], 0]
     return types.Datum(
