@@ -58,12 +58,21 @@ class LoopbackServer(uvicorn.Server):
     def in_thread(self, listener: socket.socket) -> Iterator[None]:
         thread = threading.Thread(target=self.run, kwargs={"sockets": [listener]})
         thread.start()
-        assert self.listening.wait(10)
         try:
+            assert self.listening.wait(60)
             yield
         finally:
             self.should_exit = True
             thread.join()
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens until then."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
 
 
 @contextlib.contextmanager

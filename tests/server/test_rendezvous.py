@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
 from skyrl_tx_server.config import HostsSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.server import reserved_port
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
@@ -22,41 +23,36 @@ SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
 
 
 @pytest.fixture
-def hosts() -> HostsSettings:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=1, key=b"tml-ours")
+def hosts() -> Iterator[HostsSettings]:
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"tml-ours")
 
 
 @pytest.fixture
-def leading(hosts: HostsSettings) -> Iterator[SimpleQueue[str]]:
-    """Process 0 waits; what it ends with."""
-    end = SimpleQueue[str]()
-
-    def wait() -> None:
-        try:
-            lead(hosts, SETTINGS, end.put)
-        except ConfigError as error:
-            end.put(str(error))
-
-    thread = threading.Thread(target=wait)
+def leading(hosts: HostsSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Process 0 waits for one that may go on with it, which comes in the end."""
+    monkeypatch.setattr("skyrl_tx_server.rendezvous._start_jax", lambda hosts, address: None)
+    thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
-    yield end
+    yield
+    join(replace(hosts, process_id=1), SETTINGS, print).follow(FakeExecutor)
     thread.join()
 
 
-def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettings, leading: SimpleQueue[str]) -> None:
-    assert leading.get(timeout=5).startswith(f"num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start")
+def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettings) -> None:
+    with pytest.raises(ConfigError, match=f"^num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start"):
+        lead(replace(hosts, timeout_s=1), SETTINGS, print)
 
 
 def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
     with pytest.raises(ConfigError, match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused"):
-        join(replace(hosts, process_id=1), SETTINGS, print)
+        join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
 
 
 def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: HostsSettings) -> None:
     with socket.create_server(hosts.address), pytest.raises(ConfigError, match="who listens there said nothing for 1 s"):
-        join(replace(hosts, process_id=1), SETTINGS, print)
+        join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
 
 
 def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and_frees_its_place() -> None:
