@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -75,10 +74,11 @@ async def watching(check: Callable[[], Awaitable[None]], settings: WatchdogSetti
 
 
 async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
+    now = asyncio.get_running_loop().time
     failing_since: float | None = None  # not "since the last answer": this process itself may have been held up
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, settings.server_timeout_sec / 4))
-        asked = time.monotonic()
+        asked = now()
         try:
             await check()
             failing_since = None
@@ -86,7 +86,7 @@ async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSetting
             lost.set_result(str(error))
         except Exception as error:
             failing_since = failing_since or asked
-            silent_s = time.monotonic() - failing_since
+            silent_s = now() - failing_since
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
             if silent_s >= settings.server_timeout_sec:
                 lost.set_result(f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,17 @@ class _Impatient(selectors.DefaultSelector):
             raise RuntimeError("the run waits for something that never comes")
         self._loop._now += max(0.0, timeout)
         return super().select(0)
+
+
+def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
+    """A test whose waits take no time: what it waits for comes before what waits longer, however slow the machine."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
 
 
 class SlowFuture:

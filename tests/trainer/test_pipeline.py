@@ -69,7 +69,7 @@ class Stage:
             await settle()
 
     async def taken(self, step):
-        finished = await asyncio.wait_for(self.pipeline.take(step), 1)
+        finished = await asyncio.wait_for(self.pipeline.take(step), 60)
         await settle()
         return finished and finished.group.task.id
 

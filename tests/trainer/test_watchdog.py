@@ -5,6 +5,7 @@ import pytest
 from src.errors import BackendError, ServerLost
 from src.policy import Policy
 from src.watchdog import WatchdogSettings, WatchedPolicy, watching
+from tests.fakes.virtual_time import in_virtual_time
 
 SETTINGS = WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=0.05)
 
@@ -28,12 +29,14 @@ async def for_ever(freed):
         freed.append(True)
 
 
+@in_virtual_time
 async def test_answers_pass_through():
     async with watching(alive, SETTINGS) as watchdog:
         assert await watchdog.answer(asyncio.sleep(0, 7), "training") == 7
     assert len(asyncio.all_tasks()) == 1
 
 
+@in_virtual_time
 async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
     freed = []
     async with watching(alive, SETTINGS) as watchdog:
@@ -47,6 +50,7 @@ async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
     ("check", "message"),
     [(silent, r"the server has not answered for server_timeout_sec=0.1 \(no server answers\)"), (forgetful, "it knows us no more")],
 )
+@in_virtual_time
 async def test_a_server_that_is_gone_ends_every_wait(check, message):
     freed = []
     async with watching(check, WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=60)) as watchdog:
@@ -58,6 +62,7 @@ async def test_a_server_that_is_gone_ends_every_wait(check, message):
     assert len(freed) == 2 and len(asyncio.all_tasks()) == 1
 
 
+@in_virtual_time
 async def test_a_few_failed_probes_are_no_loss():
     failures = iter([True, True, False, True])
 
@@ -69,6 +74,7 @@ async def test_a_few_failed_probes_are_no_loss():
         assert await watchdog.guard(asyncio.sleep(0.3, 7), "playing") == 7
 
 
+@in_virtual_time
 async def test_the_error_of_the_work_is_the_error_of_the_wait_and_cancelling_cancels_it():
     freed = []
     async with watching(alive, SETTINGS) as watchdog:
@@ -83,6 +89,7 @@ async def test_the_error_of_the_work_is_the_error_of_the_wait_and_cancelling_can
     assert freed
 
 
+@in_virtual_time
 async def test_a_watched_policy_is_the_policy_with_a_deadline():
     class Stuck(Policy):
         async def sample(self, *args, **kwargs):
