@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,12 @@ async def test_an_episode_goes_on_in_another_worker_as_if_nothing_had_happened(h
 
 
 async def test_a_hung_worker_is_killed_by_the_parent_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "GRACE_S", 0.3)
-    async with pool_of(timeout_s=0.3) as pool:
+    async with pool_of() as pool:
         counter = Counter(pool, "one")
         await counter.add(1)
         [pid] = pool.pids
+        monkeypatch.setattr(workers, "GRACE_S", 0.3)
+        pool.settings = replace(pool.settings, step_timeout_s=0.3)
         with pytest.raises(WorkerTimeout, match=r"did not answer within 0\.3 s"):
             await counter.ask("hang")
         assert not pool.pids
