@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,7 @@ async def environment(
 
 async def until_none(running: Bubblewrap, pattern: str) -> None:
     """A killed process takes a moment to go."""
-    assert (await running.run(f"while pgrep -f '{pattern}' >/dev/null; do :; done", timeout_s=10)).status == 0
+    assert (await running.run(f"while pgrep -f '{pattern}' >/dev/null; do :; done", timeout_s=60)).status == 0
 
 
 def processes_with(marker: str) -> list[str]:
@@ -89,6 +89,21 @@ def processes_with(marker: str) -> list[str]:
             if marker.encode() in line:
                 found.append(line.decode(errors="replace"))
     return found
+
+
+def open_files() -> set[str]:
+    """What this process has open, by what it is: a number that another thread lets go may be taken again at once."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+async def seconds(work: Awaitable[object]) -> float:
+    started = time.monotonic()
+    await work
+    return time.monotonic() - started
 
 
 def mounts() -> set[str]:
@@ -125,7 +140,7 @@ async def test_a_timeout_kills_the_whole_command_and_the_sandbox_goes_on() -> No
 async def test_a_command_may_leave_processes_behind_until_they_are_killed() -> None:
     async with sandbox() as running:
         await running.run("setsid sleep 1000 >/dev/null 2>&1 & sleep 1001 >/dev/null 2>&1 &")
-        assert (await running.run("until [ $(pgrep -cx sleep) = 2 ]; do :; done", timeout_s=10)).status == 0
+        assert (await running.run("until [ $(pgrep -cx sleep) = 2 ]; do :; done", timeout_s=60)).status == 0
         await running.kill_processes()
         await until_none(running, "^sleep")
 
@@ -313,19 +328,20 @@ async def test_a_pane_keeps_long_output() -> None:
 async def test_sandboxes_start_fast_and_leave_no_descriptor_task_or_file() -> None:
     async with sandbox():
         pass  # the skeleton is built once per run
-    before = set(os.listdir("/proc/self/fd"))
-    started = time.monotonic()
-    async with sandbox() as running:
-        start_s = time.monotonic() - started
+    before, plain_s, start_s, exec_s = open_files(), list[float](), list[float](), list[float]()
+    for _ in range(4):
         started = time.monotonic()
-        for _ in range(20):
-            await running.run("true")
-        exec_s = (time.monotonic() - started) / 20
-        with pytest.raises(CommandTimeout):
-            await running.run("sleep 60", timeout_s=0.05)
-    assert start_s < 1.5 and exec_s < 0.15  # ten times what it takes on an idle machine
+        async with sandbox() as running:
+            start_s.append(time.monotonic() - started)
+            for _ in range(5):
+                exec_s.append(await seconds(running.run("true")))
+                plain_s.append(await seconds(asyncio.to_thread(subprocess.run, ["bash", "-c", "true"])))
+            with pytest.raises(CommandTimeout):
+                await running.run("sleep 60", timeout_s=0.05)
+    slow = max(1.0, min(plain_s) / 0.01)  # how much slower this machine is now than an idle one, on which this takes 3 ms
+    assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times what it takes there
     await asyncio.sleep(0)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert {path.name for path in run_directory(LABEL).iterdir()} == {"lock", "skeleton"}
 
@@ -400,7 +416,7 @@ def test_kill_9_of_the_trainer_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         trainer.wait()
         assert trainer.stdout is not None
         trainer.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while processes_with(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(marker) == []
