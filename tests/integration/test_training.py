@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -89,7 +90,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
-    again = command(url, model_dir, log_path, "max_steps=9", "loss_fn=cispo", "behavior_if_log_dir_exists=resume")
+    again = command(url, model_dir, log_path, "max_steps=19", "loss_fn=cispo", "behavior_if_log_dir_exists=resume")
     text = ""
     with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
         assert resumed.stdout is not None
@@ -98,9 +99,11 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
             if line.startswith("step 4:"):
                 resumed.send_signal(signal.SIGINT)
     assert resumed.returncode == 130, text
-    assert "resuming after step 2" in text and "checkpoint after step 3: tinker://" in text
-    assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, 3]
-    assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert "resuming after step 2" in text
+    (last,) = map(int, re.findall(r"checkpoint after step (\d+): tinker://", text))  # 3, or a later one where the signal came late
+    assert last >= 3
+    assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, last]
+    assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
 def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(model_dir: Path, tmp_path: Path) -> None:

@@ -374,14 +374,13 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
         await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
-        gate.clear()
-        await asyncio.sleep(0.05)  # a turn that had begun is over or at the gate
+        gate.clear()  # one turn may be past the gate, and the next one come to it before the session ends
         blocks = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
         gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
-    assert executor.log.count("decode") <= blocks + 1 and not executor.rows_decoding
+    assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
 
 
 async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.AsyncClient, context: Context, tmp_path: Path) -> None:

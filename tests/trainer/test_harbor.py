@@ -163,7 +163,7 @@ async def test_a_summary_is_trained_where_it_is_asked_for(tmp_path: Path) -> Non
 
 
 async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 2\n")
+    folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n")
     outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], source(folder))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
@@ -217,7 +217,7 @@ class SilentPolicy(ScriptedPolicy):
 
 @pytest.mark.parametrize("answers", [0, 1])
 async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(tmp_path: Path, answers: int) -> None:
-    tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 3\n"))
+    tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
     policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
     policy.silent_after = answers
     outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
