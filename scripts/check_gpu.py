@@ -99,7 +99,7 @@ def main(config: CheckConfig) -> None:
     model = MODELS[config.model]
     model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None)
     params = param_shapes(model, np.dtype("bfloat16"))
-    adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY, {})
+    adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
     shape = TrainShape(rows=axes.batch, length=config.length)
     batch = train_batch(example(shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):

@@ -153,7 +153,7 @@ class DeviceExecutor:
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
-        loss = select_loss(LossFn.CROSS_ENTROPY, {})
+        loss = select_loss(LossFn.CROSS_ENTROPY)
         for shape in reversed([shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]):
             batch = train_batch(example(shape))
             given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
@@ -229,7 +229,7 @@ class DeviceExecutor:
         model = self._models.get(op.model_id)
         check_data(op.data, vocab_size=self._config.vocab_size, max_context_length=self.info.max_context_length)
         check_loss_inputs(op.data, op.loss_fn)
-        loss = select_loss(op.loss_fn, op.loss_fn_config)
+        loss = select_loss(op.loss_fn, op.settings)
         trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)
         if op.loss_fn is LossFn.GSPO:

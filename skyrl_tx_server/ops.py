@@ -1,7 +1,9 @@
 """The meeting point of the HTTP side and the engine: frozen requests and results, arrays in numpy.
 
 HTTP code turns a body into one of these operations and submits it; the engine answers with the matching result.
-Neither side imports the other. Token ids are int32, log-probabilities and weights float32, all little-endian numpy arrays.
+Neither side imports the other. What the model's sizes and a request's own fields forbid is refused before the operation is made (`wire`),
+so the engine asks only what it alone knows: which models and checkpoints there are, and what its programs have room for.
+Token ids are int32, log-probabilities and weights float32, all little-endian numpy arrays.
 """
 
 from __future__ import annotations
@@ -62,6 +64,15 @@ class AdamSettings:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """A request's loss_fn_config; which loss reads which is in `wire.LOSS_CONFIG`, what for in `steps/losses.py`."""
+
+    clip_low_threshold: float = 0.8  # both bound the ratio itself
+    clip_high_threshold: float = 1.2
+    beta: float = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +156,7 @@ class ForwardBackward:
     model_id: str
     data: tuple[TrainDatum, ...]
     loss_fn: LossFn
-    loss_fn_config: dict[str, float] = field(default_factory=dict)
+    settings: LossSettings = field(default_factory=LossSettings)
     forward_only: bool = False
 
 

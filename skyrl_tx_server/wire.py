@@ -20,6 +20,7 @@ from skyrl_tx_server.ops import (
     ForwardBackward,
     LoraSpec,
     LossFn,
+    LossSettings,
     Sample,
     SamplingSettings,
     TrainDatum,
@@ -307,7 +308,7 @@ def parse_loss_fn(name: str) -> LossFn:
         raise UserError(f"loss {name!r} is not supported by this server; use one of: {known}") from None
 
 
-def check_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> dict[str, float]:
+def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
     known = LOSS_CONFIG.get(loss_fn, frozenset())
     for name, value in config.items():
         if name not in known:
@@ -315,13 +316,13 @@ def check_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> dict[str
             raise UserError(f"loss_fn_config: unknown setting {name!r} for {loss_fn.value}; {allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise UserError(f"loss_fn_config: {name} must be a finite number, not negative, got {repr(value)[:80]}")
-    checked = {name: float(value) for name, value in config.items() if isinstance(value, int | float)}
-    low, high = checked.get("clip_low_threshold"), checked.get("clip_high_threshold")
-    if low is not None and high is not None and low > high:
+    settings = LossSettings(**{name: float(value) for name, value in config.items() if isinstance(value, int | float)})
+    low, high = settings.clip_low_threshold, settings.clip_high_threshold
+    if low > high:
         raise UserError(
             f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are absolute bounds on the ratio"
         )
-    return checked
+    return settings
 
 
 def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits) -> TrainDatum:
@@ -353,7 +354,7 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
         raise UserError(
             f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens {list(targets.shape)}; they must be equal"
         )
-    return TrainDatum(
+    made = TrainDatum(
         tokens=tokens,
         target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
         weights=_finite(inputs, "weights", where),
@@ -361,6 +362,9 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
         advantages=_finite(inputs, "advantages", where),
         sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
+    if loss_fn is LossFn.GSPO and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
+        raise UserError(f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion")
+    return made
 
 
 def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
@@ -460,7 +464,7 @@ def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> 
     op = ForwardBackward(
         model_id=model_id,
         loss_fn=loss_fn,
-        loss_fn_config=check_loss_config(loss_fn, inner.mapping("loss_fn_config")),
+        settings=parse_loss_config(loss_fn, inner.mapping("loss_fn_config")),
         data=tuple(data),
         forward_only=forward_only,
     )

@@ -30,10 +30,10 @@ from skyrl_tx_server.wire import (
     TrainRequest,
     cells_from_csr,
     check_datum,
-    check_loss_config,
     check_request_cells,
     check_tokens,
     dense_array,
+    parse_loss_config,
     parse_loss_fn,
 )
 
@@ -74,7 +74,7 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     op = ForwardBackward(
         model_id=request.model_id,
         loss_fn=loss_fn,
-        loss_fn_config=check_loss_config(loss_fn, config),
+        settings=parse_loss_config(loss_fn, config),
         data=tuple(data),
         forward_only=request.forward_only,
     )

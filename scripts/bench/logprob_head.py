@@ -34,7 +34,7 @@ ROWS, LENGTH = 4, 512
 def main(config: Peers) -> None:
     params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
     adapter = jax.device_put(init_adapter(MODEL, LoraSpec(rank=8, train_unembed=False), 8))
-    loss = select_loss(LossFn.CROSS_ENTROPY, {})
+    loss = select_loss(LossFn.CROSS_ENTROPY)
     ours = forward_backward.lower(adapter, zeros(), params, batch(every=1), loss, config=MODEL, remat=Remat.NOTHING).compile()
     full = full_logits.lower(adapter, params, batch(every=1)).compile()
 

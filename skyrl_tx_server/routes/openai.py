@@ -25,6 +25,7 @@ from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.routes.border import CLIENT_CLOSED_REQUEST, Endpoint, Handler, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import follow, results_of
+from skyrl_tx_server.wire import check_tokens
 
 
 async def chat_completions(context: Context, request: Request) -> Reply:
@@ -117,6 +118,7 @@ async def _sample(context: Context, ask: Ask, settings: SamplingSettings, prompt
         )
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
+    check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may know more tokens than the model has
     return Sample(weights=await _weights(context, ask.model), prompt=prompt, settings=settings, num_samples=ask.num_samples)
 
 

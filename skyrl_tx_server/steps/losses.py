@@ -18,7 +18,7 @@ a new loss runs in a program that is already compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -27,26 +27,15 @@ import numpy as np
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.low_rank import Leaf
-from skyrl_tx_server.ops import LossFn, TrainDatum
+from skyrl_tx_server.ops import LossFn, LossSettings, TrainDatum
 
-CLIP_LOW_THRESHOLD = 0.8
-CLIP_HIGH_THRESHOLD = 1.2
-DRO_BETA = 0.05
+DEFAULTS = LossSettings()
 MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio times a zero advantage (or a zero gradient) is not a number
 
-_SETTINGS: dict[LossFn, dict[str, float]] = {
-    LossFn.CROSS_ENTROPY: {},
-    LossFn.IMPORTANCE_SAMPLING: {},
-    LossFn.PPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
-    LossFn.CISPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
-    LossFn.DRO: {"beta": DRO_BETA},
-    LossFn.GSPO: {"clip_low_threshold": CLIP_LOW_THRESHOLD, "clip_high_threshold": CLIP_HIGH_THRESHOLD},
-}
 _INPUTS: dict[LossFn, tuple[str, ...]] = {
     LossFn.CROSS_ENTROPY: ("weights",),
     LossFn.GSPO: ("logprobs", "advantages", "sequence_ratio_mask"),
 }
-_INDEX: dict[LossFn, int] = {loss: index for index, loss in enumerate(_SETTINGS)}
 
 
 @jax.tree_util.register_dataclass
@@ -74,25 +63,13 @@ class LossInputs:
     counts: jax.Array
 
 
-def select_loss(loss_fn: LossFn, config: Mapping[str, float]) -> LossSelection:
-    """Check a request's loss_fn_config and fill in the defaults. Raises UserError that names the settings the loss has."""
-    allowed = _SETTINGS[loss_fn]
-    for name, value in config.items():
-        if name not in allowed:
-            has = f"it has {', '.join(allowed)}" if allowed else "it has none"
-            raise UserError(f"loss_fn_config: {loss_fn} has no setting {name!r}; {has}")
-        if not np.isfinite(value):
-            raise UserError(f"loss_fn_config: {name}={value} is not a finite number")
-    settings = {**allowed, **config}
-    low = settings.get("clip_low_threshold", CLIP_LOW_THRESHOLD)
-    high = settings.get("clip_high_threshold", CLIP_HIGH_THRESHOLD)
-    if low > high:
-        raise UserError(f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; both bound the ratio itself")
+def select_loss(loss_fn: LossFn, settings: LossSettings = DEFAULTS) -> LossSelection:
+    """A request's loss, as the programs take it."""
     return LossSelection(
-        index=np.asarray(_INDEX[loss_fn], np.int32),
-        clip_low=np.asarray(low, np.float32),
-        clip_high=np.asarray(high, np.float32),
-        beta=np.asarray(settings.get("beta", DRO_BETA), np.float32),
+        index=np.asarray(list(LossFn).index(loss_fn), np.int32),
+        clip_low=np.asarray(settings.clip_low_threshold, np.float32),
+        clip_high=np.asarray(settings.clip_high_threshold, np.float32),
+        beta=np.asarray(settings.beta, np.float32),
     )
 
 
@@ -118,8 +95,6 @@ def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
                 )
             if not np.isfinite(values).all():
                 raise UserError(f"datum {index}: {name} holds a value that is not finite")
-        if loss_fn is LossFn.GSPO and not np.any(datum.sequence_ratio_mask) and np.any(datum.advantages):
-            raise UserError(f"datum {index}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion")
 
 
 def trained_positions(datum: TrainDatum, loss_fn: LossFn) -> np.ndarray:
@@ -145,7 +120,7 @@ def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInpu
         ratio = jnp.exp(jnp.minimum(inputs.sampler_logprobs, MAX_LOG_RATIO) + (logprobs - jax.lax.stop_gradient(logprobs)))
         return -jnp.minimum(ratio * advantages, jnp.clip(ratio, selection.clip_low, selection.clip_high) * advantages)
 
-    branches = (
+    branches = (  # in the order of LossFn
         lambda: -inputs.weights * logprobs,
         lambda: -ratio * advantages,
         lambda: -jnp.minimum(ratio * advantages, clipped * advantages),

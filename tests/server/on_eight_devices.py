@@ -87,7 +87,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
             place_adapter(config, zero_adapter(config, RANK)),
             load_params(model_dir, config, "float32"),
             train_batch(packed),
-            select_loss(LossFn.CROSS_ENTROPY, {}),
+            select_loss(LossFn.CROSS_ENTROPY),
             config=config,
             remat=Remat.NOTHING,
         )

@@ -30,6 +30,7 @@ from skyrl_tx_server.ops import (
     LoadWeights,
     LoraSpec,
     LossFn,
+    LossSettings,
     OptimStep,
     Sample,
     SamplingSettings,
@@ -142,9 +143,8 @@ def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_o
         )
         for datum, own in zip(batch, logprobs, strict=True)
     )
-    op = ForwardBackward(
-        model_id="m", data=batch, loss_fn=LossFn.GSPO, loss_fn_config={"clip_high_threshold": 1.1}, forward_only=forward_only
-    )
+    settings = LossSettings(clip_high_threshold=1.1)
+    op = ForwardBackward(model_id="m", data=batch, loss_fn=LossFn.GSPO, settings=settings, forward_only=forward_only)
     result = run(engine, op)
     expected = sum(
         reference_losses.total(

@@ -300,7 +300,7 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)
-    arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY, {}))
+    arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY))
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
     assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept

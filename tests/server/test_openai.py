@@ -269,6 +269,12 @@ def test_a_prompt_over_the_context_is_told_apart(client: openai.OpenAI) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+def test_a_token_that_only_the_tokenizer_knows_is_refused(client: openai.OpenAI, engine: TextEngine) -> None:
+    engine.info = replace(engine.info, vocab_size=END)
+    with pytest.raises(openai.BadRequestError, match=f"prompt: token {END} is outside this model's vocabulary of {END}"):
+        client.chat.completions.create(model=MODEL, messages=HELLO)
+
+
 def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model=MODEL, messages=HELLO, user="me", metadata={"a": "b"}, presence_penalty=0, logit_bias={}, response_format={"type": "text"}

@@ -90,5 +90,5 @@ def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
     shape = TrainShape(rows=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], TrainShapes(shapes=(shape,), budget=shape))
-    output = forward(adapter, params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG)
+    output = forward(adapter, params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG)
     return unpack([batch], [np.asarray(output.logprobs)])[0]

@@ -22,7 +22,7 @@ from tinker.cli.__main__ import main_cli
 
 from skyrl_tx_server.futures import Retention
 from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, OptimStep, Sample, SaveWeights, UnloadModel
+from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, LossSettings, OptimStep, Sample, SaveWeights, UnloadModel
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context
 from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
@@ -117,7 +117,7 @@ def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient,
     training = client.create_lora_training_client(MODEL, rank=4).result()
     training.forward_backward([rl_datum([1, 2])], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}).result()
     (op,) = engine.of_type(ForwardBackward)
-    assert op.loss_fn_config == {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
+    assert op.settings == LossSettings(clip_low_threshold=0.7, clip_high_threshold=1.3)
     assert op.data[0].advantages is not None and op.data[0].advantages.tolist() == [0.5, 0.5]
     assert op.data[0].logprobs is not None and op.data[0].logprobs.dtype == np.float32
 

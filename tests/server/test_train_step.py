@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
-from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
 from skyrl_tx_server.packing import PackedBatch, TrainShapes, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.steps import train
 from skyrl_tx_server.steps.losses import select_loss, trained_positions
@@ -47,7 +47,7 @@ def gradient(
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     if loss_fn is LossFn.GSPO:
         data = with_sequence_ratios(data, logprobs_of(adapter, data))
-    batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, config or {})
+    batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, LossSettings(**(config or {})))
     for batch in batches:
         grad_sum, output = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
         outputs.append(output)
@@ -56,7 +56,7 @@ def gradient(
 
 def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
     batches = packed(data)
-    loss = select_loss(LossFn.CROSS_ENTROPY, {})
+    loss = select_loss(LossFn.CROSS_ENTROPY)
     outputs = [forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches]
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
@@ -84,7 +84,7 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         zero_adapter(config, MAX_RANK),
         load_params(directory, config, "float32"),
         train_batch(batch),
-        select_loss(LossFn.CROSS_ENTROPY, {}),
+        select_loss(LossFn.CROSS_ENTROPY),
         config=config,
     )
     assert float(output.loss) == pytest.approx(float(arrays["loss"][0]), rel=1e-5)
@@ -304,7 +304,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)  # a shape no other test compiles
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
-        tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
+        tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG
     )
     assert float(output.loss) == pytest.approx(loss, rel=1e-5)
     assert_close(chunked, whole, relative=1e-5)
@@ -317,7 +317,7 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
     params = jax.eval_shape(partial(tiny_qwen3.init_params, config), jax.random.key(0))
     adapter = zero_adapter(config, MAX_RANK)
     (batch,) = packed(tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096))
-    lowered = forward_backward.lower(adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO, {}), config=config)
+    lowered = forward_backward.lower(adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO), config=config)
     all_logits = 4096 * config.vocab_size * 4
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
 
@@ -394,7 +394,7 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
     adapter = tiny_qwen3.adapter()
     start = jax.device_get(adapter)
     grad_sum, output = forward_backward(
-        adapter, zero_adapter(CONFIG, MAX_RANK), params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY, {}), config=CONFIG
+        adapter, zero_adapter(CONFIG, MAX_RANK), params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG
     )
     assert output.logprobs.dtype == np.float32
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
@@ -430,7 +430,7 @@ def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
         adapter = jax.device_put(init_adapter(CONFIG, spec, MAX_RANK))
         state, mask = jax.device_put(init_adam(CONFIG, MAX_RANK)), jax.device_put(trainable_mask(CONFIG, spec, MAX_RANK))
         for settings in (AdamSettings(), AdamSettings(weight_decay=0.1, grad_clip_norm=1.0)):
-            loss = select_loss(loss_fn, {})
+            loss = select_loss(loss_fn)
             grad_sum, _ = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
             forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
             adapter, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))

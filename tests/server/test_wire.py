@@ -108,7 +108,7 @@ def test_json_and_protobuf_mean_the_same() -> None:
     same = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
     from_proto = parse_training_proto(sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS)
     assert from_json.seq_id == from_proto.seq_id
-    assert (from_json.op.loss_fn, from_json.op.loss_fn_config) == (from_proto.op.loss_fn, from_proto.op.loss_fn_config)
+    assert (from_json.op.loss_fn, from_json.op.settings) == (from_proto.op.loss_fn, from_proto.op.settings)
     for name in ("tokens", "target_tokens", "logprobs", "advantages"):
         np.testing.assert_array_equal(getattr(from_json.op.data[0], name), getattr(from_proto.op.data[0], name))
 
@@ -129,7 +129,9 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
         (datum([1, 2], **RL), "cross_entropy", None, "does not use the input"),
         (datum([1, 2], **RL), "importance_sampling", {"clip_low_threshold": 0.8}, "it takes none"),
         (datum([1, 2], **RL), "cispo", {"clip_low_threshold": 1.3, "clip_high_threshold": 0.8}, "absolute bounds"),
+        (datum([1, 2], **RL), "cispo", {"clip_low_threshold": 1.3}, r"clip_low_threshold=1\.3 is above clip_high_threshold=1\.2"),
         (datum([1, 2], **RL), "ppo", {"clip_low_threshold": "x"}, "finite number"),
+        (datum([1, 2], **RL, sequence_ratio_mask=[0.0, 0.0]), "gspo", None, "datum 0: sequence_ratio_mask is 0 everywhere"),
         (datum([1] * 17), "cross_entropy", None, "context window of 16"),
         (datum([1, 64]), "cross_entropy", None, "token 64 is outside"),
         (
@@ -361,6 +363,10 @@ def test_every_limit_may_be_reached() -> None:
         sampled(16)  # an answer has one token at least
     (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
+    same = parse_training_proto(sdk_bytes(datum([1, 2], **RL), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS).op.settings
+    assert same.clip_low_threshold == same.clip_high_threshold == 0.8
+    unrewarded = datum([1, 2], logprobs=[-1.0, -1.0], advantages=[0.0, 0.0], sequence_ratio_mask=[0.0, 0.0])
+    assert len(parse_training_proto(sdk_bytes(unrewarded, loss_fn="gspo"), LIMITS).op.data) == 1
     assert parse_lora({"rank": 8}, LIMITS).rank == 8
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
 
