@@ -54,13 +54,13 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.packing import PackedBatch, check_data, example, pack, unpack, with_sequence_ratios
+from skyrl_tx_server.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
 from skyrl_tx_server.peft_files import write_adapter
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.served_model import served_model, use_compilation_cache
 from skyrl_tx_server.slots import DecodeSlots
 from skyrl_tx_server.snapshots import SnapshotBank
-from skyrl_tx_server.steps.losses import LossSelection, check_loss_inputs, select_loss, trained_positions
+from skyrl_tx_server.steps.losses import LossSelection, select_loss, trained_positions
 from skyrl_tx_server.steps.train import (
     TokenOutputs,
     adam_from_arrays,
@@ -227,8 +227,6 @@ class DeviceExecutor:
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
         model = self._models.get(op.model_id)
-        check_data(op.data, vocab_size=self._config.vocab_size, max_context_length=self.info.max_context_length)
-        check_loss_inputs(op.data, op.loss_fn)
         loss = select_loss(op.loss_fn, op.settings)
         trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)

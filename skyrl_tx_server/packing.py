@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import TrainDatum
 from skyrl_tx_server.pages import common_length
 
@@ -108,23 +107,6 @@ class PackedBatch:
     counts: np.ndarray  # float32, how many sequences share each entry; 0 for padding
     num_trained: np.ndarray  # [rows] int32, entries with a gradient
     placements: tuple[Placement, ...]
-
-
-def check_data(data: Sequence[TrainDatum], *, vocab_size: int, max_context_length: int) -> None:
-    """Refuse sequences the model cannot hold. Raises UserError that names the datum."""
-    if not data:
-        raise UserError("the request holds no data: send at least one datum")
-    for index, datum in enumerate(data):
-        length = len(datum.tokens)
-        if length == 0:
-            raise UserError(f"datum {index} is empty: model_input needs at least one token")
-        if length > max_context_length:
-            raise UserError(f"datum {index} has {length} tokens, more than the context of {max_context_length}: shorten it")
-        if len(datum.target_tokens) != length:
-            raise UserError(f"datum {index}: target_tokens has length {len(datum.target_tokens)}, model_input {length}: make them equal")
-        for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.target_tokens)):
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise UserError(f"datum {index}: {name} holds a token id outside 0..{vocab_size - 1}, the model's vocabulary")
 
 
 def example(shape: TrainShape) -> PackedBatch:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.ops import Sample, SamplingSettings, StopReason
+from skyrl_tx_server.ops import SamplingSettings, StopReason
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, RowSettings
 from skyrl_tx_server.stop_strings import find_stop
 
@@ -101,36 +101,11 @@ def row_settings(rows: Sequence[Row | None], vocabulary: int) -> RowSettings:
     return settings
 
 
-def checked_max_tokens(op: Sample, config: ModelConfig, limit: int) -> int:
-    """How many tokens the request may sample where `limit` is the context. UserError for what cannot be honoured."""
-    settings, length = op.settings, len(op.prompt)
-    if length < 1:
-        raise UserError("the prompt is empty: send at least one token")
-    if int(op.prompt.min()) < 0 or int(op.prompt.max()) >= config.vocab_size:
-        raise UserError(f"the prompt holds a token id outside 0..{config.vocab_size - 1}, the model's vocabulary")
-    if op.num_samples < 1:
-        raise UserError(f"num_samples={op.num_samples}; ask for at least one")
-    max_tokens = limit - length if settings.max_tokens is None else settings.max_tokens
-    if length + max(max_tokens, 1) > limit:
-        wanted = settings.max_tokens if settings.max_tokens is not None else 1
-        raise UserError(f"Prompt length plus max_tokens exceeds the model's context window: {length} + {wanted} > {limit}")
-    if max_tokens < 1:
-        raise UserError(f"max_tokens={max_tokens}; ask for at least one")
-    if not settings.temperature >= 0:
-        raise UserError(f"temperature={settings.temperature}; it must be 0 (greedy) or more")
-    if not 0 < settings.top_p <= 1:
-        raise UserError(f"top_p={settings.top_p}; it must be above 0 and at most 1")
-    if settings.top_k == 0 or settings.top_k < -1:
-        raise UserError(f"top_k={settings.top_k}; it must be -1 (off) or at least 1")
-    return max_tokens
-
-
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
+    """Those that end a row. UserError for more of what ends one than the programs, or the host between them, can look for."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
-    if any(not stop for stop in settings.stop_strings):
-        raise UserError("an empty stop string would stop everything; leave it out")
     if len(settings.stop_strings) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings):
         raise UserError(f"at most {MAX_STOP_STRINGS} stop strings of at most {MAX_STOP_LENGTH} characters are supported")
     return tuple(sorted(tokens))

@@ -36,7 +36,7 @@ from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
 from skyrl_tx_server.pages import Pages, Prefix, common_length
 from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.rows import Row, checked_max_tokens, stop_tokens_of
+from skyrl_tx_server.rows import Row, stop_tokens_of
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.sample import BlockOutputs, Carry, PassOutputs, decode_block, prefill
@@ -204,7 +204,7 @@ class DecodeSlots:
     def _next_piece(self, admit: Admit, beside: Sequence[Piece]) -> _Joining | None:
         """None where it does not go with those `beside` it. Its weights are pinned."""
         op = admit.op
-        max_tokens = checked_max_tokens(op, self._config, self._max_context_length)
+        max_tokens = self._max_context_length - len(op.prompt) if op.settings.max_tokens is None else op.settings.max_tokens
         stop_tokens = stop_tokens_of(op.settings, self._config)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)

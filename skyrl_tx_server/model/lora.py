@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.families import stacks_of
 from skyrl_tx_server.model.family import Stack, Switch, Weight
@@ -64,14 +63,6 @@ def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
     return rank if config.experts is None or not weight.experts else expert_rank(rank, config.experts.per_token)
 
 
-def check_spec(spec: LoraSpec, *, max_rank: int) -> None:
-    """Refuse an adapter this server cannot hold. Raises UserError."""
-    if not 1 <= spec.rank <= max_rank:
-        raise UserError(f"LoRA rank {spec.rank} is outside 1..{max_rank}: choose another, or start the server with a larger max_lora_rank")
-    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
-        raise UserError("nothing to train: set at least one of train_attn, train_mlp, train_unembed")
-
-
 def is_trained(spec: LoraSpec, weight: Weight) -> bool:
     """Whether an adapted projection belongs to a part that is switched on."""
     match weight.switch:
@@ -89,7 +80,6 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
 
     Each projection draws from its own stream, so switching a part off leaves the others' values as they were.
     """
-    check_spec(spec, max_rank=max_rank)
     seeds = np.random.SeedSequence(spec.seed)
 
     def draw(weight: Weight, stack: tuple[int, ...]) -> LowRank:

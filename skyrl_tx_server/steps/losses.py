@@ -18,24 +18,17 @@ a new loss runs in a program that is already compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.low_rank import Leaf
 from skyrl_tx_server.ops import LossFn, LossSettings, TrainDatum
 
 DEFAULTS = LossSettings()
 MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio times a zero advantage (or a zero gradient) is not a number
-
-_INPUTS: dict[LossFn, tuple[str, ...]] = {
-    LossFn.CROSS_ENTROPY: ("weights",),
-    LossFn.GSPO: ("logprobs", "advantages", "sequence_ratio_mask"),
-}
 
 
 @jax.tree_util.register_dataclass
@@ -71,30 +64,6 @@ def select_loss(loss_fn: LossFn, settings: LossSettings = DEFAULTS) -> LossSelec
         clip_high=np.asarray(settings.clip_high_threshold, np.float32),
         beta=np.asarray(settings.beta, np.float32),
     )
-
-
-def check_loss_inputs(data: Sequence[TrainDatum], loss_fn: LossFn) -> None:
-    """Refuse data that lack what the loss reads. Raises UserError that names the datum and the input."""
-    needed = _INPUTS.get(loss_fn, ("logprobs", "advantages"))
-    for index, datum in enumerate(data):
-        if datum.target_tokens.ndim > 1 and loss_fn is not LossFn.CROSS_ENTROPY:
-            raise UserError(f"datum {index}: {loss_fn} takes one target per position; only cross_entropy takes several")
-        if loss_fn is not LossFn.CROSS_ENTROPY and datum.weights is not None:
-            raise UserError(f"datum {index}: {loss_fn} reads no weights; mask tokens by setting their advantages to 0")
-        for name in needed:
-            values = getattr(datum, name)
-            if values is None:
-                if name == "weights":
-                    continue  # one everywhere
-                raise UserError(f"datum {index}: {loss_fn} needs {name} in loss_fn_inputs, next to target_tokens")
-            if len(values) != len(datum.tokens):
-                raise UserError(f"datum {index}: {name} has length {len(values)}, model_input {len(datum.tokens)}: make them equal")
-            if values.shape != datum.target_tokens.shape:
-                raise UserError(
-                    f"datum {index}: {name} has shape {values.shape}, target_tokens {datum.target_tokens.shape}: make them equal"
-                )
-            if not np.isfinite(values).all():
-                raise UserError(f"datum {index}: {name} holds a value that is not finite")
 
 
 def trained_positions(datum: TrainDatum, loss_fn: LossFn) -> np.ndarray:

@@ -251,16 +251,6 @@ def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
     create(engine, "a")
 
 
-def test_bad_data_and_ranks_are_user_errors(engine: Engine):
-    with pytest.raises(UserError, match="rank 9"):
-        create(engine, "a", LoraSpec(rank=9))
-    create(engine, "a")
-    with pytest.raises(UserError, match="datum 0"):
-        accumulate(engine, "a", data(1, length=700))
-    with pytest.raises(UserError, match="importance_sampling"):
-        run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.IMPORTANCE_SAMPLING))
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

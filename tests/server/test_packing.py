@@ -1,13 +1,11 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import TrainDatum
-from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, check_data, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, pack, train_shapes, unpack, with_sequence_ratios
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
@@ -185,28 +183,3 @@ def test_blocks_of_padding_look_at_nothing() -> None:
 
 def datum(tokens: list[int], targets: list[int]) -> TrainDatum:
     return TrainDatum(tokens=np.array(tokens, np.int32), target_tokens=np.array(targets, np.int32))
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (datum([], []), "datum 1 is empty"),
-        (datum([1] * 9, [1] * 9), "datum 1 has 9 tokens, more than the context of 8"),
-        (datum([1, 2], [2]), "datum 1: target_tokens has length 1, model_input 2"),
-        (datum([1, 2], [2, 3, 4]), "datum 1: target_tokens has length 3, model_input 2"),
-        (datum([1, 53], [2, 3]), r"datum 1: model_input holds a token id outside 0\.\.52"),
-        (datum([1, 2], [2, -1]), r"datum 1: target_tokens holds a token id outside 0\.\.52"),
-    ],
-)
-def test_a_sequence_the_model_cannot_hold_is_refused(bad: TrainDatum, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_data([datum([1, 2], [2, 3]), bad], vocab_size=53, max_context_length=8)
-
-
-def test_a_sequence_may_fill_the_context_and_name_the_last_token() -> None:
-    check_data([datum([52] * 8, [52] * 8)], vocab_size=53, max_context_length=8)
-
-
-def test_a_request_without_data_is_refused() -> None:
-    with pytest.raises(UserError, match="no data"):
-        check_data([], vocab_size=53, max_context_length=8)

@@ -305,27 +305,22 @@ def test_max_tokens_none_means_up_to_the_context(engine: Engine):
 
 
 @pytest.mark.parametrize(
-    "prompt, settings, message",
+    "settings, message",
     [
-        (tokens(590), {"max_tokens": 11}, r"Prompt length plus max_tokens exceeds the model's context window: 590 \+ 11 > 600"),
-        (tokens(600), {"max_tokens": None}, r"exceeds the model's context window: 600 \+ 1 > 600"),
-        (tokens(0), {}, "prompt is empty"),
-        (np.array([260], np.int32), {}, "outside 0..259"),
-        (tokens(3), {"max_tokens": 0}, "max_tokens=0"),
-        (tokens(3), {"temperature": -1.0}, "temperature=-1.0"),
-        (tokens(3), {"temperature": float("nan")}, "temperature=nan"),
-        (tokens(3), {"top_p": 0.0}, "top_p=0.0"),
-        (tokens(3), {"top_k": 0}, "top_k=0"),
-        (tokens(3), {"stop_strings": ("",)}, "empty stop string"),
-        (tokens(3), {"stop_strings": ("a",) * 65}, "at most 64 stop strings"),
-        (tokens(3), {"stop_strings": ("a" * 1025,)}, "at most 1024 characters"),
-        (tokens(3), {"stop_token_ids": tuple(range(17))}, "17 stop tokens"),
-        (tokens(3), {"num_samples": 0}, "num_samples=0"),
+        ({"stop_strings": ("a",) * 65}, "at most 64 stop strings"),
+        ({"stop_strings": ("a" * 1025,)}, "at most 1024 characters"),
+        ({"stop_token_ids": tuple(range(17))}, "17 stop tokens"),
+        ({"stop_token_ids": tuple(range(15)), "stop_at_eos": True}, "17 stop tokens"),
     ],
 )
-def test_requests_that_cannot_be_honoured_are_refused(engine: Engine, prompt: np.ndarray, settings: dict, message: str):
+def test_more_ends_than_can_be_looked_for_are_refused(engine: Engine, settings: dict, message: str):
     with pytest.raises(UserError, match=message):
-        run(engine, request(prompt, **settings))
+        run(engine, request(tokens(3), **settings))
+
+
+def test_as_many_ends_as_can_be_looked_for_are_taken(engine: Engine):
+    ends = {"stop_strings": ("a" * 1024,) * 64, "stop_token_ids": tuple(range(14)), "stop_at_eos": True}
+    assert len(run(engine, request(tokens(3), max_tokens=1, **ends)).sequences) == 1
 
 
 def test_new_settings_compile_nothing(engine: Engine):
