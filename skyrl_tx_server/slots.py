@@ -34,6 +34,7 @@ from skyrl_tx_server.model.low_rank import compiled_for
 from skyrl_tx_server.model.mesh import on_gpu, place_whole, to_host
 from skyrl_tx_server.model.transformer import Params, layers_apart
 from skyrl_tx_server.ops import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
+from skyrl_tx_server.page_tables import take_tables
 from skyrl_tx_server.pages import Pages, Prefix, common_length
 from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
 from skyrl_tx_server.rows import Row, stop_tokens_of
@@ -338,57 +339,17 @@ class DecodeSlots:
         last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not. None where the turn is full with
         the pieces `beside` it, or where less would have to be computed after them."""
         weights, adapter_slot = rows[0].weights, rows[0].adapter_slot
-        snapshot = self._bank.key(weights)
-        found, home = max(((pages.find(snapshot, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
-        if blocks_of(len(tokens) - found.length) == blocks_of(len(tokens)):
-            found = Prefix()
-        room = self._layout.shapes.turn - sum(len(piece.blocks) for piece in beside)
+        found, home = self._find(weights, tokens, limit=limit)
         alike = (piece for piece in beside if piece.weights == weights)
         shared = max((common_length(piece.tokens[: piece.length], tokens[:limit]) for piece in alike), default=0)
+        room = self._layout.shapes.turn - sum(len(piece.blocks) for piece in beside)
         if not room or blocks_of(len(tokens) - shared) < blocks_of(len(tokens) - found.length):
             return None
         length = min(found.length + room * BLOCK, len(tokens))
         rows = rows if length == len(tokens) else ()
-        reserved = {slot for piece in beside for slot in piece.slots if piece.rows}
-        free = sorted(
-            (slot for slot, row in enumerate(self._rows) if row is None and slot not in reserved),
-            key=lambda slot: self._group(slot) is not home,
-        )
-        slots = free[: len(rows) or 1]
-        home.share(found.pages)  # or they might be given up for what comes now
-        taken: list[tuple[Pages, Sequence[int]]] = [(home, found.pages)]
-
-        def take(group: Pages, shared: Sequence[int], wanted: int) -> list[int]:
-            new = group.take(wanted)
-            if new is None:
-                for owner, pages in taken:
-                    owner.give_back(pages)
-                raise CapacityError(
-                    f"no room for the keys and values of {len(tokens)} tokens, {group.num_free * PAGE} are free; raise cache_tokens"
-                )
-            group.share(shared)
-            taken.extend(((group, shared), (group, new)))
-            return [*shared, *new]
-
-        whole, total = length // PAGE, -(-length // PAGE)
-        tables: list[list[int]] = []
-        firsts: dict[Pages, list[int]] = {}  # of each group, the pages of its first row
-        before, after = [], []
-        for slot in slots:
-            group = self._group(slot)
-            if not tables:
-                shared = found.pages[: found.length // PAGE] if group is home else ()
-                tables.append(take(group, shared, total - len(shared)))
-                before = list(zip(found.pages[len(shared) :], tables[0][len(shared) :], strict=False))
-            else:
-                shared = firsts[group][:whole] if group in firsts else ()
-                tables.append(take(group, shared, total - len(shared)))
-                after += zip(tables[0][len(shared) :], tables[-1][len(shared) :], strict=True)
-            firsts.setdefault(group, tables[-1])
-        for group in firsts:
-            group.give_back(take(group, (), spare))
-            taken.pop()
-        home.give_back(found.pages)
+        slots = self._free_slots(near=home, beside=beside)[: len(rows) or 1]
+        places = [self._group(slot) for slot in slots]
+        tables = take_tables(places, length, found=found, home=home, spare=spare, text_length=len(tokens))
         return Piece(
             tokens=tokens,
             cached=found.length,
@@ -397,11 +358,24 @@ class DecodeSlots:
             adapter_slot=adapter_slot,
             wants_logprobs=wants_logprobs,
             slots=slots,
-            tables=tables,
-            before=before,
-            after=after,
+            tables=tables.of_rows,
+            before=tables.before,
+            after=tables.after,
             rows=rows,
         )
+
+    def _find(self, weights: str | None, tokens: np.ndarray, *, limit: int) -> tuple[Prefix, Pages]:
+        """The most of the first `limit` tokens that one device remembers, and its pages; none where that spares no block."""
+        key = self._bank.key(weights)
+        found, home = max(((pages.find(key, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
+        spares = blocks_of(len(tokens) - found.length) < blocks_of(len(tokens))
+        return found if spares else Prefix(), home
+
+    def _free_slots(self, *, near: Pages, beside: Sequence[Piece]) -> list[int]:
+        """Those that nobody sits in, nor will when the pieces `beside` are computed; first those of the device of `near`."""
+        reserved = {slot for piece in beside for slot in piece.slots if piece.rows}
+        free = [slot for slot, row in enumerate(self._rows) if row is None and slot not in reserved]
+        return sorted(free, key=lambda slot: self._group(slot) is not near)
 
     def _give_back(self, piece: Piece) -> None:
         for slot, pages in zip(piece.slots, piece.tables, strict=True):
