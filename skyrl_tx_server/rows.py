@@ -27,7 +27,7 @@ class Row:
     weights: str | None
     adapter_slot: int
     settings: SamplingSettings
-    seed: int
+    seed: int  # 64 bits
     stop_tokens: tuple[int, ...]
     prompt: np.ndarray  # [P] int32
     max_tokens: int
@@ -92,8 +92,7 @@ def row_settings(rows: Sequence[Row | None], vocabulary: int) -> RowSettings:
     )
     for at, row in enumerate(rows):
         if row is not None:
-            seed = row.seed & (1 << 64) - 1
-            settings.seeds[at] = seed >> 32, seed & 0xFFFFFFFF
+            settings.seeds[at] = row.seed >> 32, row.seed & 0xFFFFFFFF
             settings.sample_indices[at] = row.index
             settings.temperatures[at] = row.settings.temperature
             settings.top_k[at] = min(row.settings.top_k, vocabulary) if row.settings.top_k > 0 else vocabulary

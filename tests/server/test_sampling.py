@@ -318,11 +318,6 @@ def test_more_ends_than_can_be_looked_for_are_refused(engine: Engine, settings: 
         run(engine, request(tokens(3), **settings))
 
 
-def test_as_many_ends_as_can_be_looked_for_are_taken(engine: Engine):
-    ends = {"stop_strings": ("a" * 1024,) * 64, "stop_token_ids": tuple(range(14)), "stop_at_eos": True}
-    assert len(run(engine, request(tokens(3), max_tokens=1, **ends)).sequences) == 1
-
-
 def test_new_settings_compile_nothing(engine: Engine):
     """Whatever a request asks for is an array; only lengths and the number of different adapters choose a program."""
     run(engine, request(tokens(10), max_tokens=40))
