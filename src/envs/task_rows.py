@@ -136,6 +136,17 @@ def _from_parquet(path: Path) -> list[object]:
     except ImportError as error:
         raise ConfigError(f"{path} needs pyarrow; pip install pyarrow, or give the rows as .jsonl") from error
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return [without_nulls(record) for record in pyarrow.parquet.read_table(path).to_pylist()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a parquet table: {error}") from error
+
+
+def without_nulls(value: object) -> object:
+    """A value of a table, whose records all have the fields that any of them has, null where it was not theirs.
+
+    >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
+    [{'name': 'cancel', 'arguments': {'order': 'W1'}}]
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -15,7 +15,7 @@ import pytest
 from src.command_line import parse, parse_as
 from src.envs.base import TaskSource
 from src.envs.registry import open_task_source
-from src.envs.task_rows import Definition, Row, read_rows
+from src.envs.task_rows import Definition, Row, read_rows, without_nulls
 from src.envs.toy_retail import FOLDER
 from src.errors import ConfigError
 from src.evaluate_config import EvaluateConfig
@@ -140,10 +140,16 @@ def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_
         opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
 
 
+def test_an_action_of_a_table_has_no_argument_that_others_brought_into_its_columns():
+    table = {"extra_info": {"task_id": None, "actions": [{"name": "cancel_order", "kwargs": {"order": ORDER, "items": None}}, None]}}
+    assert without_nulls(table) == {"extra_info": {"actions": [CANCEL, None]}}
+
+
 def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [row("retail", "8", instruction="You want it.", actions=[CANCEL], outputs=["12"]), row("retail", "9")]
+    exchange = {"name": "exchange", "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]}}
+    rows = [row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]), row("retail", "9")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read_rows(tmp_path / "rows.parquet") == read_rows(written(tmp_path / "rows.jsonl", *rows))
 
