@@ -8,7 +8,10 @@ an environment with richer actions is an `OpenEnv` with functions of its own (do
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,12 @@ from src.errors import ConfigError
 from src.generator import Observation, Opening
 from src.trajectory import Task
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_TASKS = 64
+IS_FULL = "CAPACITY_REACHED"  # the code of a server that plays as many sessions as it may
+PLACE_WAIT_S = 1.0  # no event says that a place is free: others may hold them too
+PLACE_TIMEOUT_S = 1800.0
 
 
 class Result(Protocol):
@@ -62,9 +70,21 @@ class OpenEnv:
         self._client: Client | None = None
 
     async def start(self) -> Opening:
-        self._client = await self._connect()
-        result = await self._client.reset(**self._reset_options)
-        return Opening(messages=[self._message(result)])
+        """Waits while the server has no place for another session; RuntimeError when none becomes free."""
+        deadline = time.monotonic() + PLACE_TIMEOUT_S
+        while True:
+            self._client = await self._connect()
+            try:
+                result = await self._client.reset(**self._reset_options)
+            except RuntimeError as error:  # what the client makes of a server's refusal
+                if IS_FULL not in str(error) or time.monotonic() > deadline:
+                    raise
+                logger.info("%s; set n_parallel_envs to the max_concurrent_envs that the server is started with", error)
+            else:
+                return Opening(messages=[self._message(result)])
+            client, self._client = self._client, None
+            await client.close()
+            await asyncio.sleep(PLACE_WAIT_S)
 
     async def step(self, answer: str) -> Observation:
         assert self._client is not None

@@ -51,6 +51,19 @@ class Client:
         self.num_closed += 1
 
 
+class FullClient(Client):
+    """Its server has no place at first, and says so as OpenEnv 0.10 does."""
+
+    def __init__(self, *, refusals: int) -> None:
+        super().__init__()
+        self.refusals = refusals
+
+    async def reset(self, **options: int) -> Result:
+        if self.num_closed < self.refusals:
+            raise RuntimeError("Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)")
+        return await super().reset(**options)
+
+
 async def played(client: Client, *, field: str = "text"):
     async def connect() -> Client:
         return client
@@ -75,6 +88,16 @@ async def test_an_observation_without_the_field_is_a_failure_that_says_what_ther
     failure = await played(client, field="speech")
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_INIT_FAILED
     assert "the observation has no field speech; it has text" in failure.message and client.num_closed == 1
+
+
+async def test_a_server_without_a_free_place_is_waited_for(monkeypatch):
+    monkeypatch.setattr("src.envs.openenv_client.PLACE_WAIT_S", 0)
+    client = FullClient(refusals=2)
+    trajectory = await played(client)
+    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and client.num_closed == 3  # once for each session
+    monkeypatch.setattr("src.envs.openenv_client.PLACE_TIMEOUT_S", -1)
+    failure = await played(FullClient(refusals=2))
+    assert isinstance(failure, TrialFailure) and "Server at capacity: 1/1" in failure.message
 
 
 def test_an_observation_may_be_shown_whole():
