@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's two system tools. Safe to run again (about a second).
 #
-#   scripts/setup.sh
+#   scripts/setup.sh [PACKAGE ...]
 #
+# Packages are added to .venv, e.g. pyarrow; what is pinned stays as it is. (.venv has no pip of its own: `pip` is another Python's.)
 # uv is fetched from PyPI when it is not on PATH. With an NVIDIA driver present, JAX's CUDA build is added.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +19,10 @@ install_packages() {
   say "installing system packages: $*"
   as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends $*" >/dev/null 2>&1 ||
     fail "could not install $*; as root: apt-get install $*"
+}
+
+add_packages() {
+  [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
 }
 
 # The sandbox needs bubblewrap, Terminus-2 needs tmux.
@@ -41,7 +46,10 @@ fi
 gpu=no
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpu=yes; fi
 stamp=$(cat requirements.txt .python-version | sha256sum | cut -c1-16)-gpu=$gpu
-if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$stamp" ]; then exit 0; fi
+if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$stamp" ]; then
+  add_packages "$@"
+  exit 0
+fi
 
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
   say "creating .venv"
@@ -60,4 +68,5 @@ if [ $gpu = yes ]; then
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt 'jax[cuda12]'
 fi
 printf '%s' "$stamp" >.venv/.ready
+add_packages "$@"
 say "ready ($(.venv/bin/python --version), JAX $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'))"

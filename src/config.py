@@ -96,7 +96,7 @@ class TrainerConfig:
     )
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")
     trackio_project: str | None = chz.field(
-        default=None, doc="trackio project, kept on this machine (pip install trackio); None: no trackio"
+        default=None, doc="trackio project, kept on this machine (scripts/setup.sh trackio); None: no trackio"
     )
     wandb_name: str | None = chz.field(default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>")
     export_path: str | None = chz.field(default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own")

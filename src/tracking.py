@@ -179,7 +179,7 @@ def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
-        raise ConfigError("trackio_project needs the package trackio: pip install trackio, or drop trackio_project") from error
+        raise ConfigError("trackio_project needs the package trackio: run scripts/setup.sh trackio, or drop trackio_project") from error
     name_file = log_path / TRACKIO_NAME_FILE
     if not name_file.exists():
         replace_text(name_file, name + "\n")

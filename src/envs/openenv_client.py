@@ -123,7 +123,7 @@ def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
     try:
         from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports] an optional package
     except ImportError as error:
-        raise ConfigError(f"env=openenv needs the openenv package ({error}); pip install openenv") from error
+        raise ConfigError(f"env=openenv needs the openenv package ({error}); run scripts/setup.sh openenv") from error
 
     async def connect() -> Client:
         return await GenericEnvClient(base_url=url).connect()

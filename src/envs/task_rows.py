@@ -134,7 +134,7 @@ def _from_parquet(path: Path) -> list[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
-        raise ConfigError(f"{path} needs pyarrow; pip install pyarrow, or give the rows as .jsonl") from error
+        raise ConfigError(f"{path} needs pyarrow; run scripts/setup.sh pyarrow, or give the rows as .jsonl") from error
     try:
         return [without_nulls(record) for record in pyarrow.parquet.read_table(path).to_pylist()]
     except (OSError, ValueError) as error:

@@ -106,7 +106,7 @@ def test_an_observation_may_be_shown_whole():
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(ConfigError, match=r"env=openenv needs the openenv package .*; pip install openenv"):
+    with pytest.raises(ConfigError, match=r"env=openenv needs the openenv package .*; run scripts/setup.sh openenv"):
         open_openenv(parse([*BASE, "environment_kwargs=url=http://h"]), byte_chat())
 
 

@@ -146,7 +146,7 @@ def test_an_action_of_a_table_has_no_argument_that_others_brought_into_its_colum
 
 
 def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: scripts/setup.sh pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     exchange = {"name": "exchange", "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]}}
     rows = [row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]), row("retail", "9")]

@@ -180,7 +180,7 @@ def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_
 
 def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ConfigError, match="pip install trackio"), open_run_log(tmp_path, TRACKIO, name="n", config={}):
+    with pytest.raises(ConfigError, match=r"run scripts/setup\.sh trackio"), open_run_log(tmp_path, TRACKIO, name="n", config={}):
         pass
 
 
