@@ -161,10 +161,10 @@ class Player:
         """
         environment = environment_of(domain)
         found = official_tasks(domain, split) if definitions is None else [defined(definition) for definition in definitions]
+        tools = {tool.name: tool.openai_schema["function"]["parameters"] for tool in environment.get_tools()} if definitions else {}
         for definition in definitions or ():
             for action in definition["actions"]:
-                if not environment._has_tool(action["name"]):
-                    raise ValueError(f"{definition['id']}: there is no tool {action['name']}")
+                require_callable(action, tools, task=definition["id"])
         return {"tasks": [described(task, environment) for task in found]}
 
     def reset(
@@ -241,6 +241,16 @@ def require_verdicts(judged: str, *, num_assertions: int) -> None:
         raise Misjudged(f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}") from error
     if not all(fair) or len(fair) != num_assertions:
         raise Misjudged(f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}")
+
+
+def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
+    """ValueError for a gold action that no tool would take: the evaluator would pass over it, and compare with what it left undone."""
+    if action["name"] not in tools:
+        raise ValueError(f"{task}: there is no tool {action['name']}")
+    parameters = tools[action["name"]]
+    known, needed, given = parameters.get("properties", {}).keys(), set(parameters.get("required", ())), action["arguments"].keys()
+    if not needed <= given or not given <= known:
+        raise ValueError(f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not {', '.join(given) or 'nothing'}")
 
 
 @functools.cache

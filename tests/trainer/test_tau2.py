@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -305,7 +306,7 @@ async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
 @needs_tau2
 async def test_real_tasks_may_be_defined_by_rows():
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
-    gold = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
+    gold: dict[str, Any] = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
     definition = Definition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
     [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
     assert (task.id, task.gold_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
@@ -325,6 +326,19 @@ async def test_real_tasks_may_be_defined_by_rows():
     assert "You want a task called Tea." in instructions[0]
     with pytest.raises(ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"):
         tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])})
+    for arguments in ({"user_id": "user_1"}, {**gold["arguments"], "colour": None}):
+        with pytest.raises(ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"):
+            tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])})
+
+
+def test_a_gold_action_has_the_arguments_of_its_tool():
+    tools = {"save": {"properties": {"name": {}, "note": {}}, "required": ["name"]}, "look": {}}
+    for action in ({"name": "save", "arguments": {"name": "a"}}, {"name": "look", "arguments": {}}):
+        tau2_worker.require_callable(action, tools, task="mine")
+    with pytest.raises(ValueError, match="mine: save takes name, note, not nothing"):
+        tau2_worker.require_callable({"name": "save", "arguments": {}}, tools, task="mine")
+    with pytest.raises(ValueError, match="mine: save takes name, note, not name, colour"):
+        tau2_worker.require_callable({"name": "save", "arguments": {"name": "a", "colour": None}}, tools, task="mine")
 
 
 @needs_tau2
