@@ -33,12 +33,20 @@ def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     """
     runs: list[list[Turn]] = []
     for turn in turns:
-        extended = next((run for run in reversed(runs) if _extends(turn, run[-1])), None)
+        extended = next((run for run in reversed(runs) if extends(turn, run[-1])), None)
         if extended is None:
             runs.append([turn])
         else:
             extended.append(turn)
     return runs
+
+
+def extends(turn: Turn, previous: Turn) -> bool:
+    """Whether its prompt begins with the other's prompt and completion. The completion is looked at first: it is short, and where a history
+    was rewritten it stands elsewhere, so that the long prompts are seldom compared in vain."""
+    start = len(previous.prompt_ids)
+    said = turn.prompt_ids[start : start + len(previous.completion_ids)]
+    return said == previous.completion_ids and turn.prompt_ids[:start] == previous.prompt_ids
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
@@ -84,27 +92,13 @@ def has_gradient(sequence: TokenSequence) -> bool:
     return bool(sequence.advantages.any())
 
 
-def _extends(turn: Turn, previous: Turn) -> bool:
-    context = previous.prompt_ids + previous.completion_ids
-    return turn.prompt_ids[: len(context)] == context
-
-
 def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    sampled: list[bool] = []
-    versions: list[int] = []
+    """The last turn's prompt and completion hold every other's."""
+    tokens = np.array([*run[-1].prompt_ids, *run[-1].completion_ids], dtype=np.int64)
+    sampled, logprobs, versions = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.float32), np.zeros_like(tokens)
     for turn in run:
-        added = turn.prompt_ids[len(tokens) :]
-        tokens += [*added, *turn.completion_ids]
-        logprobs += [*([0.0] * len(added)), *turn.logprobs]
-        sampled += [*([False] * len(added)), *([True] * len(turn.completion_ids))]
-        versions += [*([0] * len(added)), *([turn.policy_version] * len(turn.completion_ids))]
-    mask = np.array(sampled, dtype=bool)
-    return TokenSequence(
-        tokens=np.array(tokens, dtype=np.int64),
-        sampled=mask,
-        logprobs=np.array(logprobs, dtype=np.float32),
-        advantages=np.where(mask, np.float32(advantage), np.float32(0.0)),
-        versions=np.array(versions, dtype=np.int64),
-    )
+        start = len(turn.prompt_ids)
+        said = slice(start, start + len(turn.completion_ids))
+        sampled[said], logprobs[said], versions[said] = True, turn.logprobs, turn.policy_version
+    advantages = np.where(sampled, np.float32(advantage), np.float32(0.0))
+    return TokenSequence(tokens=tokens, sampled=sampled, logprobs=logprobs, advantages=advantages, versions=versions)

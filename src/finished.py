@@ -1,8 +1,10 @@
 """Finished rollouts on disk, with the exact tokens and log-probabilities: finished/<purpose>_<step>.jsonl, one line per rollout.
 
-A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers, and numbers are packed:
+A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers, or, where a history was
+rewritten, to what it shares with the prompt before it. Numbers are packed:
 
     prompt [1, 2], completion [3]; prompt [1, 2, 3, 4], completion [5]  ->  {"prompt_ids": [1, 2]}, {"after": 0, "prompt_ids": [4]}
+    prompt [1, 2, 3, 4], then a history rewritten to [1, 2, 8]         ->  ..., {"shared": 2, "prompt_ids": [8]}
     [1, 2]  ->  "<i4:" and the base64 of the compressed array
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from src.datums import extends
 from src.durable import append_record, mend, records, remove
 from src.journal import Journal, Place
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
@@ -110,23 +113,37 @@ def unpacked(text: str) -> list[Any]:
 
 def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
     encoded_turns = []
-    contexts: list[list[int]] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         values: dict[str, Any] = {field.name: getattr(turn, field.name) for field in fields(turn)}
-        after = next((i for i in reversed(range(len(contexts))) if turn.prompt_ids[: len(contexts[i])] == contexts[i]), None)
+        after = next((i for i in reversed(range(number)) if extends(turn, turns[i])), None)
         if after is not None:
-            values |= {"after": after, "prompt_ids": turn.prompt_ids[len(contexts[after]) :]}
+            values |= {"after": after, "prompt_ids": turn.prompt_ids[len(turns[after].prompt_ids) + len(turns[after].completion_ids) :]}
+        elif number:
+            shared = num_shared(turn.prompt_ids, turns[number - 1].prompt_ids)
+            values |= {"shared": shared, "prompt_ids": turn.prompt_ids[shared:]}
         encoded_turns.append(values | {name: packed(values[name]) for name in PACKED})
-        contexts.append(turn.prompt_ids + turn.completion_ids)
     return encoded_turns
+
+
+def num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """With how many tokens both begin.
+
+    >>> num_shared([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    length = min(len(ids), len(others))
+    differ = np.array(ids[:length]) != np.array(others[:length])
+    return int(differ.argmax()) if differ.any() else length
 
 
 def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
     turns: list[Turn] = []
     for value in values:
-        changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name != "after"}
+        changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name not in ("after", "shared")}
         if "after" in value:
             earlier = turns[value["after"]]
             changed["prompt_ids"] = [*earlier.prompt_ids, *earlier.completion_ids, *changed["prompt_ids"]]
+        elif "shared" in value:
+            changed["prompt_ids"] = [*turns[-1].prompt_ids[: value["shared"]], *changed["prompt_ids"]]
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

@@ -39,6 +39,24 @@ def test_a_side_conversation_does_not_break_the_main_one():
     assert merge_turns([first, side, second]) == [[first, second], [side]]
 
 
+class Counted(list):
+    """Token ids that count how many of them are copied."""
+
+    copied = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counted.copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+def test_a_history_rewritten_at_every_turn_is_not_compared_with_all_before_it():
+    turns = [turn(Counted([*range(10 * number), number + 1000]), [number]) for number in range(1, 101)]
+    Counted.copied = 0
+    assert merge_turns(turns) == [[each] for each in turns]
+    assert Counted.copied < 2 * 100 * 100
+
+
 def test_a_second_answer_to_the_same_prompt_is_a_sequence_of_its_own():
     assert len(merge_turns([turn([1], [10]), turn([1], [11])])) == 2
 

@@ -16,6 +16,8 @@ def conversation(draw):
     """Turns that mostly extend one another, as a rewritten history and a side conversation would leave them."""
     turns, context = [], [1, 2]
     for version in range(draw.randrange(1, 6)):
+        if context and draw.random() < 0.2:
+            context = context[: draw.randrange(len(context))]
         if draw.random() < 0.3:
             context = [draw.randrange(9) for _ in range(3)]
         completion = [draw.randrange(9) for _ in range(draw.randrange(1, 4))]
@@ -48,6 +50,19 @@ def test_a_growing_conversation_is_written_once_and_compactly():
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     text = json.dumps(encoded(played))
     assert len(text) < 6 * len(context) and decoded(json.loads(text)) == played
+
+
+def test_a_history_rewritten_at_every_turn_is_written_compactly_too():
+    draw = random.Random(0)
+    turns, context = [], []
+    for _ in range(50):
+        context += [draw.randrange(150_000) for _ in range(300)]
+        completion = [draw.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += completion[50:]  # without what it thought
+    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    text = json.dumps(encoded(played))
+    assert len(text) < 7 * len(context) and decoded(json.loads(text)) == played
 
 
 def test_numbers_are_packed_without_loss():
