@@ -13,6 +13,8 @@ from typing import Any
 
 from src.errors import StorageError
 
+BLOCK = 2**16  # bytes; of a file that may be large, its end is read in blocks of so many
+
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
     """One JSON line at the end of the file; a line that does not fit on the disk is taken back. `sync` waits for the disk itself, which
@@ -37,13 +39,19 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Every whole JSON line; what a crash cut short is passed over."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+    return list(each_record(path))
+
+
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """The records one by one, for files that grow with every trial of a run."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
 
 
 def mend(path: Path) -> None:
@@ -51,8 +59,15 @@ def mend(path: Path) -> None:
     if not path.exists():
         return
     with storage_boundary(path), path.open("r+b") as file:
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from src.durable import append_record, mend, records
+from src.durable import append_record, each_record, mend
 from src.errors import ConfigError
 
 JOURNAL = "journal.jsonl"
@@ -59,18 +59,13 @@ class Journal:
         """Reads what earlier processes left."""
         self._path = log_path / JOURNAL
         mend(self._path)
-        past = records(self._path)
-        self._attempts = Counter(_place(record) for record in past if record["event"] == "admitted")
-        self._settled: set[tuple[str, int | None]] = {
-            ("step" if record["event"] == "trained" else "eval", record["step"]) for record in past if _settles(record)
-        }
-        self._states = {record["step"]: record["state"] for record in past if record["event"] == "trained"}
-        self.progress = sum(map(_is_progress, past))  # what was done for the first time and never needs to be done again
+        self._attempts: Counter[Place] = Counter()  # at rollouts that are not graded
+        self._settled: set[tuple[str, int | None]] = set()
+        self.progress = 0  # what was done for the first time and never needs to be done again
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}
-        for record in past:
-            if record["event"] == "begun":
-                self._note(record["step"], [(step, task) for step, task in record["groups"]])
+        for record in each_record(self._path):
+            self._recall(record)
 
     def started(self, *, resumed_from: int) -> None:
         self._write("started", resumed_from=resumed_from)
@@ -104,14 +99,13 @@ class Journal:
 
     def finished(self, place: Place, outcome: str) -> None:
         """`outcome` is "graded" or why it could not be."""
-        self.progress += outcome == "graded"
         self._write("finished", **asdict(place), attempt=self._attempts[place], outcome=outcome, sync=False)
+        self._note_end(place, outcome)
 
     def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
         """`state` is what the steps to come need to know of those gone by."""
-        self.progress += step not in self._states
+        self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
-        self._states[step] = dict(state)
         self._write("trained", step=step, groups=list(dict.fromkeys(groups)), state=dict(state))  # a group may stand in for another
 
     def evaluated(self, step: int) -> None:
@@ -137,7 +131,29 @@ class Journal:
         return ("eval", step) in self._settled
 
     def state_after(self, step: int) -> Mapping[str, Any]:
-        return self._states.get(step, {})
+        """Read again: it may be large, and is needed when a run is taken up."""
+        found: Mapping[str, Any] = {}
+        for record in each_record(self._path) if step else ():
+            if record["event"] == "trained" and record["step"] == step:
+                found = record["state"]
+        return found
+
+    def _recall(self, record: Mapping[str, Any]) -> None:
+        match record["event"]:
+            case "admitted":
+                self._attempts[_place(record)] += 1
+            case "finished":
+                self._note_end(_place(record), record["outcome"])
+            case "begun":
+                self._note(record["step"], [(step, task) for step, task in record["groups"]])
+            case "trained" | "evaluated" as event:
+                self._settled.add(("step" if event == "trained" else "eval", record["step"]))
+
+    def _note_end(self, place: Place, outcome: str) -> None:
+        """What is graded is not played again."""
+        if outcome == "graded":
+            self.progress += 1
+            del self._attempts[place]
 
     def _note(self, step: int, groups: Sequence[GroupKey]) -> None:
         self._groups[step] = list(groups)
@@ -145,14 +161,6 @@ class Journal:
 
     def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
-
-
-def _settles(record: Mapping[str, object]) -> bool:
-    return record["event"] in ("trained", "evaluated")
-
-
-def _is_progress(record: Mapping[str, object]) -> bool:
-    return record["event"] == "finished" and record["outcome"] == "graded"
 
 
 def _place(record: Mapping[str, Any]) -> Place:

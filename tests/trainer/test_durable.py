@@ -35,6 +35,26 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
     mend(tmp_path / "none.jsonl")
 
 
+def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
+    path, block = tmp_path / "a.jsonl", 8
+    monkeypatch.setattr("src.durable.BLOCK", block)
+    for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
+        for torn in range(3 * block):
+            path.write_text(whole + "x" * torn)
+            mend(path)
+            assert path.read_text() == whole
+
+
+def test_a_large_file_is_mended_without_reading_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: no memory would hold it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n{")
+    mend(path)
+    assert path.stat().st_size == 2**40 + 1
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "sub" / "a.json"
     replace_text(path, "one")

@@ -16,6 +16,7 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     assert first.admitted(HERE, policy_version=0, seed=7) == 1
     assert first.admitted(HERE, policy_version=0, seed=7) == 2
     first.finished(HERE, "sandbox")
+    assert Journal(tmp_path).admitted(HERE, policy_version=0, seed=7) == 3
     first.finished(HERE, "graded")
     first.begun(1, [(1, "a")])
     assert not first.is_settled(HERE)
@@ -24,7 +25,6 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     second = Journal(tmp_path)
     assert second.is_settled(HERE) and second.is_evaluated(0) and not second.is_evaluated(1)
     assert second.state_after(1) == {"strikes": {"b": 1}} and second.state_after(0) == {}
-    assert second.admitted(HERE, policy_version=0, seed=7) == 3
     assert first.progress == 2 and second.progress == 1  # what was trained may have to be trained again
     second.trained(1, groups=[(1, "a")], state={})
     assert second.progress == 1
