@@ -46,6 +46,8 @@ def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
         return mixed(tasks, settings)
     batches: list[Batch] = []
     for epoch in range(settings.n_epochs):
+        if settings.max_steps is not None and len(batches) >= settings.max_steps:
+            break
         order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
         for start in range(0, len(order), settings.batch_size):
             batches.append(Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size]))
@@ -74,12 +76,13 @@ def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
 
     batches: list[Batch] = []
     per_epoch = -(-len(tasks) // settings.batch_size)
-    for number in range(settings.n_epochs * per_epoch):
+    num_steps = settings.n_epochs * per_epoch
+    for number in range(num_steps if settings.max_steps is None else min(num_steps, settings.max_steps)):
         batch: list[Task] = []
         while len(batch) < min(settings.batch_size, len(tasks)):
             batch.append(draw(batch))
         batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
-    return batches[: settings.max_steps]
+    return batches
 
 
 def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
