@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.estimates import Estimate, Tally, mean_rate, pass_rates
@@ -53,6 +53,10 @@ class Evaluation:
     def success_rate(self) -> float:
         return self.num_solved / self.num_graded
 
+    def without_tokens(self) -> Evaluation:
+        """For those who compare rewards later: the tokens of its trials are as many as a batch's."""
+        return replace(self, groups=[_without_tokens(group) for group in self.groups])
+
 
 async def evaluate(
     rollouts: Rollouts,
@@ -75,6 +79,10 @@ async def evaluate(
     for name, block in domains.items():
         metrics |= block_metrics(f"test/env/{name}", block)
     return Evaluation(step=step, groups=groups, metrics=metrics, whole=whole, domains=domains, floors=floors)
+
+
+def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
+    return replace(group, trajectories=[replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories])
 
 
 def block_of(groups: Sequence[TrajectoryGroup], floors: Mapping[str, float], *, group_size: int) -> Block:

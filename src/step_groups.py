@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,7 @@ class StepGroups:
         self._faults = from_record(state)
         self._curriculum = curriculum.from_record(state.get("curriculum", {}))
         self._policy = NewestPolicy()
-        self._ahead: dict[int, tuple[RolloutPlan, Mapping[Place, FinishedRollout]]] = {}  # of the steps whose groups are played ahead
+        self._ahead: dict[int, tuple[RolloutPlan, dict[Place, FinishedRollout]]] = {}  # by step; what is on disk and was not taken up yet
         self._pipeline = self._pipeline_of([])
 
     @asynccontextmanager
@@ -164,13 +164,14 @@ class StepGroups:
 
     async def _play_ahead(self, scheduled: Scheduled) -> FinishedGroup:
         plan, kept = self._plan_ahead(scheduled.step)
-        return await self._rollouts.group(scheduled.task, self._policy, plan, kept)
+        own = {place: kept.pop(place) for place in [*kept] if place.task == scheduled.task.id}  # a run of many steps keeps none of them
+        return await self._rollouts.group(scheduled.task, self._policy, plan, own)
 
-    def _plan_ahead(self, step: int) -> tuple[RolloutPlan, Mapping[Place, FinishedRollout]]:
+    def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[Place, FinishedRollout]]:
         """Made once, since its folder is tidied then, and what is on disk is read."""
         if step not in self._ahead:
             plan = self._plan("step", step)
-            self._ahead[step] = plan, self._rollouts.kept(plan)
+            self._ahead[step] = plan, dict(self._rollouts.kept(plan))
         return self._ahead[step]
 
     def _plan(self, purpose: str, step: int) -> RolloutPlan:

@@ -229,7 +229,7 @@ class Terminus2RLTrainer:
         if (path := self._settings.export_path) is not None:
             await asyncio.to_thread(dump_evaluation, path, step, result.groups, result.metrics, self._source.text)
         self._display.evaluation(result, self._first_evaluation)
-        self._first_evaluation = self._first_evaluation or result
+        self._first_evaluation = self._first_evaluation or result.without_tokens()
         return result.metrics | {"time/evaluation": time.monotonic() - started}
 
     async def _save(self, *, final: bool) -> None:

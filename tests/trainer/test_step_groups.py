@@ -1,6 +1,7 @@
 """What each step learns from, and what stays known of the groups gone by: played for the step or ahead of it."""
 
 import asyncio
+import gc
 import io
 from collections import Counter, defaultdict
 
@@ -14,7 +15,7 @@ from src.dynamic_sampling import DynamicSamplingSettings
 from src.errors import ConfigError, RubbleError, ServerLost, TrainerError
 from src.faults import FaultSettings
 from src.filters import FilterSettings
-from src.finished import FinishedRollouts
+from src.finished import FinishedRollout, FinishedRollouts
 from src.journal import Journal
 from src.pipeline import Batch, PipelineSettings
 from src.policy import Policy
@@ -209,6 +210,17 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
     again.source.train = again.source.train[2:]
     with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir holds no more"):
         await again.gather(1, "ab")
+
+
+async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path):
+    first = Bench(tmp_path, max_staleness=1)
+    async with first.groups.played(batches := [batch(1, "ab"), batch(2, "cd")], Policy(None, 0)):
+        await first.gather(1, "ab")
+    again = Bench(tmp_path, max_staleness=1)
+    async with again.groups.played(batches, Policy(None, 0)):
+        assert (await again.gather(1, "ab")).played
+        gc.collect()
+        assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
 
 
 async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
