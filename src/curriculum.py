@@ -11,7 +11,7 @@ the last 1 / (1 - MEMORY) groups were remembered. A posterior that never faded w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,12 +92,18 @@ def curriculum_metrics(state: Curriculum, tasks: Sequence[Task], settings: Curri
     }
 
 
-def to_record(state: Curriculum) -> dict[str, object]:
-    evidence = {task: [item.solved, item.failed, item.last_played] for task, item in state.evidence.items()}
+def to_record(state: Curriculum, *, since: int) -> dict[str, object]:
+    """What has changed since `since` groups had been played: a pool of thousands is not written down after every step."""
+    changed = {task: item for task, item in state.evidence.items() if item.last_played >= since}
+    evidence = {task: [item.solved, item.failed, item.last_played] for task, item in changed.items()}
     return {"evidence": evidence, "num_groups": state.num_groups}
 
 
-def from_record(record: Mapping[str, Any]) -> Curriculum:
-    """The inverse; an empty record is a run's beginning."""
-    evidence = {task: Evidence(solved=a, failed=b, last_played=last) for task, (a, b, last) in record.get("evidence", {}).items()}
-    return Curriculum(evidence=evidence, num_groups=record.get("num_groups", 0))
+def from_records(records: Iterable[Mapping[str, Any]]) -> Curriculum:
+    """The inverse, of the records of all steps in order; without any it is a run's beginning. An empty one says nothing."""
+    evidence: dict[str, Evidence] = {}
+    num_groups = 0
+    for record in records:
+        evidence |= {task: Evidence(solved=a, failed=b, last_played=last) for task, (a, b, last) in record.get("evidence", {}).items()}
+        num_groups = record.get("num_groups", num_groups)
+    return Curriculum(evidence=evidence, num_groups=num_groups)

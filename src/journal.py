@@ -130,13 +130,11 @@ class Journal:
     def is_evaluated(self, step: int) -> bool:
         return ("eval", step) in self._settled
 
-    def state_after(self, step: int) -> Mapping[str, Any]:
-        """Read again: it may be large, and is needed when a run is taken up."""
-        found: Mapping[str, Any] = {}
-        for record in each_record(self._path) if step else ():
-            if record["event"] == "trained" and record["step"] == step:
-                found = record["state"]
-        return found
+    def states_until(self, step: int) -> list[Mapping[str, Any]]:
+        """What was said after each step up to this one, in order. Read again: it may be much, and is needed when a run is taken up."""
+        past = (record for record in (each_record(self._path) if step else ()) if record["event"] == "trained")
+        found = {record["step"]: record["state"] for record in past if record["step"] <= step}
+        return [found[number] for number in sorted(found)]
 
     def _recall(self, record: Mapping[str, Any]) -> None:
         match record["event"]:

@@ -68,9 +68,10 @@ class StepGroups:
         self._watchdog = watchdog
         self._display = display
         self._settings = settings
-        state = self._journal.state_after(steps_done)
-        self._faults = from_record(state)
-        self._curriculum = curriculum.from_record(state.get("curriculum", {}))
+        states = self._journal.states_until(steps_done)
+        self._faults = from_record(states[-1] if states else {})
+        self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
+        self._num_groups_before = 0  # of the run, when the step began
         self._policy = NewestPolicy()
         self._ahead: dict[int, tuple[RolloutPlan, dict[Place, FinishedRollout]]] = {}  # by step; what is on disk and was not taken up yet
         self._pipeline = self._pipeline_of([])
@@ -91,12 +92,14 @@ class StepGroups:
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:
-        """What the steps to come need to know of those gone by."""
-        learned = {"curriculum": curriculum.to_record(self._curriculum)} if self._settings.curriculum.task_sampling == "signal" else {}
-        return to_record(self._faults) | learned
+        """What the steps to come need to know of the one gone by."""
+        if self._settings.curriculum.task_sampling == "uniform":
+            return to_record(self._faults)
+        return to_record(self._faults) | {"curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)}
 
     async def gather(self, batch: Batch, on_group: OnGroup) -> Gathered:
         """The groups of one step. Where they are played ahead, `on_group` hears of each as it comes."""
+        self._num_groups_before = self._curriculum.num_groups
         gathered = await (self._take(batch, on_group) if self._settings.pipeline.is_ahead else self._sample(batch))
         gathered.metrics["tasks/quarantined"] = float(len(self._faults.quarantined))
         return gathered

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from scripts.bench.signal_sampling import simulated
-from src.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_record, to_record
+from src.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
 from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 
@@ -44,7 +44,7 @@ def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
     def chosen(state=state, tasks=TASKS, **place):
         return [task.id for task in state.choose(tasks, 4, SIGNAL, **({"step": 3, "attempt": 0} | place))]
 
-    assert chosen() == chosen(from_record(to_record(state))) == chosen(tasks=TASKS[::-1])
+    assert chosen() == chosen(from_records([to_record(state, since=0)])) == chosen(tasks=TASKS[::-1])
     assert len({tuple(chosen(step=step)) for step in range(10)}) > 1
     assert chosen() != chosen(attempt=1)
     assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
@@ -60,10 +60,13 @@ def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_be
     assert len({Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}) == len(TASKS)
 
 
-def test_the_state_survives_its_record():
-    state = Curriculum().after([group("a", 1, 0, 0), group("b", 1)]).after([group("a", 1)])
-    assert from_record(to_record(state)) == state
-    assert from_record({}) == Curriculum()
+def test_the_state_survives_its_records_each_of_which_has_the_tasks_of_its_step():
+    first = Curriculum().after([group("a", 1, 0, 0), group("b", 1)])
+    second = first.after([group("a", 1)])
+    changes = [to_record(first, since=0), {}, to_record(second, since=first.num_groups)]
+    assert [set(change.get("evidence", ())) for change in changes] == [{"a", "b"}, set(), {"a"}]
+    assert from_records(changes) == from_records([to_record(second, since=0)]) == second
+    assert from_records([]) == from_records([{}]) == Curriculum()
 
 
 @pytest.mark.parametrize("seed", range(3))

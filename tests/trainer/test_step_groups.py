@@ -146,8 +146,10 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
         assert bench.journal.groups_of(step) == [(step, name) for name in chosen[-1]] and len(chosen[-1]) == 2
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
-    assert state["curriculum"]["num_groups"] == 16
-    assert Bench(tmp_path, task_sampling="signal", steps_done=8).groups.state() == state
+    assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
+    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal", steps_done=8)
+    assert (await again.gather(9, "ab")).metrics == (await bench.gather(9, "ab")).metrics
+    assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(9) == bench.journal.groups_of(9)
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
