@@ -14,6 +14,7 @@ from typing import Protocol
 import httpx
 
 from src.errors import ConfigError
+from src.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Chat:
         """
         return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
-    def extend(self, prompt_ids: list[int], completion_ids: list[int], messages: Sequence[Message]) -> list[int]:
+    def extend(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]) -> TokenIds:
         """The next prompt: `prompt_ids + completion_ids` untouched, the turn's end, `messages`, the generation prompt.
 
         >>> chat.extend(prompt, turn.completion_ids, [{"role": "user", "content": "$ ls"}])[: len(prompt)] == prompt
@@ -73,7 +74,7 @@ class Chat:
         suffix = self._encode(self._after_answer(messages, generation_prompt=True))
         if completion_ids and completion_ids[-1] == self.turn_end_id:
             suffix = suffix[1:]
-        return [*prompt_ids, *completion_ids, *suffix]
+        return TokenIds.of(prompt_ids).extended([*completion_ids, *suffix])
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """The text of a completion without the token that ended it."""

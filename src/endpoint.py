@@ -20,6 +20,7 @@ import openai
 from src.chat import Chat, Message
 from src.errors import BackendError, ConfigError, boundary
 from src.policy import Policy
+from src.token_ids import TokenIds
 from src.trajectory import StopReason, Turn
 
 NUM_RETRIES = 5  # of a call, by the client itself, where the endpoint is busy or breaks off
@@ -128,12 +129,12 @@ class EndpointPolicy(Policy):
         self._endpoint = endpoint
         self._codec = MessageCodec()
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         messages = self._codec.messages(prompt_ids)
         reply = await self._endpoint.reply(messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
         completion_ids = self._codec.encode(plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False)
         return Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=TokenIds.of(prompt_ids),
             completion_ids=completion_ids,
             logprobs=[math.nan] * len(completion_ids),
             stop_reason=StopReason.LENGTH if reply.was_cut else StopReason.STOP,

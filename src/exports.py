@@ -101,7 +101,7 @@ def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:
-    return trajectory.turns[0].prompt_ids if trajectory.turns else []
+    return list(trajectory.turns[0].prompt_ids) if trajectory.turns else []
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:

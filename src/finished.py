@@ -22,6 +22,7 @@ import numpy as np
 from src.datums import extends
 from src.durable import append_record, mend, records, remove
 from src.journal import Journal, Place
+from src.token_ids import TokenIds
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
 
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
@@ -142,8 +143,9 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
         changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name not in ("after", "shared")}
         if "after" in value:
             earlier = turns[value["after"]]
-            changed["prompt_ids"] = [*earlier.prompt_ids, *earlier.completion_ids, *changed["prompt_ids"]]
-        elif "shared" in value:
-            changed["prompt_ids"] = [*turns[-1].prompt_ids[: value["shared"]], *changed["prompt_ids"]]
+            changed["prompt_ids"] = TokenIds.of(earlier.prompt_ids).extended([*earlier.completion_ids, *changed["prompt_ids"]])
+        else:
+            shared = turns[-1].prompt_ids[: value["shared"]] if "shared" in value else []
+            changed["prompt_ids"] = TokenIds([*shared, *changed["prompt_ids"]])
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

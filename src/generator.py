@@ -128,7 +128,7 @@ class _Episode:
         history = self.conversation
         messages, tools = shown(opening, self._settings)
         history += messages
-        prompt_ids = self._chat.render(history, tools=tools)
+        prompt_ids: Sequence[int] = self._chat.render(history, tools=tools)
         while True:
             room = self._limits.room(len(prompt_ids))
             if room == 0:
@@ -168,7 +168,7 @@ class _Episode:
             conversation=self.conversation,
         )
 
-    async def _answer(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:
+    async def _answer(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
         settings, self._num_answers = self._settings, self._num_answers + 1
         with boundary(BackendError, "sampling"):
             turn = await self._policy.sample(

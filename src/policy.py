@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import tinker
 
 from src.errors import BackendError, boundary
+from src.token_ids import TokenIds
 from src.trajectory import StopReason, Turn
 
 
@@ -32,11 +33,11 @@ class Policy:
         self.version = version
         self._client = sampling_client
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         """One completion, its stop token included. Raises BackendError, also when the sampler returns no logprobs."""
         params = tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
         with sdk_boundary("sampling"):
-            response = await self._client.sample(tinker.ModelInput.from_ints(prompt_ids), num_samples=1, sampling_params=params)
+            response = await self._client.sample(tinker.ModelInput.from_ints(list(prompt_ids)), num_samples=1, sampling_params=params)
         sequence = response.sequences[0]
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
@@ -44,7 +45,7 @@ class Policy:
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError("sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint")
         return Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=TokenIds.of(prompt_ids),
             completion_ids=list(sequence.tokens),
             logprobs=list(sequence.logprobs),
             stop_reason=StopReason(sequence.stop_reason),
@@ -71,7 +72,7 @@ class NewestPolicy(Policy):
         self.version = policy.version
         self._newest = policy
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         return await self._newest.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:

@@ -63,7 +63,7 @@ class TinkerLLM(BaseLLM):
         self._limits = limits
         self._model_name = model_name
         self._messages: list[tuple[str, str]] = []  # the main conversation as we know it
-        self._ids: dict[int, tuple[list[int], list[int]]] = {}  # by number of messages: prompt and completion ids that stand for them
+        self._ids: dict[int, tuple[Sequence[int], Sequence[int]]] = {}  # by number of messages: the prompt and completion of them
         self._calls = 0
         self._is_subagent = False
         self._useless_in_a_row = 0
@@ -129,7 +129,7 @@ class TinkerLLM(BaseLLM):
         finally:
             self._is_subagent = False
 
-    def _prompt(self, messages: list[tuple[str, str]]) -> tuple[list[int], int]:
+    def _prompt(self, messages: list[tuple[str, str]]) -> tuple[Sequence[int], int]:
         """The ids of a prompt, and how many messages of the recorded conversation it continues word for word."""
         history, question = messages[:-1], messages[-1]
         known = len(history)
@@ -137,7 +137,7 @@ class TinkerLLM(BaseLLM):
             return self._chat.extend(*self._ids[known], _dicts([question])), known
         return self._chat.render(_dicts(messages)), 0
 
-    async def _sample(self, prompt_ids: list[int], *, max_tokens: int) -> Turn:
+    async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
         self._calls += 1
         seed = turn_seed(self._limits.seed, self._calls)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -51,7 +51,7 @@ class Task:
 class Turn:
     """One sampled completion, exactly as the sampler saw and returned it."""
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]  # of the turns of one conversation `TokenIds`, which hold every token once
     completion_ids: list[int]  # the stop token included
     logprobs: list[float]  # one per completion token
     stop_reason: StopReason

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -100,7 +100,7 @@ class WatchedPolicy(Policy):
         self._policy = policy
         self._watchdog = watchdog
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         call = self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
         return await self._watchdog.answer(call, "sampling")
 

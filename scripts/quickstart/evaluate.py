@@ -10,6 +10,7 @@ import sys
 import tempfile
 import tomllib
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ class EnginePolicy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         settings = SamplingSettings(
             max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), stop_at_eos=False
         )

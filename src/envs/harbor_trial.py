@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
@@ -143,7 +143,7 @@ class TimedPolicy(Policy):
         self.unanswered_s = 0.0
         self._policy = policy
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         asked = time.monotonic()
         try:
             turn = await self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)

@@ -1,0 +1,47 @@
+import random
+
+import pytest
+
+from src.finished import decoded, encoded
+from src.token_ids import TokenIds
+from src.trajectory import StopReason, Trajectory, Turn
+from tests.fakes.tokenizer import byte_chat
+
+
+def test_they_are_read_as_a_list_is():
+    ids = list(range(10))
+    tokens = TokenIds(ids[:6]).extended(ids[6:])
+    assert (len(tokens), list(tokens), tokens == ids, ids == tokens, tokens == ids[1:]) == (10, ids, True, True, False)
+    draw = random.Random(0)
+    for _ in range(200):
+        cut = slice(*(draw.choice([None, *range(-12, 13)]) for _ in range(2)), draw.choice([None, 1, 2, -1, -3]))
+        assert tokens[cut] == ids[cut]
+    assert (tokens[0], tokens[-1]) == (0, 9)
+    with pytest.raises(IndexError):
+        tokens[10]
+
+
+def test_what_was_extended_already_is_copied_and_none_of_them_changes():
+    first = TokenIds([1, 2])
+    second, other = first.extended([3]), first.extended([4])
+    third = second.extended([5])
+    assert (first, second, other, third) == ([1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5])
+    assert second.shares_with(first) and third.shares_with(first) and not other.shares_with(first)
+    assert second != other and first.extended([]) == first and TokenIds.of(first) is first
+    with pytest.raises(IndexError):
+        first[2]
+
+
+def test_a_conversation_holds_every_token_once_on_its_way_and_when_it_is_read_again():
+    chat, turns = byte_chat(), []
+    prompt = TokenIds.of(chat.render([{"role": "user", "content": "go"}]))
+    for _ in range(20):
+        turns.append(Turn(prompt_ids=prompt, completion_ids=[65, 66], logprobs=[-1.0, -1.0], stop_reason=StopReason.STOP, policy_version=0))
+        prompt = chat.extend(prompt, turns[-1].completion_ids, [{"role": "user", "content": "on"}])
+    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    again = decoded(encoded(played))
+    assert isinstance(again, Trajectory) and again == played
+    for trajectory in (played, again):
+        last = trajectory.turns[-1].prompt_ids
+        assert isinstance(last, TokenIds)
+        assert all(isinstance(turn.prompt_ids, TokenIds) and turn.prompt_ids.shares_with(last) for turn in trajectory.turns)
