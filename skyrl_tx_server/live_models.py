@@ -88,9 +88,15 @@ class LiveModels:
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
                     f"not the {model.num_bytes >> 20} MiB that moving {longest_unused} there takes; unload a model"
                 )
-            places = jax.tree.map(lambda leaf: leaf.sharding, model.arrays())
-            self._parked[longest_unused] = model.moved(to_host), places
+            self._parked[longest_unused] = model.moved(to_host), _places(model)
             del self._device[longest_unused]
+
+
+def _places(model: LiveModel) -> object:
+    """How its arrays lie on a mesh; None on one device, where an array that is put back by name of the device is another kind of input to
+    jax, for which every program it goes to, those of sampling too, would be compiled again."""
+    arrays = model.arrays()
+    return jax.tree.map(lambda leaf: leaf.sharding, arrays) if any(leaf.committed for leaf in jax.tree.leaves(arrays)) else None
 
 
 def available_host_bytes() -> int:

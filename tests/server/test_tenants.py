@@ -1,5 +1,6 @@
 """Tenants are isolated to the bit: a model among seven others ends as it does alone, wherever the server keeps it meanwhile."""
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server import live_models
+from skyrl_tx_server import compilations, live_models
 from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import CapacityError
@@ -112,7 +113,9 @@ class Tenant:
 
 
 def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(model_dir: Path, tmp_path: Path):
-    """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every decode block."""
+    """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every decode block. For one that
+    comes back nothing is compiled again."""
+    before = Counter(compilations.programs())
     with running(model_dir, tmp_path / "together") as engine:
         tenants = [Tenant(engine, number) for number in range(TENANTS)]
         for step in range(STEPS):
@@ -121,6 +124,8 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
         together = [tenant.outcome(tmp_path / "together") for tenant in tenants]
         stats = engine.stats()
     assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
+    compiled = Counter(compilations.programs()) - before
+    assert all(compiled[f"jit({name})"] <= 1 for name in ("forward_backward", "adam_step", "_write_slot", "decode_block")), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"
         with running(model_dir, folder) as engine:
