@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -21,11 +21,13 @@ class Tables:
     after: Sequence[tuple[int, int]]  # and after it: of the first
 
 
-def take_tables(places: Sequence[Pages], length: int, *, found: Prefix, home: Pages, spare: int, text_length: int) -> Tables:
+def take_tables(
+    places: Sequence[Pages], length: int, *, found: Prefix, home: Pages, spare: Mapping[Pages, int], text_length: int
+) -> Tables:
     """Pages for `length` tokens of each row, where `places` says for each among whose pages; what was `found` lies in those of `home`.
 
-    Rows in one place share the pages that are full. `spare` more must be free in each place. CapacityError, which names the length of the
-    whole text, where there are too few; nothing is taken then.
+    Rows in one place share the pages that are full. In each place as many as `spare` says must be free besides. CapacityError, which names
+    the length of the whole text, where there are too few; nothing is taken then.
     """
     full, total = length // PAGE, -(-length // PAGE)
     shared = {home: found.pages[: found.length // PAGE]}  # what the next row of a place has in common with others there
@@ -33,7 +35,7 @@ def take_tables(places: Sequence[Pages], length: int, *, found: Prefix, home: Pa
     taken: dict[Pages, Sequence[int]] = {}
     for place, num_rows in Counter(places).items():
         wanted = total - len(shared.get(place, ())) + (num_rows - 1) * (total - full)
-        pages = place.take(wanted + spare)
+        pages = place.take(wanted + spare.get(place, 0))
         if pages is None:
             home.give_back(found.pages)
             for other, others_pages in taken.items():

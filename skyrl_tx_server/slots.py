@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -333,13 +334,22 @@ class DecodeSlots:
         return self._pages[slot * self._groups // self.num_slots]
 
     def _place(
-        self, tokens: np.ndarray, rows: Sequence[Row], *, limit: int, wants_logprobs: bool, beside: Sequence[Piece] = (), spare: int = 0
+        self,
+        tokens: np.ndarray,
+        rows: Sequence[Row],
+        *,
+        limit: int,
+        wants_logprobs: bool,
+        beside: Sequence[Piece] = (),
+        may_grow: bool = False,
     ) -> Piece | None:
         """Pages for the next piece of `tokens`, of which at most `limit` may come from the cache, and for the rows that begin after the
-        last piece; `spare` more must be free. CapacityError, and nothing is taken, where they are not. None where the turn is full with
-        the pieces `beside` it, or where less would have to be computed after them."""
+        last piece; where they `may_grow`, one more must be free for each and for whoever else has the same device. CapacityError, and
+        nothing is taken, where they are not. None where the turn is full with the pieces `beside` it, or where less would have to be
+        computed after them."""
         weights, adapter_slot = rows[0].weights, rows[0].adapter_slot
-        found, home = self._find(weights, tokens, limit=limit)
+        free = self._free_slots(beside)
+        found, home = self._find(weights, tokens, limit=limit, free=free)
         alike = (piece for piece in beside if piece.weights == weights)
         shared = max((common_length(piece.tokens[: piece.length], tokens[:limit]) for piece in alike), default=0)
         room = self._layout.shapes.turn - sum(len(piece.blocks) for piece in beside)
@@ -347,7 +357,9 @@ class DecodeSlots:
             return None
         length = min(found.length + room * BLOCK, len(tokens))
         rows = rows if length == len(tokens) else ()
-        slots = self._free_slots(near=home, beside=beside)[: len(rows) or 1]
+        nearest = sorted(free, key=lambda pages: (pages is not home, -len(free[pages])))
+        slots = list(chain.from_iterable(free[pages] for pages in nearest))[: len(rows) or 1]
+        spare = {pages: self._size.slots - len(free[pages]) + 1 for pages in free} if may_grow else {}
         places = [self._group(slot) for slot in slots]
         tables = take_tables(places, length, found=found, home=home, spare=spare, text_length=len(tokens))
         return Piece(
@@ -364,18 +376,23 @@ class DecodeSlots:
             rows=rows,
         )
 
-    def _find(self, weights: str | None, tokens: np.ndarray, *, limit: int) -> tuple[Prefix, Pages]:
-        """The most of the first `limit` tokens that one device remembers, and its pages; none where that spares no block."""
+    def _find(self, weights: str | None, tokens: np.ndarray, *, limit: int, free: Mapping[Pages, Sequence[int]]) -> tuple[Prefix, Pages]:
+        """What one device remembers of the first `limit` tokens, and its pages: of the device where the fewest blocks are left to compute,
+        and among those alike the fewest rows sit. Nothing, where no block is spared."""
         key = self._bank.key(weights)
-        found, home = max(((pages.find(key, tokens[:limit]), pages) for pages in self._pages), key=lambda each: each[0].length)
-        spares = blocks_of(len(tokens) - found.length) < blocks_of(len(tokens))
-        return found if spares else Prefix(), home
+        found = {pages: pages.find(key, tokens[:limit]) for pages in self._pages}
+        left = {pages: blocks_of(len(tokens) - prefix.length) for pages, prefix in found.items()}
+        home = min(self._pages, key=lambda pages: (left[pages], -len(free[pages])))
+        return found[home] if left[home] < blocks_of(len(tokens)) else Prefix(), home
 
-    def _free_slots(self, *, near: Pages, beside: Sequence[Piece]) -> list[int]:
-        """Those that nobody sits in, nor will when the pieces `beside` are computed; first those of the device of `near`."""
+    def _free_slots(self, beside: Sequence[Piece]) -> dict[Pages, list[int]]:
+        """By device, those that nobody sits in, nor will when the pieces `beside` are computed."""
         reserved = {slot for piece in beside for slot in piece.slots if piece.rows}
-        free = [slot for slot, row in enumerate(self._rows) if row is None and slot not in reserved]
-        return sorted(free, key=lambda slot: self._group(slot) is not near)
+        free: dict[Pages, list[int]] = {pages: [] for pages in self._pages}
+        for slot, row in enumerate(self._rows):
+            if row is None and slot not in reserved:
+                free[self._group(slot)].append(slot)
+        return free
 
     def _give_back(self, piece: Piece) -> None:
         for slot, pages in zip(piece.slots, piece.tables, strict=True):
@@ -413,9 +430,8 @@ class DecodeSlots:
         """Compute the next piece of the row that has waited longest, if there is room for it and the others."""
         row = self._aside[0]
         text = row.text
-        running = sum(other is not None for other in self._rows)
         try:
-            piece = self._place(text, [row], limit=len(text) - 1, wants_logprobs=False, spare=running + 1)
+            piece = self._place(text, [row], limit=len(text) - 1, wants_logprobs=False, may_grow=True)
         except CapacityError:
             return None
         assert piece is not None, "nothing is beside it"

@@ -23,7 +23,7 @@ def remembered(pages: Pages, text: np.ndarray) -> None:
 
 def test_rows_in_one_place_share_the_pages_that_are_full() -> None:
     home = Pages(first=0, count=10)
-    tables = take_tables([home] * 3, 2 * PAGE + 1, found=NOTHING, home=home, spare=0, text_length=2 * PAGE + 1)
+    tables = take_tables([home] * 3, 2 * PAGE + 1, found=NOTHING, home=home, spare={}, text_length=2 * PAGE + 1)
     assert tables.of_rows == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert (tables.before, tables.after) == ([], [(3, 4), (3, 5)])
     assert users(home) == {1: 3, 2: 3, 3: 1, 4: 1, 5: 1}
@@ -33,7 +33,7 @@ def test_what_was_found_is_shared_as_far_as_it_is_full_and_else_copied() -> None
     home, text = Pages(first=0, count=10), np.arange(2 * PAGE, dtype=np.int32)
     remembered(home, text[: PAGE + 9])
     found = home.find("w", text)
-    tables = take_tables([home] * 2, 2 * PAGE, found=found, home=home, spare=0, text_length=2 * PAGE)
+    tables = take_tables([home] * 2, 2 * PAGE, found=found, home=home, spare={}, text_length=2 * PAGE)
     assert tables.of_rows == [[1, 3], [1, 3]] and (tables.before, tables.after) == ([(2, 3)], [])
     assert users(home) == {1: 3, 2: 1, 3: 2}, "the tree has the first two"
 
@@ -41,10 +41,10 @@ def test_what_was_found_is_shared_as_far_as_it_is_full_and_else_copied() -> None
 def test_a_row_elsewhere_gets_copies_of_all() -> None:
     home, other = Pages(first=0, count=10), Pages(first=10, count=10)
     found = Prefix(pages=home.take(1) or (), length=PAGE)
-    tables = take_tables([home, other, other], PAGE + 1, found=found, home=home, spare=0, text_length=PAGE + 1)
+    tables = take_tables([home, other, other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1)
     assert tables.of_rows == [[1, 2], [11, 12], [11, 13]]
     assert (tables.before, tables.after) == ([], [(1, 11), (2, 12), (2, 13)])
-    away = take_tables([other], PAGE + 1, found=found, home=home, spare=0, text_length=PAGE + 1)
+    away = take_tables([other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1)
     assert away.of_rows == [[14, 15]] and away.before == [(1, 14)]
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_taken_where_there_are_too_few_or_none_would_be_left(length: 
     remembered(home, text)
     found = home.find("w", text)
     with pytest.raises(CapacityError, match="keys and values of 999 tokens, 192 are free"):
-        take_tables([home, other], length, found=found, home=home, spare=spare, text_length=999)
+        take_tables([home, other], length, found=found, home=home, spare={other: spare}, text_length=999)
     assert (home.num_free, other.num_free, users(home), users(other)) == (18, 3, {1: 1}, {})
 
 
@@ -63,11 +63,11 @@ def test_what_was_found_is_not_given_up_for_what_goes_on_from_it() -> None:
     home, text = Pages(first=0, count=3), np.arange(PAGE, dtype=np.int32)
     remembered(home, text)
     with pytest.raises(CapacityError, match="64 are free"):
-        take_tables([home], 2 * PAGE, found=home.find("w", text), home=home, spare=1, text_length=2 * PAGE)
+        take_tables([home], 2 * PAGE, found=home.find("w", text), home=home, spare={home: 1}, text_length=2 * PAGE)
     assert home.find("w", text).length == PAGE
 
 
 def test_what_is_spared_stays_free() -> None:
     home = Pages(first=0, count=5)
-    take_tables([home], 2 * PAGE, found=NOTHING, home=home, spare=2, text_length=2 * PAGE)
+    take_tables([home], 2 * PAGE, found=NOTHING, home=home, spare={home: 2}, text_length=2 * PAGE)
     assert home.num_free == 2
