@@ -16,7 +16,7 @@ from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import ForwardBackward, LoadWeights, LossFn, OptimStep, Sample, SaveSampler, StopReason
+from skyrl_tx_server.ops import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
 from skyrl_tx_server.registry import Registry
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
@@ -153,7 +153,7 @@ def without_stop_token(sequence):
 
 # defect: (what it is made of, the checks that must find it)
 DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
-    "ignores loss_fn_config": ({"before": of(ForwardBackward, loss_fn_config=lambda op: {})}, "loss settings"),
+    "ignores loss_fn_config": ({"before": of(ForwardBackward, settings=lambda op: LossSettings())}, "loss settings"),
     "computes ppo unclipped": (
         {"before": of(ForwardBackward, loss_fn=lambda op: LossFn.IMPORTANCE_SAMPLING if op.loss_fn is LossFn.PPO else op.loss_fn)},
         "loss ppo",
@@ -203,7 +203,7 @@ def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, D
     url, server = endpoint
     server.heal()
     for module in ("wire", "wire_proto"):
-        monkeypatch.setattr(f"skyrl_tx_server.{module}.check_loss_config", lambda loss_fn, config: {})
+        monkeypatch.setattr(f"skyrl_tx_server.{module}.parse_loss_config", lambda loss_fn, config: LossSettings())
     assert not probe(url, {"only": "refuses the unknown"}).findings[0].holds
 
 
