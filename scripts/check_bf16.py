@@ -2,7 +2,7 @@
 
     taskset -c 0,1 python -m scripts.check_bf16
     python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
+    NPROC=32 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
 A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is as sure of the next token as a
 trained model is. Samples come through the engine, some alone, some as a group, some continuing an earlier turn; `forward` then scores them.

@@ -19,6 +19,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "32"  # XLA's threads: as many as devices can all come to wait for each other's messages
 
 import jax
 import numpy as np

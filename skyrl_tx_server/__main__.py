@@ -44,6 +44,7 @@ POLLS_LET_GO_S = 5
 FUTURES_SETTLE_S = 4  # of those five: the turn under way may be a long compilation
 ENGINE_STOP_S = 15
 SAMPLES_ELSEWHERE = 1024  # requests a client may have under way when another server has to make a batch of them
+THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request meets a connection just being closed
 
 
@@ -120,7 +121,12 @@ def _engine_settings(config: ServerConfig) -> EngineSettings:
     """With the model's directory, downloaded where need be."""
     from skyrl_tx_server.model.weights import resolve_model
 
-    return config.engine_settings(resolve_model(config.base_model).resolve())
+    settings = config.engine_settings(resolve_model(config.base_model).resolve())
+    if settings.mesh.devices > 1:
+        # Of a CPU's virtual devices each one's message holds a thread until all have come to it, and they come to two that do not depend
+        # on each other in any order: with XLA's usual threads, one for each device, they wait for ever, and XLA aborts after 40 s.
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * settings.mesh.devices)))
+    return settings
 
 
 @dataclass(kw_only=True, slots=True)

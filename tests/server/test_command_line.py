@@ -137,6 +137,14 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(capsys: pytest.Cap
     assert not checkpoints.exists()
 
 
+def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which XLA reads when it starts, here long ago."""
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.delenv("NPROC")
+    assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, "there are not as many"
+    assert int(os.environ["NPROC"]) >= 4 * 32
+
+
 def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
     assert main([*options, "decode_slots=1000000000"]) == 2
