@@ -20,9 +20,9 @@ RANK = 4
 
 def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     """A random adapter of `base` exported and merged by our commands, and the logits of our own forward pass."""
-    from skyrl_tx_server.base_model import fingerprint
-    from skyrl_tx_server.checkpoints import CheckpointStore
     from skyrl_tx_server.export import main
+    from skyrl_tx_server.files.base_model import fingerprint
+    from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.model.config_json import load_model_config
     from skyrl_tx_server.model.layers import within_segments
     from skyrl_tx_server.model.lora import init_adapter

@@ -46,7 +46,7 @@ from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.ops import LossFn
 from skyrl_tx_server.packing import TrainShape, example
-from skyrl_tx_server.rows import row_settings
+from skyrl_tx_server.sampling.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Pass, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward_backward, train_batch

@@ -23,13 +23,13 @@ import uvicorn
 import uvloop
 
 from skyrl_tx_server.app import build_app
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.command_line import help_text, parse, print_help
 from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
 from skyrl_tx_server.engine import STOPPING, Engine
 from skyrl_tx_server.errors import ConfigError, ServerError
-from skyrl_tx_server.external_sampling import ExternalSampling, ExternalSettings
-from skyrl_tx_server.external_server import ExternalServer, ServerSettings, connect
+from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
+from skyrl_tx_server.external.server import ExternalServer, ServerSettings, connect
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.hosts import ALONE, HostLostError, Leader, LedExecutor
 from skyrl_tx_server.ledger import Ledger
@@ -104,7 +104,7 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 def _dry_run(config: ServerConfig) -> str:
     """The memory plan. ConfigError when it does not fit."""
-    from skyrl_tx_server.memory_plan import plan_memory
+    from skyrl_tx_server.memory.memory_plan import plan_memory
     from skyrl_tx_server.rendezvous import join, lead
 
     settings, hosts = _engine_settings(config), config.hosts_settings()

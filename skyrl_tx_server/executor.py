@@ -21,15 +21,17 @@ import jax
 import numpy as np
 from jax.stages import Lowered
 
-from skyrl_tx_server import compilations, device_memory
-from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.cache_size import fitting_cache
-from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
+from skyrl_tx_server import compilations
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
 from skyrl_tx_server.errors import ConflictError, UserError
+from skyrl_tx_server.files.base_model import fingerprint
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
+from skyrl_tx_server.files.peft_files import write_adapter
 from skyrl_tx_server.hosts import ALONE, Hosts
 from skyrl_tx_server.live_models import LiveModel, LiveModels, available_host_bytes
+from skyrl_tx_server.memory import device_memory
+from skyrl_tx_server.memory.cache_size import fitting_cache
 from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
@@ -55,11 +57,10 @@ from skyrl_tx_server.ops import (
     WeightsSaved,
 )
 from skyrl_tx_server.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
-from skyrl_tx_server.peft_files import write_adapter
+from skyrl_tx_server.sampling.slots import DecodeSlots
+from skyrl_tx_server.sampling.snapshots import SnapshotBank
 from skyrl_tx_server.scheduler import Admit
 from skyrl_tx_server.served_model import served_model, use_compilation_cache
-from skyrl_tx_server.slots import DecodeSlots
-from skyrl_tx_server.snapshots import SnapshotBank
 from skyrl_tx_server.steps.losses import LossSelection, select_loss, trained_positions
 from skyrl_tx_server.steps.train import (
     TokenOutputs,

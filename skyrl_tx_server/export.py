@@ -21,14 +21,14 @@ from typing import Literal
 import chz
 import numpy as np
 
-from skyrl_tx_server.base_model import fingerprint, open_base_model
-from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.command_line import help_text, parse, print_help
 from skyrl_tx_server.config import model_alias
-from skyrl_tx_server.disk import check_room
 from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError
-from skyrl_tx_server.merge import merged_bytes, write_merged
-from skyrl_tx_server.peft_files import adapter_tensors, deltas, optimizer_at_rest, read_adapter, write_adapter
+from skyrl_tx_server.files.base_model import fingerprint, open_base_model
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, parse_path
+from skyrl_tx_server.files.disk import check_room
+from skyrl_tx_server.files.merge import merged_bytes, write_merged
+from skyrl_tx_server.files.peft_files import adapter_tensors, deltas, optimizer_at_rest, read_adapter, write_adapter
 
 
 @chz.chz

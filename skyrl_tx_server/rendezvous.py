@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import jax
 
-from skyrl_tx_server.base_model import fingerprint
 from skyrl_tx_server.config import EngineSettings, HostsSettings
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.hosts import Follower, Leader
 
 logger = logging.getLogger(__name__)

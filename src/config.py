@@ -9,7 +9,7 @@ from typing import Literal
 
 import chz
 
-from src.advantages import Estimator
+from src.learning.advantages import Estimator
 from src.limits import LengthLimits
 
 CLOUD_CONTEXT_LIMIT = 32_000  # the seeds' limit for Tinker's cloud

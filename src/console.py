@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from src.evaluation import Evaluation
-from src.metric_names import ALL_TASKS
-from src.metrics import SOLVED
+from src.learning.metrics import SOLVED
+from src.record.metric_names import ALL_TASKS
 from src.rollouts import FinishedGroup
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.estimates import Estimate, Tally, mean_rate, pass_rates
 from src.failure_patterns import pattern_counts
-from src.metrics import SOLVED, by_environment, held_out_metrics
+from src.learning.metrics import SOLVED, by_environment, held_out_metrics
 from src.policy import Policy
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, require_some_graded
 from src.trajectory import Task, TrajectoryGroup

@@ -12,8 +12,8 @@ from enum import StrEnum
 from itertools import pairwise
 
 from src.envs.customers import OUT_OF_SCOPE
-from src.filters import OVERLONG
-from src.metrics import SOLVED
+from src.learning.filters import OVERLONG
+from src.learning.metrics import SOLVED
 from src.trajectory import StopReason, Trajectory
 
 NUM_REPEATS = 3  # of the same answer in a row, from which on a customer is stuck

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from src.durable import replace_text
 from src.errors import ConfigError
+from src.record.durable import replace_text
 from src.trajectory import Task
 
 HASHES_FILE = "train_tasks.json"  # of a run: task id -> content hash

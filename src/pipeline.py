@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from src.errors import ConfigError
-from src.journal import GroupKey
+from src.record.journal import GroupKey
 from src.rollouts import FinishedGroup
 from src.trajectory import Task
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from src.envs.base import TaskSource
 from src.errors import BackendError, RubbleError
-from src.finished import FinishedRollout, FinishedRollouts
-from src.journal import Place
 from src.policy import Policy
+from src.record.finished import FinishedRollout, FinishedRollouts
+from src.record.journal import Place
 from src.rewards.judge import Judge
 from src.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 

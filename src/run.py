@@ -19,30 +19,30 @@ from src.backend import Backend, BackendSettings, address, connect
 from src.chat import load_chat
 from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
 from src.console import Display, Success, outcome, signals
-from src.curriculum import CurriculumSettings
-from src.dynamic_sampling import DynamicSamplingSettings
 from src.endpoint import open_endpoint
 from src.envs.base import TaskSource
 from src.envs.registry import find, open_task_source
 from src.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
 from src.evaluation import EvaluationSettings
-from src.examples import AdvantageSettings
 from src.faults import FaultSettings
-from src.filters import FilterSettings
-from src.finished import FinishedRollouts
 from src.held_out import content_hashes, require_held_out, write_hashes
-from src.importance import ImportanceSettings
-from src.journal import Journal, RunState
-from src.kl_penalty import KlSettings
-from src.learner import Learner, LearnerSettings
+from src.learning.curriculum import CurriculumSettings
+from src.learning.dynamic_sampling import DynamicSamplingSettings
+from src.learning.examples import AdvantageSettings
+from src.learning.filters import FilterSettings
+from src.learning.importance import ImportanceSettings
+from src.learning.kl_penalty import KlSettings
+from src.learning.learner import Learner, LearnerSettings
+from src.learning.preparation import PreparationSettings
 from src.pipeline import PipelineSettings, ScheduleSettings, schedule
-from src.preparation import PreparationSettings
+from src.record.finished import FinishedRollouts
+from src.record.journal import Journal, RunState
+from src.record.run_folder import RunFolder, find_run_folder, held, run_path
+from src.record.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
 from src.rewards.judge import Judge, JudgeSettings
 from src.rollouts import Rollouts, RolloutSettings
-from src.run_folder import RunFolder, find_run_folder, held, run_path
 from src.step_groups import GroupSettings
 from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
-from src.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
 from src.watchdog import WatchdogSettings, watching
 
 logger = logging.getLogger(__name__)

@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from src import curriculum
 from src.console import Display
-from src.curriculum import CurriculumSettings, curriculum_metrics
-from src.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
 from src.envs.base import TaskSource
 from src.errors import ConfigError, RubbleError
 from src.faults import FaultSettings, diagnosis, from_record, to_record
-from src.filters import FilterSettings
-from src.finished import FinishedRollout, FinishedRollouts
-from src.journal import GroupKey, Place
+from src.learning import curriculum
+from src.learning.curriculum import CurriculumSettings, curriculum_metrics
+from src.learning.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
+from src.learning.filters import FilterSettings
 from src.pipeline import Batch, Pipeline, PipelineSettings, Scheduled
 from src.policy import NewestPolicy, Policy
+from src.record.finished import FinishedRollout, FinishedRollouts
+from src.record.journal import GroupKey, Place
 from src.rollouts import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
 from src.trajectory import Task, TrajectoryGroup
 from src.watchdog import Watchdog

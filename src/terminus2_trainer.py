@@ -10,27 +10,27 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src import checkpoints
 from src.backend import Backend
-from src.checkpoints import Checkpoint
 from src.console import Display
 from src.envs.base import TaskSource
 from src.errors import BackendError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.examples import Example, examples_of_batch
-from src.exports import dump_evaluation, dump_examples
-from src.filters import DropReason, keep_groups, zeroed_metrics
-from src.finished import FinishedRollouts
-from src.journal import GroupKey
-from src.learner import Learner
-from src.metrics import group_metrics
+from src.learning.examples import Example, examples_of_batch
+from src.learning.filters import DropReason, keep_groups, zeroed_metrics
+from src.learning.learner import Learner
+from src.learning.metrics import group_metrics
+from src.learning.preparation import PreparationSettings, prepare, streamed, streamed_metrics
 from src.pipeline import Batch
 from src.policy import Policy
-from src.preparation import PreparationSettings, prepare, streamed, streamed_metrics
-from src.recorder import record_groups
+from src.record import checkpoints
+from src.record.checkpoints import Checkpoint
+from src.record.exports import dump_evaluation, dump_examples
+from src.record.finished import FinishedRollouts
+from src.record.journal import GroupKey
+from src.record.recorder import record_groups
+from src.record.tracking import RunLog
 from src.rollouts import Rollouts
 from src.step_groups import GroupSettings, StepGroups
-from src.tracking import RunLog
 from src.trajectory import TrajectoryGroup
 from src.watchdog import Watchdog, WatchedPolicy
 

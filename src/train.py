@@ -16,7 +16,7 @@ from src.command_line import help_text, parse, print_help
 from src.config import TrainerConfig
 from src.errors import INTERRUPTED, TrainerError
 
-DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.filters"}  # the seeds' -> who logs
+DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.learning.filters"}  # the seeds' -> who logs
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

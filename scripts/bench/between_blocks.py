@@ -20,7 +20,7 @@ import chz
 from scripts.bench.compare import figure
 from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
 from scripts.bench.small_model import make_model
-from skyrl_tx_server import slots
+from skyrl_tx_server.sampling import slots
 
 BLOCKS = 8
 

@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.curriculum import Curriculum, CurriculumSettings
-from src.dynamic_sampling import is_good
+from src.learning.curriculum import Curriculum, CurriculumSettings
+from src.learning.dynamic_sampling import is_good
 from src.pipeline import ScheduleSettings, schedule
 from src.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
 

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import EngineSide
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore
 from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.registry import Registry
-from skyrl_tx_server.wire import Limits
+from skyrl_tx_server.wire.requests import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

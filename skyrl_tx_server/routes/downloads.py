@@ -23,15 +23,15 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse
 
-from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.fields import Fields
+from skyrl_tx_server.files.checkpoints import CheckpointKind, CheckpointStore, checkpoint_path
+from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.ops import SaveExternal
-from skyrl_tx_server.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
-from skyrl_tx_server.wire import check_ttl
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.requests import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Sequence
 from starlette.requests import Request
 
 from skyrl_tx_server.errors import ServerError
-from skyrl_tx_server.openai_replies import News
 from skyrl_tx_server.ops import OpResult, Sample, SampleResult
 from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.wire.openai_replies import News
 
 
 class Listener:

@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.errors import FutureLostError
-from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.futures import Outcome
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.wire_proto import MEDIA_TYPE, has_proto_form, result_to_proto
-from skyrl_tx_server.wire_results import result_to_json
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.protobuf import MEDIA_TYPE, has_proto_form, result_to_proto
+from skyrl_tx_server.wire.results import result_to_json
 
 
 async def retrieve_future(context: Context, request: Request) -> Reply:

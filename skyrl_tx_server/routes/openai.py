@@ -16,16 +16,16 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from skyrl_tx_server.chat_format import Tokenizer, load_tokenizer, render
-from skyrl_tx_server.checkpoints import CheckpointKind, is_on_disk
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
-from skyrl_tx_server.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
-from skyrl_tx_server.openai_wire import Ask, parse_chat, parse_completion
+from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
 from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.routes.border import CLIENT_CLOSED_REQUEST, Endpoint, Handler, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import follow, results_of
-from skyrl_tx_server.wire import check_tokens
+from skyrl_tx_server.wire.chat_format import Tokenizer, load_tokenizer, render
+from skyrl_tx_server.wire.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
+from skyrl_tx_server.wire.openai_requests import Ask, parse_chat, parse_completion
+from skyrl_tx_server.wire.requests import check_tokens
 
 
 async def chat_completions(context: Context, request: Request) -> Reply:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from skyrl_tx_server.checkpoints import CheckpointKind
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.fields import Fields
+from skyrl_tx_server.files.checkpoints import CheckpointKind
 from skyrl_tx_server.futures import RequestKey
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import Listener
-from skyrl_tx_server.wire import SampleRequest, parse_sample
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.requests import SampleRequest, parse_sample
 
 
 async def create_sampling_session(context: Context, request: Request) -> Reply:

@@ -6,9 +6,9 @@ import logging
 
 from starlette.requests import Request
 
-from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
 from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.wire.fields import Fields
 
 logger = logging.getLogger(__name__)
 

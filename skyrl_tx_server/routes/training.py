@@ -8,15 +8,15 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 
-from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
 from skyrl_tx_server.registry import Model
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
 from skyrl_tx_server.routes.context import Context
-from skyrl_tx_server.wire import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
-from skyrl_tx_server.wire_proto import MEDIA_TYPE, parse_training_proto
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.protobuf import MEDIA_TYPE, parse_training_proto
+from skyrl_tx_server.wire.requests import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
 
 LOOPBACK = ("127.0.0.1", "::1")
 

@@ -9,9 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 from starlette.requests import Request
 
-from skyrl_tx_server.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.fields import Fields
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import LoadWeights, LoraSpec, OpResult, SaveExternal, SaveSampler, SaveWeights
@@ -19,7 +18,8 @@ from skyrl_tx_server.registry import Model
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.training import begin_model, submit
-from skyrl_tx_server.wire import check_optimizer_config, check_ttl
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.requests import check_optimizer_config, check_ttl
 
 CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
 

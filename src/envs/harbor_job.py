@@ -10,7 +10,7 @@ from harbor.models.job.result import JobResult, JobStats
 from harbor.models.trial.result import TrialResult
 from pydantic import ValidationError
 
-from src.durable import replace_text
+from src.record.durable import replace_text
 
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.ops import (
     CreateModel,
     Done,

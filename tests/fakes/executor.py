@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.checkpoints import is_on_disk
 from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
 from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import is_on_disk
 from skyrl_tx_server.ops import (
     CreateModel,
     Done,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from src.backend import BackendSettings
 from src.config import TrainerConfig
-from src.durable import records
+from src.record.durable import records
 from src.run import Parts
 from src.trajectory import FailureKind
 from tests.fakes.disk_bandit import DiskBandit

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from skyrl_tx_server.app import build_app
-from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.registry import Registry

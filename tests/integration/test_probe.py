@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.ops import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
@@ -23,8 +23,8 @@ from skyrl_tx_server.routes.context import Context, HttpSettings
 from src import capabilities
 from src.command_line import parse
 from src.errors import ConfigError
-from src.probe import arguments, main, probe
-from src.probe_checks import NEEDED, WHERE_ASKED_FOR, Probe
+from src.probe.__main__ import arguments, main, probe
+from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Probe
 from tests.fakes.server import serving
 from tests.fakes.tiny_model import make_model, make_settings
 
@@ -211,7 +211,7 @@ def test_a_prompt_beyond_the_limit_that_is_answered_is_found(endpoint: tuple[str
     """The endpoint takes 600 tokens and claims 300, so that it answers what it should refuse."""
     url, server = endpoint
     server.heal()
-    monkeypatch.setattr("src.probe.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300})))
+    monkeypatch.setattr("src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300})))
     found = probe(url, {"only": "context limit"}).findings[0]
     assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
 

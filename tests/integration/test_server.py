@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_tx_server.checkpoints import CheckpointStore
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model

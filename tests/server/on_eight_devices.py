@@ -39,7 +39,7 @@ from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.packing import pack, train_shapes
-from skyrl_tx_server.rows import row_settings
+from skyrl_tx_server.sampling.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from skyrl_tx_server import disk
-from skyrl_tx_server.checkpoints import CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.files import disk
+from skyrl_tx_server.files.checkpoints import CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.ops import LoraSpec
 
 RUN = "session-1:train:0"

@@ -16,10 +16,10 @@ import pytest
 
 from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
-from skyrl_tx_server.cache_size import fitting_cache
 from skyrl_tx_server.command_line import help_text, parse
 from skyrl_tx_server.config import ServerConfig
-from skyrl_tx_server.memory_plan import plan_memory
+from skyrl_tx_server.memory.cache_size import fitting_cache
+from skyrl_tx_server.memory.memory_plan import plan_memory
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora import zero_adapter

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server import compilations, device_memory
+from skyrl_tx_server import compilations
 from skyrl_tx_server import executor as executor_module
-from skyrl_tx_server import slots as slots_module
 from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.memory import device_memory
 from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.ops import (
     AdamSettings,
@@ -41,6 +41,7 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
+from skyrl_tx_server.sampling import slots as slots_module
 from skyrl_tx_server.steps import score as score_module
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses

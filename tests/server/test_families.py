@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server.base_model import fingerprint
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.files.base_model import fingerprint
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, stretch_context
 from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families import FAMILIES as TABLE

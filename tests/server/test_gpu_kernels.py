@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
-from skyrl_tx_server import cache_size, decoding, slots
 from skyrl_tx_server.batching import BLOCK, PAGE
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.memory import cache_size
 from skyrl_tx_server.model import (
     decode_attention,
     experts,
@@ -39,7 +39,8 @@ from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.tree_layout import TreeLayout
 from skyrl_tx_server.ops import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
 from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
-from skyrl_tx_server.rows import row_settings
+from skyrl_tx_server.sampling import decoding, slots
+from skyrl_tx_server.sampling.rows import row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
 from skyrl_tx_server.steps.train import forward_backward, train_batch

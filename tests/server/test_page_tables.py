@@ -3,8 +3,8 @@ import pytest
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.errors import CapacityError
-from skyrl_tx_server.page_tables import take_tables
 from skyrl_tx_server.pages import Pages, Prefix
+from skyrl_tx_server.sampling.page_tables import take_tables
 
 NOTHING = Prefix()
 

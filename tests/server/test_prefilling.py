@@ -16,8 +16,8 @@ from skyrl_tx_server.model.lora import zero_adapter
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.ops import SamplingSettings
-from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.rows import Row
+from skyrl_tx_server.sampling.prefilling import Layout, Piece, PieceOutputs
+from skyrl_tx_server.sampling.rows import Row
 from skyrl_tx_server.scheduler import PROMPTS_PER_PREFILL
 from skyrl_tx_server.steps.sample import prefill
 from tests.fakes import tiny_model

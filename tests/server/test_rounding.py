@@ -13,8 +13,8 @@ from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.ops import LossFn, SamplingSettings, TrainDatum
 from skyrl_tx_server.packing import TrainShape, TrainShapes, pack, unpack
-from skyrl_tx_server.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.rows import Row, row_settings
+from skyrl_tx_server.sampling.prefilling import Layout, Piece, PieceOutputs
+from skyrl_tx_server.sampling.rows import Row, row_settings
 from skyrl_tx_server.steps.losses import select_loss
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block, prefill
 from skyrl_tx_server.steps.train import forward, train_batch

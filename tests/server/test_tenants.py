@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server import compilations, live_models
-from skyrl_tx_server.checkpoints import CheckpointStore
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.ops import (
     AdamSettings,
     CreateModel,

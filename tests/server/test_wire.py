@@ -12,7 +12,6 @@ from tinker import types
 from tinker.proto import request_conv, response_conv
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.fields import Fields
 from skyrl_tx_server.ops import (
     NO_LOGPROB,
     Cells,
@@ -28,9 +27,10 @@ from skyrl_tx_server.ops import (
     WeightsSaved,
 )
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.wire import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
-from skyrl_tx_server.wire_proto import parse_training_proto, result_to_proto
-from skyrl_tx_server.wire_results import result_to_json
+from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.protobuf import parse_training_proto, result_to_proto
+from skyrl_tx_server.wire.requests import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
+from skyrl_tx_server.wire.results import result_to_json
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 

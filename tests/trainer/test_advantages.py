@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from src.advantages import group_advantages, token_weights, whitened
+from src.learning.advantages import group_advantages, token_weights, whitened
 
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
 

@@ -8,9 +8,9 @@ import pytest
 
 from skyrl_tx_server.routes.border import Lobby
 from src.backend import BackendSettings, address, connect, require_key
-from src.datums import sequences_of, to_datums
 from src.errors import BackendError, ConfigError
-from src.learner import Learner
+from src.learning.datums import sequences_of, to_datums
+from src.learning.learner import Learner
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings

@@ -1,7 +1,7 @@
 import pytest
 
-from src.checkpoints import JOURNAL, Checkpoint, append, last
 from src.errors import ConfigError
+from src.record.checkpoints import JOURNAL, Checkpoint, append, last
 
 
 def checkpoint(batch):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from src.console import Display, Success, outcome, signals
 from src.evaluation import Evaluation, block_of
-from src.recorder import record_groups
+from src.record.recorder import record_groups
 from src.rollouts import FinishedGroup
 from src.trajectory import FailureKind, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from scripts.bench.signal_sampling import simulated
-from src.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
+from src.learning.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
 from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 

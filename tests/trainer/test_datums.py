@@ -1,6 +1,6 @@
 import numpy as np
 
-from src.datums import merge_turns, scaled, sequences_of, step_sequences_of, to_datum, to_datums
+from src.learning.datums import merge_turns, scaled, sequences_of, step_sequences_of, to_datum, to_datums
 from tests.fakes.trials import turn
 
 

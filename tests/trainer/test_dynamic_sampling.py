@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from src.dynamic_sampling import (
+from src.errors import TrainerError
+from src.learning.dynamic_sampling import (
     NOTHING,
     DynamicSamplingSettings,
     is_good,
@@ -13,8 +14,7 @@ from src.dynamic_sampling import (
     sampling_metrics,
     with_bad_replaced,
 )
-from src.errors import TrainerError
-from src.filters import FilterSettings
+from src.learning.filters import FilterSettings
 from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 

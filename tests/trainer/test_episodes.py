@@ -18,9 +18,9 @@ from src.console import Display
 from src.envs.episodes import Domain, episodes
 from src.envs.registry import known, open_task_source
 from src.errors import ConfigError
-from src.evaluate_config import EvaluateConfig
-from src.evaluation_run import Evaluated
-from src.evaluation_run import run as run_evaluation
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.run import Evaluated
+from src.evaluate.run import run as run_evaluation
 from src.generator import Observation, Opening
 from src.held_out import content_hash
 from src.run import Parts

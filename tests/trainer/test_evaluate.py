@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from src.checkpoints import Checkpoint, append
 from src.command_line import parse_as
 from src.console import Display
 from src.errors import ConfigError, RubbleError
-from src.evaluate import main
-from src.evaluate_config import EvaluateConfig
-from src.evaluation_run import Evaluated, run
+from src.evaluate.__main__ import main
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.run import Evaluated, run
 from src.held_out import write_hashes
 from src.policy import Policy
+from src.record.checkpoints import Checkpoint, append
 from src.trajectory import FailureKind, Task
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 

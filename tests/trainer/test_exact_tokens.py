@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from scripts.toy_retail.tokenizer import CHAT_TEMPLATE
 from src.chat import Chat
-from src.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.envs.customers import ScriptedCustomer
 from src.envs.service import ServiceEnv
 from src.envs.toy_retail import TOOLS, Database, ToyRetailEpisode
 from src.generator import EpisodeSettings, run_episode
+from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.limits import LengthLimits
 from src.policy import Policy
 from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM

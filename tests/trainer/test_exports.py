@@ -1,7 +1,7 @@
 import json
 import logging
 
-from src.exports import conversation, dump_evaluation, dump_examples
+from src.record.exports import conversation, dump_evaluation, dump_examples
 from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 

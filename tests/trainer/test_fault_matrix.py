@@ -12,10 +12,10 @@ import httpx
 import pytest
 import tinker
 
-from src.durable import records
 from src.errors import ServerLost, TrainerError
-from src.journal import RunState
 from src.policy import sdk_boundary
+from src.record.durable import records
+from src.record.journal import RunState
 from src.run import Parts, end_state
 from src.trajectory import FailureKind
 from src.watchdog import WatchedPolicy

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from src.filters import DropReason, FilterSettings, keep_groups, rewarded, trains, zeroed_metrics
+from src.learning.filters import DropReason, FilterSettings, keep_groups, rewarded, trains, zeroed_metrics
 from src.train import quieten
 from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
@@ -115,7 +115,7 @@ def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
 
 
 def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
-    filtering = logging.getLogger("src.filters")
+    filtering = logging.getLogger("src.learning.filters")
     monkeypatch.setattr(filtering, "level", filtering.level)
     monkeypatch.setenv("DEBUG_LENGTH_FILTERING", "1")
     quieten()

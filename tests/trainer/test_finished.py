@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from src.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
-from src.journal import Journal, Place
+from src.record.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
+from src.record.journal import Journal, Place
 from src.trajectory import FailureKind, StopReason, Trajectory
 from tests.fakes.trials import failure, turn
 

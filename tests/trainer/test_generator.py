@@ -14,9 +14,9 @@ import pytest
 import tinker
 
 from src.chat import Chat
-from src.datums import sequences_of, step_sequences_of
-from src.filters import FilterSettings, rewarded, trains, with_failures_rewarded
 from src.generator import EpisodeSettings, Observation, run_episode, turn_seed
+from src.learning.datums import sequences_of, step_sequences_of
+from src.learning.filters import FilterSettings, rewarded, trains, with_failures_rewarded
 from src.limits import LengthLimits
 from src.policy import Policy
 from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from src.datums import scaled, sequences_of
-from src.examples import Example
-from src.importance import ImportanceSettings, corrected, correction
+from src.learning.datums import scaled, sequences_of
+from src.learning.examples import Example
+from src.learning.importance import ImportanceSettings, corrected, correction
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)

@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from src.durable import records
 from src.errors import ConfigError
-from src.journal import JOURNAL, Journal, Place, RunState
+from src.record.durable import records
+from src.record.journal import JOURNAL, Journal, Place, RunState
 from tests.fakes.run import groups_trained
 
 HERE = Place(purpose="step", step=1, task="a", member=0)

@@ -8,9 +8,9 @@ import pytest
 from src.chat import Message
 from src.endpoint import Reply
 from src.errors import BackendError
-from src.finished import FinishedRollouts
-from src.journal import Journal
 from src.policy import Policy
+from src.record.finished import FinishedRollouts
+from src.record.journal import Journal
 from src.rewards.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
 from src.rollouts import RolloutPlan, Rollouts, RolloutSettings
 from src.trajectory import StopReason, Trajectory

@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from src.datums import sequences_of, to_datums
 from src.errors import BackendError, TrainerError
-from src.learner import Learner, LearnerSettings, learning_rate
+from src.learning.datums import sequences_of, to_datums
+from src.learning.learner import Learner, LearnerSettings, learning_rate
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from src.examples import Example
-from src.filters import DropReason
-from src.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
+from src.learning.examples import Example
+from src.learning.filters import DropReason
+from src.learning.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
 from src.trajectory import FailureKind, StopReason, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 

@@ -254,7 +254,7 @@ async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
     sent = []
     monkeypatch.setattr(
-        "src.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
+        "src.record.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
     )
     bench = Bench(tmp_path)
     await cancelled_with_version(bench, 2, "n_epochs=2", "max_steps=2", "eval_every=0")

@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from src.datums import sequences_of
-from src.examples import Example
-from src.staleness import within_bound
+from src.learning.datums import sequences_of
+from src.learning.examples import Example
+from src.learning.staleness import within_bound
 from tests.fakes.trials import trajectory, turn
 
 

@@ -9,16 +9,16 @@ import pytest
 from rich.console import Console
 
 from src.console import Display
-from src.curriculum import CurriculumSettings
-from src.durable import records
-from src.dynamic_sampling import DynamicSamplingSettings
 from src.errors import ConfigError, RubbleError, ServerLost, TrainerError
 from src.faults import FaultSettings
-from src.filters import FilterSettings
-from src.finished import FinishedRollout, FinishedRollouts
-from src.journal import Journal
+from src.learning.curriculum import CurriculumSettings
+from src.learning.dynamic_sampling import DynamicSamplingSettings
+from src.learning.filters import FilterSettings
 from src.pipeline import Batch, PipelineSettings
 from src.policy import Policy
+from src.record.durable import records
+from src.record.finished import FinishedRollout, FinishedRollouts
+from src.record.journal import Journal
 from src.rollouts import Rollouts, RolloutSettings
 from src.step_groups import Gathered, GroupSettings, StepGroups
 from src.watchdog import Watchdog, WatchdogSettings

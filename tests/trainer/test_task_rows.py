@@ -18,7 +18,7 @@ from src.envs.registry import open_task_source
 from src.envs.task_rows import Definition, Row, read_rows, without_nulls
 from src.envs.toy_retail import FOLDER
 from src.errors import ConfigError
-from src.evaluate_config import EvaluateConfig
+from src.evaluate.config import EvaluateConfig
 from src.pipeline import ScheduleSettings, schedule
 from src.trajectory import Task, Trajectory
 from tests.fakes.policy import FakePolicy

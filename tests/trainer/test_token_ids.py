@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from src.finished import decoded, encoded
+from src.record.finished import decoded, encoded
 from src.token_ids import TokenIds
 from src.trajectory import StopReason, Trajectory, Turn
 from tests.fakes.tokenizer import byte_chat

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from src.envs.tool_calls import Parsed, Strategy, ToolCall, parse
-from src.metrics import parse_metrics
+from src.learning.metrics import parse_metrics
 from src.train import quieten
 from src.trajectory import Trajectory
 from tests.fakes.trials import trajectory, turn

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from src import probe
 from src.command_line import parse
 from src.errors import INTERRUPTED
+from src.probe import __main__ as probe
 from src.train import (
     load_environment,
     main,

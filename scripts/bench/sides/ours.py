@@ -12,10 +12,10 @@ import numpy as np
 
 from scripts.bench.sides.line import serve
 from scripts.bench.small_model import RANK
-from skyrl_tx_server import device_memory
 from skyrl_tx_server.config import EngineSettings
 from skyrl_tx_server.engine import Engine
 from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.memory import device_memory
 from skyrl_tx_server.ops import (
     AdamSettings,
     CreateModel,

@@ -1,0 +1,124 @@
+"""Which sampler snapshots an external server has: written in PEFT's layout by the operation that saves them, loaded there at once, unloaded
+when they are dropped. What it lost, or what had to make room, is loaded again for the next sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skyrl_tx_server.errors import NotFoundError, ServerError
+from skyrl_tx_server.external.errands import Errands
+from skyrl_tx_server.external.server import ExternalServer
+from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.peft_files import write_adapter
+from skyrl_tx_server.ops import OpResult
+
+PREFIX = "adapter-"
+
+type Agreed = Counter[bool]
+"""How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
+distribution."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ExternalAdapter:
+    """A sampler snapshot, wherever it is."""
+
+    weights: str
+    directory: Path
+    saved: Future[OpResult] | None  # the operation that writes the directory; None: to be written from a checkpoint
+    loaded: asyncio.Task[str] | None = None  # its name there; None: not there
+    users: set[Future[OpResult]] = field(default_factory=set)
+    agreed: Agreed = field(default_factory=Counter)
+
+
+class ExternalAdapters:
+    def __init__(self, server: ExternalServer, checkpoints: CheckpointStore, errands: Errands, *, root: Path, max_loaded: int) -> None:
+        """No other server may use `root`: what a killed one left there is deleted."""
+        self._server = server
+        self._checkpoints = checkpoints
+        self._errands = errands
+        self._root = root
+        self._max_loaded = max_loaded
+        self._adapters: dict[str, ExternalAdapter] = {}  # by their weights, unused for longest first
+        for left in root.glob(f"{PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def num_loaded(self) -> int:
+        return sum(adapter.loaded is not None for adapter in self._adapters.values())
+
+    def new_directory(self) -> Path:
+        return self._root / f"{PREFIX}{uuid.uuid4().hex}"
+
+    def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
+        """A snapshot that `saved` writes to `directory`, in the place of any other under this name."""
+        self.drop(weights)
+        self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
+        self.load(self._adapters[weights])
+
+    def use(self, weights: str) -> ExternalAdapter:
+        """NotFoundError when there is none, as the engine would say."""
+        adapter = self._adapters.pop(weights, None)
+        if adapter is None:
+            if not is_on_disk(weights):
+                raise NotFoundError(f"no sampler weights {weights}: they were never saved, or freed with their session")
+            adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
+        self._adapters[weights] = adapter
+        return adapter
+
+    def drop(self, weights: str) -> asyncio.Task[None]:
+        """Forget a snapshot, if there is one under this name; over when nobody samples from it any more."""
+        return self._errands.run(self._retire(self._adapters.pop(weights, None)))
+
+    def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
+        """The loading of an adapter, begun unless it is done or under way; one that failed is begun anew."""
+        if adapter.loaded is None or (adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)):
+            adapter.loaded = self._errands.run(self._loading(adapter))
+        return adapter.loaded
+
+    async def _loading(self, adapter: ExternalAdapter) -> str:
+        if adapter.saved is not None:
+            saved = asyncio.wrap_future(adapter.saved)
+            await asyncio.wait({saved})
+            if saved.cancelled() or saved.exception() is not None:
+                raise NotFoundError(f"no sampler weights {adapter.weights}: saving them failed")
+        elif not adapter.directory.exists():
+            await asyncio.to_thread(self._write, adapter)
+        self._make_room()
+        return await self._server.load(adapter.directory)
+
+    def _write(self, adapter: ExternalAdapter) -> None:
+        info, arrays = self._checkpoints.read(adapter.weights)
+        write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
+
+    def _make_room(self) -> None:
+        """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must stay."""
+        unused = [adapter for adapter in self._adapters.values() if adapter.loaded and adapter.loaded.done() and not adapter.users]
+        for adapter in unused[: max(0, self.num_loaded - self._max_loaded)]:
+            if is_on_disk(adapter.weights):
+                self.drop(adapter.weights)
+            else:
+                self._errands.run(self._unload(adapter))
+
+    async def _retire(self, adapter: ExternalAdapter | None) -> None:
+        if adapter is not None:
+            await asyncio.gather(*(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True)
+            self._errands.run(self._forget(adapter))
+
+    async def _forget(self, adapter: ExternalAdapter) -> None:
+        await self._unload(adapter)
+        await asyncio.to_thread(shutil.rmtree, adapter.directory, ignore_errors=True)
+
+    async def _unload(self, adapter: ExternalAdapter) -> None:
+        loaded, adapter.loaded = adapter.loaded, None
+        if loaded is not None:
+            with suppress(ServerError):  # it was not loaded, or the server that had it is gone
+                await self._server.unload(await asyncio.shield(loaded))

@@ -1,0 +1,131 @@
+"""The connection to an external vLLM or SGLang: found out about once, then loaded with adapters and asked for samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
+from skyrl_tx_server.external.wire import DIALECTS, Answer, Ask, Dialect, read_answer
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+KEEP_IDLE_S = 2.0  # shorter than any server's keep-alive, so that no request meets a connection just being closed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    url: str
+    timeout_s: float  # of one request, from its first byte to the last of the answer
+    api_key: str | None
+
+
+class ExternalServer:
+    """Made by `connect`."""
+
+    def __init__(self, line: _Line, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
+        self.url = line.url
+        self.dialect = dialect
+        self.max_model_len = max_model_len  # None: it does not say
+        self._model = model
+        self._line = line
+
+    async def sample(self, ask: Ask, adapter: str | None) -> Answer:
+        """SamplerError for anything but what was asked for; AdapterLostError when `adapter` is not there any more."""
+        path, body = self.dialect.request(ask, adapter or self._model, adapter)
+        response = await self._line.send("POST", path, body)
+        if response.is_client_error and adapter is not None and adapter not in await self._line.served():
+            raise AdapterLostError(f"the sampler at {self.url} has no adapter {adapter}")
+        return await asyncio.to_thread(read_answer, self.dialect, self._line.checked(response).content, ask)
+
+    async def load(self, directory: Path) -> str:
+        """Hot-load an adapter in PEFT's layout; the name it goes by from now on, which nothing has had before."""
+        name = f"skyrl-{uuid.uuid4().hex[:16]}"
+        response = await self._line.send("POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)})
+        if response.is_error:
+            raise SamplerError(
+                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it must be able to read that "
+                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every part that is trained"
+            )
+        return name
+
+    async def unload(self, name: str) -> None:
+        self._line.checked(await self._line.send("POST", self.dialect.unload_path, {"lora_name": name}))
+
+
+class _Line:
+    """Requests, and their failures in one line each."""
+
+    def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
+        self.url = str(http.base_url).rstrip("/")
+        self._http = http
+        self._timeout_s = timeout_s
+
+    async def served(self) -> dict[str, Mapping[str, object]]:
+        """Everything that can be asked for by name, base model and adapters."""
+        response = self.checked(await self.send("GET", "/v1/models"))
+        try:
+            return {str(card["id"]): card for card in response.json()["data"]}
+        except (KeyError, TypeError, ValueError):
+            raise SamplerError(f"{self.url}/v1/models is no list of models") from None
+
+    async def send(self, method: str, path: str, body: object = None) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._http.request(method, path, json=body)
+        except TimeoutError:
+            raise SamplerError(f"the sampler at {self.url} has not answered within sampler_timeout_s={self._timeout_s:g}") from None
+        except httpx.HTTPError as error:
+            raise SamplerError(f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try again") from error
+
+    def checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_error:
+            raise SamplerError(f"the sampler at {self.url} refused {response.request.url.path}: {_message(response)}")
+        return response
+
+
+@asynccontextmanager
+async def connect(settings: ServerSettings, *, base_model: str, adapters: Path) -> AsyncIterator[ExternalServer]:
+    """ConfigError in one line when the server is not there, is of no known kind, or serves another model.
+
+    What an earlier run of this server has loaded there from below `adapters` is unloaded.
+    """
+    headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_IDLE_S)
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    async with httpx.AsyncClient(base_url=settings.url, headers=headers, limits=limits, timeout=timeout, trust_env=False) as http:
+        try:
+            server = await _discover(_Line(http, settings.timeout_s), base_model, adapters)
+        except SamplerError as error:
+            raise ConfigError(f"sampler_url={settings.url}: {error}") from None
+        yield server
+
+
+async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalServer:
+    served = await line.served()
+    kind = str(next(iter(served.values()), {}).get("owned_by"))
+    if kind not in DIALECTS:
+        raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
+    if base_model not in served or served[base_model].get("parent"):
+        raise SamplerError(f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights this server has")
+    length = served[base_model].get("max_model_len")
+    server = ExternalServer(line, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None)
+    if (await line.send("GET", server.dialect.load_path)).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
+        raise SamplerError(f"it loads no adapters while it runs; start it with {server.dialect.needs}")
+    for name, card in served.items():
+        if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
+            await server.unload(name)
+    logger.info("%s at %s samples for us, context %s", kind, line.url, server.max_model_len)
+    return server
+
+
+def _message(response: httpx.Response) -> str:
+    return f"{response.status_code} {' '.join(response.text.split())[:400]}"

@@ -1,0 +1,65 @@
+"""A base model and an adapter become one Hugging Face model, file by file, so that a model larger than memory is no obstacle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.base_model import BaseTensors
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROUTER_BIAS = ".e_score_correction_bias"
+"""It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its dtype."""
+
+
+def write_merged(base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None) -> None:
+    """Write `base` + `deltas` into the directory `output`. `dtype` None keeps each tensor's own; sums are made in float32.
+
+    A tied head that has a delta of its own is untied: config.json says so and `lm_head.weight` is written.
+    """
+    unties = HEAD in deltas and HEAD not in base.files
+    unknown = sorted(name for name in deltas if name not in base.files and not (unties and name == HEAD))
+    if unknown:
+        raise UserError(f"{base.directory} has no tensor {unknown[0]}: the adapter belongs to another model")
+    files = sorted(set(base.files.values()))
+    for file in files:
+        merged = {}
+        for name, tensor in base.of_file(file):
+            merged[name] = _sum(name, tensor, deltas.get(name), dtype)
+            if unties and name == EMBEDDING:
+                merged[HEAD] = _sum(HEAD, tensor, deltas[HEAD], dtype)
+        save_file(merged, output / file.name, metadata={"format": "pt"})
+    for file in base.directory.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
+            shutil.copyfile(file, output / file.name)
+    _change(output / "config.json", ({"tie_word_embeddings": False} if unties else {}) | ({"dtype": dtype} if dtype else {}))
+    index = output / "model.safetensors.index.json"
+    if unties and index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        _change(index, {"weight_map": weight_map | {HEAD: base.files[EMBEDDING].name}})
+
+
+def merged_bytes(base: BaseTensors) -> int:
+    """A safe estimate of what `write_merged` writes, an untied head in float32 included."""
+    vocabulary, hidden = base.shape(EMBEDDING)
+    return 2 * sum(file.stat().st_size for file in set(base.files.values())) + 4 * vocabulary * hidden
+
+
+def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | None) -> np.ndarray:
+    target = tensor.dtype if dtype is None or name.endswith(ROUTER_BIAS) else np.dtype(dtype)
+    if delta is None:
+        return np.ascontiguousarray(tensor.astype(target))
+    if delta.shape != tensor.shape:
+        raise UserError(f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to another model")
+    return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
+
+
+def _change(file: Path, changes: Mapping[str, object]) -> None:
+    if changes:
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes, indent=2) + "\n", encoding="utf-8")

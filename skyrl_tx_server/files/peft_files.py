@@ -1,0 +1,170 @@
+"""Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
+
+Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors have one dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.base_model import BaseTensors
+from skyrl_tx_server.ops import LoraSpec, expert_rank
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
+_MLP = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight")
+_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
+_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+
+
+def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The adapter's own tensors among a checkpoint's, which may hold an optimizer's too."""
+    return {name: array for name, array in arrays.items() if _FACTOR.fullmatch(name)}
+
+
+def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
+    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with each factor's own rank."""
+    found = {}
+    for name, a in adapter_tensors(arrays).items():
+        if name.endswith(".lora_A.weight"):
+            b = arrays[name.replace(".lora_A.", ".lora_B.")]
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (b.astype(np.float32) @ a.astype(np.float32))
+    return found
+
+
+def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str) -> None:
+    """Write both files of an adapter into `directory`, which is made where it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
+    tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in widened.items()}
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
+    """An adapter of `base` in float32, under a checkpoint's names. UserError for what this server cannot train as it is."""
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(directory / WEIGHTS)
+        rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
+    if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
+        raise UserError(f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter")
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        raise UserError(f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
+    base_config = json.loads((base.directory / "config.json").read_text(encoding="utf-8"))
+    of_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
+    arrays = {}
+    for name, tensor in tensors.items():
+        factor = _FACTOR.fullmatch(name.replace(".base_layer.", "."))
+        if factor is None:
+            raise UserError(f"{directory}: {name} is not a LoRA factor that this server knows")
+        array = tensor.astype(np.float32)
+        if _EXPERT.fullmatch(name):
+            array = _narrowed(directory, name, array, rank, of_expert)
+        arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
+    spec = _spec(directory, modules, base, int(base_config["num_hidden_layers"]), rank, alpha)
+    _check_shapes(directory, arrays, base, rank, of_expert)
+    return spec, arrays
+
+
+def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The optimizer of an adapter that has taken no step, under a training checkpoint's names."""
+    moments = {f"optimizer.{moment}.{name}": np.zeros_like(array) for moment in ("first", "second") for name, array in arrays.items()}
+    return {"optimizer.step": np.array(0, np.int32), **moments}
+
+
+def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
+    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled so that B @ A stays."""
+    side = 0 if ".lora_A." in name else 1
+    rank = array.shape[side]
+    if rank == lora.rank:
+        return array
+    missing = [(0, lora.rank - rank) if axis == side else (0, 0) for axis in range(2)]
+    return np.pad(array if side == 0 else array * np.float32(lora.rank / rank), missing)
+
+
+def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int) -> np.ndarray:
+    """The inverse of `_widened`. UserError where what it would cut off is not zero."""
+    side = 0 if ".lora_A." in name else 1
+    if array.shape[side] != rank:
+        return array
+    kept, rest = np.split(array, [own], axis=side)
+    if np.any(rest):
+        raise UserError(f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead")
+    return kept if side == 0 else kept / np.float32(rank / own)
+
+
+def _spec(directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float) -> LoraSpec:
+    """Which whole parts are trained; a part trained here and there has no counterpart."""
+
+    def modules_like(pattern: re.Pattern[str]) -> set[str]:
+        """Not those of layers beyond the last, which DeepSeek's checkpoints have for predicting more tokens ahead."""
+        matches = (pattern.fullmatch(name) for name in base.files)
+        return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
+
+    parts = {
+        "train_attn": modules_like(_ATTENTION),
+        "train_mlp": modules_like(_MLP),
+        "train_unembed": {"lm_head"},
+    }
+    trained = {name: part <= modules for name, part in parts.items()}
+    rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
+    if rest or not modules:
+        raise UserError(
+            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head each as a whole and in all "
+            f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
+        )
+    return LoraSpec(
+        rank=rank, alpha=alpha, train_attn=trained["train_attn"], train_mlp=trained["train_mlp"], train_unembed=trained["train_unembed"]
+    )
+
+
+def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int) -> None:
+    for module in {name.rpartition(".lora_")[0] for name in arrays}:
+        own = of_expert if _EXPERT.fullmatch(module) else rank
+        weight = f"{module.removeprefix(PREFIX)}.weight"
+        outputs, inputs = base.shape(weight if weight in base.files else "model.embed_tokens.weight")  # a tied head
+        for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
+            name = f"{module}.lora_{side}.weight"
+            if name not in arrays or arrays[name].shape != shape:
+                found = arrays[name].shape if name in arrays else "missing"
+                raise UserError(f"{directory}: {name} is {found}, this base model and rank ask for {shape}")

@@ -1,0 +1,49 @@
+"""Command line of evaluation: `python -m src.evaluate key=value ...`. The base model, a checkpoint or an endpoint on a set of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from src.command_line import help_for, parse_as, print_help
+from src.errors import INTERRUPTED, TrainerError
+from src.evaluate.config import EvaluateConfig
+from src.train import load_environment, quieten, with_server_from_environment
+
+TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
+SECTIONS = {
+    "model_name": "What is evaluated",
+    "n_samples": "Sampling",
+    "backend": "Back end and folder",
+    "max_turns": "Agent",
+    "environment_type": "Trials",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluates and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
+        return 0
+    load_environment(argv)
+    try:
+        config = parse_as(EvaluateConfig, with_server_from_environment(argv))
+        from src.console import Display, terminal
+        from src.evaluate.run import run  # seconds of imports that --help and a typing mistake do not need
+
+        quieten()
+        asyncio.run(run(config, Display(terminal())))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TrainerError as error:
+        if os.environ.get("TRAINER_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

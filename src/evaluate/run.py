@@ -1,0 +1,183 @@
+"""An evaluation from its options to its folder: opens what is to be evaluated, plays it by the training runner, and compares.
+
+The folder holds results.json, rollouts/, and jobs/ for `harbor view`; one that was interrupted is taken up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from src.backend import BackendSettings, connect
+from src.chat import load_chat
+from src.config import narrow, tasks_name
+from src.console import Display
+from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
+from src.envs.base import TaskSource
+from src.envs.registry import find, open_task_source
+from src.errors import ConfigError
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.results import RESULTS_FILE, compare, read_results, report, require_enough, results_of, write_json
+from src.evaluation import EvaluationSettings, evaluate
+from src.held_out import HASHES_FILE, content_hashes, read_hashes, require_held_out
+from src.policy import Policy
+from src.record import checkpoints
+from src.record.finished import FinishedRollouts
+from src.record.journal import Journal
+from src.record.recorder import record_groups
+from src.record.run_folder import held
+from src.rollouts import Rollouts, RolloutSettings
+from src.run import closed, logging_to_file
+from src.trajectory import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """What plays: a policy, and the tasks it plays."""
+
+    policy: Policy
+    source: TaskSource
+
+
+Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
+
+
+@asynccontextmanager
+async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
+    """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
+    trials = config.trials
+    await asyncio.to_thread(find, trials.env)
+    if config.base_url is not None:
+        async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
+            yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
+        return
+    async with connect(narrow(trials, BackendSettings)) as endpoint:
+        policy = await endpoint.open_policy(checkpoint)
+        chat = await asyncio.to_thread(load_chat, trials.tokenizer or trials.model_name)
+        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat))
+
+
+async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open = open_evaluated) -> None:
+    """The whole of it: what is asked for is played and written down, and compared where there is something to compare with."""
+    if config.results is not None:
+        assert config.compare_with is not None
+        compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), display)
+        return
+    directory = evaluation_folder(config)
+    second = None if config.compare_with is None else compared_with(config.compare_with)
+    first = await play(config, sampler_path(config.checkpoint), directory, display, open_evaluated=open_evaluated)
+    if second is None:
+        return
+    if isinstance(second, str):
+        path = None if second == "base" else sampler_path(second)
+        second = await play(config, path, directory / "compared", display, open_evaluated=open_evaluated)
+    compare(second, first, display, write_to=directory / "comparison.json")
+
+
+async def play(
+    config: EvaluateConfig, checkpoint: str | None, directory: Path, display: Display, *, open_evaluated: Open
+) -> Mapping[str, Any]:
+    """One evaluation, into its folder. What the folder holds of it already is not played again."""
+    name = checkpoint or (f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name))
+    async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
+        source_open.push_async_callback(closed, evaluated.source)
+        tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
+        if (trained := training_hashes(config)) is not None:
+            await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
+        source_open.enter_context(held(directory))
+        prepare_folder(directory, name, config)
+        display.say(f"evaluating {name}, files: {directory}")
+        with logging_to_file(directory / "logs.log"):
+            finished = FinishedRollouts(directory, Journal(directory))
+            rollouts = Rollouts(evaluated.source, narrow(config.trials, RolloutSettings), finished)
+            display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
+            jobs = finished.job_directory("eval", 0)
+            result = await evaluate(
+                rollouts,
+                tasks,
+                evaluated.policy,
+                EvaluationSettings(group_size=config.n_samples, temperature=config.temperature),
+                step=0,
+                directory=jobs,
+                on_group=display.group,
+            )
+            await asyncio.to_thread(evaluated.source.batch_ended, jobs)
+            record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
+    results = await asyncio.to_thread(results_of, name, config, result)
+    write_json(directory / RESULTS_FILE, results)
+    report(results, display)
+    require_enough(results, config, directory)
+    return results
+
+
+def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
+    for pattern in patterns or ():
+        if not any(fnmatchcase(task.id, pattern) for task in tasks):
+            raise ConfigError(f"tasks: {pattern!r} matches no task")
+    return [task for task in tasks if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)]
+
+
+def sampler_path(checkpoint: str | None) -> str | None:
+    """The tinker:// path to sample from; a run folder stands for its last checkpoint."""
+    if checkpoint is None or checkpoint.startswith("tinker://"):
+        if checkpoint is not None and "/weights/" in checkpoint:
+            raise ConfigError(
+                f"{checkpoint} is a training state; evaluate its sampler: {checkpoint.replace('/weights/', '/sampler_weights/')}"
+            )
+        return checkpoint
+    last = checkpoints.last(Path(checkpoint).expanduser())
+    if last is None:
+        raise ConfigError(f"{checkpoint} is no tinker:// path and no run folder with a checkpoint; give one of them")
+    return last.sampler_path
+
+
+def compared_with(text: str) -> str | Mapping[str, Any]:
+    """The results of another evaluation, or what is still to be played."""
+    path = Path(text).expanduser()
+    return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
+
+
+def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
+    """What no evaluated task may be; None where nobody said."""
+    if config.train_data is None:
+        folder = Path(config.checkpoint).expanduser() if config.checkpoint else Path("tinker:")
+        return read_hashes(folder) if (folder / HASHES_FILE).is_file() else None
+    path = Path(config.train_data).expanduser()
+    if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / "config.json").is_file():
+        return read_hashes(path)
+    from src.envs.task_folders import load_tasks  # imports Harbor
+
+    return content_hashes(load_tasks(path, check=lambda folder, config: None))
+
+
+def evaluation_folder(config: EvaluateConfig) -> Path:
+    if config.log_path:
+        return Path(config.log_path).expanduser().resolve()
+    model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
+    tasks = tasks_name(config.trials)
+    return (Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}").expanduser().resolve()
+
+
+def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
+    """A folder of its own, or that of the same evaluation, interrupted. ConfigError for any other."""
+    identity = {"evaluated": name, **chz.asdict(config)}
+    path = directory / "config.json"
+    before = json.loads(path.read_text()) if path.is_file() else None
+    for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"):
+        identity.pop(free)
+        if before is not None:
+            before.pop(free, None)
+    if before is not None and before != json.loads(json.dumps(identity)):
+        raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
+    if before is None and directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
+        raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
+    write_json(path, identity)

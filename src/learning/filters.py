@@ -1,0 +1,134 @@
+"""Which trajectories a batch learns from, and with which rewards; every drop is counted by its reason."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from src.learning.advantages import EPSILON
+from src.trajectory import StopReason, Trajectory, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+# Endings that a limit forced, what SkyRL calls non-stop; closing the terminal is the agent's own act.
+OVERLONG = frozenset(
+    {StopReason.LENGTH, StopReason.CONTEXT_LENGTH, StopReason.MAX_TURNS, StopReason.AGENT_TIMEOUT, StopReason.TIMEOUT, StopReason.FAILED}
+)
+
+
+class DropReason(StrEnum):
+    UNGRADED = "ungraded"  # no trial of the group could be graded
+    TOO_SMALL = "too_small"  # fewer graded trials than min_group_size
+    CONSTANT_REWARD = "constant_reward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterSettings:
+    remove_constant_reward_groups: bool
+    min_group_size: int
+    failed_trial_reward: float | None
+    apply_overlong_filtering: str  # "off" | "stop_reason" | "eos"
+    zero_reward_on_non_stop: bool = False
+    zero_reward_on_length_threshold: bool = False
+    max_assistant_response_tokens: int = 2048
+
+
+def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
+    """The groups to learn from, with the rewards to learn from."""
+    kept: list[TrajectoryGroup] = []
+    dropped: Counter[DropReason] = Counter()
+    for group in rewarded(groups, settings):
+        reason = drop_reason(group, settings)
+        if reason is None:
+            kept.append(group)
+        else:
+            dropped[reason] += 1
+    return kept, dropped
+
+
+def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
+    """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
+    trajectories' rewards zeroed; masks stay."""
+    groups = [with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group for group in groups]
+    if settings.failed_trial_reward is not None:
+        groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
+    if settings.zero_reward_on_non_stop:
+        groups = [_zeroed(group, [member.stop_reason in OVERLONG for member in group.trajectories]) for group in groups]
+    if settings.zero_reward_on_length_threshold:
+        limit = settings.max_assistant_response_tokens
+        too_long = [[_has_long_answer(member, limit) for member in group.trajectories] for group in groups]
+        if num_zeroed := sum(map(sum, too_long)):
+            total = sum(map(len, too_long))
+            message = "Length filtering (individual response): Set %d/%d responses to zero reward (>%d tokens)"
+            logger.info(message, num_zeroed, total, limit)
+        groups = [_zeroed(group, flags) for group, flags in zip(groups, too_long, strict=True)]
+    return list(groups)
+
+
+def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
+    """How many rewards above 0 the two rules take away."""
+    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
+    non_stop = [member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
+    limit = settings.max_assistant_response_tokens
+    too_long = [member for member in rewarded if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
+    return {"rewards/zeroed_by_non_stop": float(len(non_stop)), "rewards/zeroed_by_length": float(len(too_long))}
+
+
+def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
+    """None: the group stays. A group of one has no variance to be without, and stays (SkyRL)."""
+    if not group.trajectories:
+        return DropReason.UNGRADED
+    if len(group.trajectories) < settings.min_group_size:
+        return DropReason.TOO_SMALL
+    if settings.remove_constant_reward_groups and len(group.trajectories) > 1 and is_constant(group.rewards):
+        return DropReason.CONSTANT_REWARD
+    return None
+
+
+def is_constant(rewards: Sequence[float]) -> bool:
+    """Equal but for rounding.
+
+    >>> is_constant([0.6667, 0.66670001])
+    True
+    """
+    return max(rewards) - min(rewards) <= EPSILON
+
+
+def with_bonus_in_reward(group: TrajectoryGroup) -> TrajectoryGroup:
+    members = [replace(member, reward=member.reward + member.bonus, bonus=0.0) for member in group.trajectories]
+    return replace(group, trajectories=members)
+
+
+def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryGroup:
+    """Failures become trajectories without turns, which move the group's baseline and train no token."""
+    stand_ins = [
+        Trajectory(task_id=failure.task_id, turns=[], reward=reward, stop_reason=StopReason.FAILED, trial_name=failure.trial_name)
+        for failure in group.failures
+    ]
+    return replace(group, trajectories=[*group.trajectories, *stand_ins], failures=[])
+
+
+def trains(trajectory: Trajectory, settings: FilterSettings) -> bool:
+    """Whether its tokens are trained. A masked trajectory still counts in its group's mean and in every metric."""
+    match settings.apply_overlong_filtering:
+        case "stop_reason":
+            return trajectory.stop_reason not in OVERLONG
+        case "eos":  # a sampled answer stops at nothing but the model's own end of turn
+            return bool(trajectory.turns) and trajectory.turns[-1].stop_reason == StopReason.STOP
+        case _:
+            return True
+
+
+def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
+    """Counts what was sampled, without the token that ended the answer."""
+    longest = max((len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns), default=0)
+    logger.debug("%s: the longest answer has %d tokens, %d are allowed", trajectory.task_id, longest, limit)
+    return longest > limit
+
+
+def _zeroed(group: TrajectoryGroup, flags: Sequence[bool]) -> TrajectoryGroup:
+    members = [replace(member, reward=0.0) if flag else member for member, flag in zip(group.trajectories, flags, strict=True)]
+    return replace(group, trajectories=members)

@@ -1,0 +1,72 @@
+"""KL penalty towards a reference policy, inside the advantages, since the server's losses have no term for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from src.learning.datums import TokenSequence
+from src.learning.examples import Example
+from src.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlSettings:
+    kl_penalty_coef: float
+    kl_estimator: str  # "k1" | "k2" | "k3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Penalised:
+    """The examples with the penalty in their advantages, and the estimated KL divergence per token (k1)."""
+
+    examples: list[Example]
+    mean_kl: float
+
+
+async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> Penalised:
+    """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
+
+    Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.
+    """
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))
+    differences = [difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)]
+    penalties = [kl_estimates(values, estimator=settings.kl_estimator) for values in differences]
+    num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
+    mean = sum(float(values.sum()) for values in penalties) / num_tokens
+    coefficient = settings.kl_penalty_coef
+    changed = iter(
+        replace(sequence, advantages=sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32))
+        for sequence, values in zip(sequences, penalties, strict=True)
+    )
+    return Penalised(
+        examples=[replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples],
+        mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
+    )
+
+
+def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
+    """Schulman's estimators per token, from `logp - logp_reference` (http://joschu.net/blog/kl-approx.html). All are 0 at 0.
+
+    >>> [round(float(kl_estimates(np.array(0.5), estimator=name)), 7) for name in ("k1", "k2", "k3")]
+    [0.5, 0.125, 0.1065307]
+    """
+    match estimator:
+        case "k1":
+            return differences
+        case "k2":
+            return differences**2 / 2
+        case "k3":
+            return np.exp(-differences) - 1 + differences
+        case _:
+            raise AssertionError(f"unknown KL estimator {estimator}")
+
+
+def difference(sequence: TokenSequence, reference_logprobs: Sequence[float]) -> np.ndarray:
+    """[T] float32: sampled minus reference logprob, 0 where not sampled. `reference_logprobs` starts at the second token."""
+    reference = np.concatenate([[0.0], reference_logprobs]).astype(np.float32)
+    return np.where(sequence.sampled, sequence.logprobs - reference, np.float32(0.0))
