@@ -7,6 +7,8 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
 import chz
 from chz.tiepin import type_repr
@@ -47,6 +49,18 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
     return "\n".join(lines)
 
 
+def values_of(kind: object) -> str:
+    """What an option takes: its type, or its choices.
+
+    >>> values_of(int | None), values_of(Literal["ppo", "cispo"])
+    ('int | None', 'ppo | cispo')
+    """
+    choices: list[str] = []
+    for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        choices += [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+    return " | ".join(choices).replace("NoneType", "None")
+
+
 def print_help(text: str) -> None:
     """To a reader that may have read enough before the end, as `head` has."""
     try:
@@ -64,4 +78,4 @@ def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
     """chz names the option between quotes, and explains itself at length."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    return f"{name}={given[-1] if given else ''}: expected {type_repr(chz.chz_fields(options)[name].final_type)}"
+    return f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(options)[name].final_type)}"

@@ -9,6 +9,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
 import chz
 from chz.tiepin import type_repr
@@ -78,10 +80,21 @@ def help_for(kind: type[object], *, title: Sequence[str], sections: Mapping[str,
         if name in sections:
             lines += ["", sections[name]]
         default = defaults[name].default
-        type_name = type_repr(field.final_type).removeprefix("Literal")
         shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
-        lines += [f"  {name} {shown}   {type_name}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
+        lines += [f"  {name} {shown}   {values_of(field.final_type)}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
     return "\n".join(lines)
+
+
+def values_of(kind: object) -> str:
+    """What an option takes: its type, or its choices.
+
+    >>> values_of(int | None), values_of(Literal["ppo", "cispo"])
+    ('int | None', 'ppo | cispo')
+    """
+    choices: list[str] = []
+    for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        choices += [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+    return " | ".join(choices).replace("NoneType", "None")
 
 
 def print_help(text: str) -> None:
@@ -108,5 +121,4 @@ def _bad_value(kind: type[object], message: str, argv: Sequence[str]) -> str:
     """chz names the option between quotes, and explains itself at length."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    expected = type_repr(chz.chz_fields(kind)[name].final_type)
-    return f"{name}={given[-1] if given else ''}: not a value of {expected}"
+    return f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(kind)[name].final_type)}"

@@ -40,6 +40,7 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["zzz=1"], "unknown option 'zzz=1'; see --help"),
         (["port=9"], "missing option base_model"),
         (["base_model=x", "port=abc"], "port=abc: expected int"),
+        (["base_model=x", "dtype=float8"], "dtype=float8: expected auto | float32 | bfloat16"),
         (["base_model=x", "port=99999"], "between 0 and 65535"),
         (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
         (["base_model=x", "tensor_parallel=0"], "tensor_parallel=0: must be above 0"),
