@@ -202,8 +202,8 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
 def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
     url, server = endpoint
     server.heal()
-    for module in ("wire", "wire_proto"):
-        monkeypatch.setattr(f"skyrl_tx_server.{module}.parse_loss_config", lambda loss_fn, config: LossSettings())
+    for module in ("requests", "protobuf"):
+        monkeypatch.setattr(f"skyrl_tx_server.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings())
     assert not probe(url, {"only": "refuses the unknown"}).findings[0].holds
 
 
