@@ -3,7 +3,7 @@ import random
 import pytest
 
 from src.record.finished import decoded, encoded
-from src.token_ids import TokenIds
+from src.token_ids import TokenIds, begins_with
 from src.trajectory import StopReason, Trajectory, Turn
 from tests.fakes.tokenizer import byte_chat
 
@@ -30,6 +30,22 @@ def test_what_was_extended_already_is_copied_and_none_of_them_changes():
     assert second != other and first.extended([]) == first and TokenIds.of(first) is first
     with pytest.raises(IndexError):
         first[2]
+
+
+def test_whether_one_begins_with_another_is_known_whatever_they_are():
+    first = TokenIds([1, 2])
+    longer = first.extended([3])
+    for ids, beginning in [
+        (longer, first),
+        (longer, [1, 2]),
+        ([1, 2, 3], first),
+        ([1, 2, 3], [1, 2]),
+        (TokenIds([1, 2, 3]), first),
+        (first, first),
+    ]:
+        assert begins_with(ids, beginning)
+    for ids, beginning in [(first, longer), ([1, 2], longer), (longer, [2]), (first.extended([4]), longer), ([], first)]:
+        assert not begins_with(ids, beginning)
 
 
 def test_a_conversation_holds_every_token_once_on_its_way_and_when_it_is_read_again():
