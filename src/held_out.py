@@ -49,8 +49,8 @@ def content_hashes(tasks: Sequence[Task]) -> dict[str, str]:
     return {task.id: content_hash(task) for task in tasks}
 
 
-def write_hashes(log_path: Path, tasks: Sequence[Task]) -> None:
-    replace_text(log_path / HASHES_FILE, json.dumps(content_hashes(tasks), indent=1) + "\n")
+def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
+    replace_text(log_path / HASHES_FILE, json.dumps(dict(trained), indent=1) + "\n")
 
 
 def read_hashes(log_path: Path) -> dict[str, str]:

@@ -93,10 +93,11 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:
             raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
-        trained, chosen_by = content_hashes(parts.source.train), None if holds_out_folders(config) else "eval_tasks"
+        trained = await asyncio.to_thread(content_hashes, parts.source.train)
+        chosen_by = None if holds_out_folders(config) else "eval_tasks"
         await asyncio.to_thread(require_held_out, parts.source.eval, trained, chosen_by=chosen_by)
         folder.create(config)
-        await asyncio.to_thread(write_hashes, folder.path, parts.source.train)
+        write_hashes(folder.path, trained)
         with (
             logging_to_file(folder.path / "logs.log"),
             journalled(folder.path) as journal,

@@ -13,7 +13,7 @@ from src.errors import ConfigError, RubbleError
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.run import Evaluated, run
-from src.held_out import write_hashes
+from src.held_out import content_hashes, write_hashes
 from src.policy import Policy
 from src.record.checkpoints import Checkpoint, append
 from src.trajectory import FailureKind, Task
@@ -161,7 +161,7 @@ async def test_a_held_out_set_that_was_trained_on_is_refused_whatever_it_is_call
             (tmp_path / name / part / "file").write_text(content)
     copy = Task(id="copied", path=tmp_path / "a", instruction="do  it\n")
     bench = Bench(tmp_path, first_half)
-    write_hashes(folder, [Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
+    write_hashes(folder, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]]))
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
     with pytest.raises(ConfigError, match=r"copied is training task original under another name;.* e\.g\. tasks=original$"):
         await bench.go(f"checkpoint={folder}")
