@@ -66,10 +66,11 @@ class FinishedRollouts:
     def job_directory(self, purpose: str, step: int) -> Path:
         """For the trials of a step or evaluation, less what an earlier process left half done in it. Who writes there makes it."""
         directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
-        finished = {rollout.result.trial_name for rollout in self.load(purpose, step).values()}
-        for left in directory.glob("*"):
-            if left.name not in finished:
-                remove(left)
+        if left := [*directory.glob("*")]:
+            finished = {rollout.result.trial_name for rollout in self.load(purpose, step).values()}
+            for path in left:
+                if path.name not in finished:
+                    remove(path)
         return directory
 
     def _path(self, purpose: str, step: int) -> Path:
