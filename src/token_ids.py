@@ -35,6 +35,10 @@ class TokenIds(Sequence[int]):
         longer._length = len(longer._ids)
         return longer
 
+    def __add__(self, added: Iterable[int]) -> TokenIds:
+        """As lists are put together."""
+        return self.extended(added)
+
     def shares_with(self, other: TokenIds) -> bool:
         """Whether both lie in one array, so that the shorter is a beginning of the longer."""
         return self._ids is other._ids

@@ -16,7 +16,7 @@ def test_they_are_read_as_a_list_is():
     for _ in range(200):
         cut = slice(*(draw.choice([None, *range(-12, 13)]) for _ in range(2)), draw.choice([None, 1, 2, -1, -3]))
         assert tokens[cut] == ids[cut]
-    assert (tokens[0], tokens[-1]) == (0, 9)
+    assert (tokens[0], tokens[-1], tokens + ids) == (0, 9, ids + ids)
     with pytest.raises(IndexError):
         tokens[10]
 
