@@ -174,7 +174,7 @@ async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.
 def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(model_dir: Path, tmp_path: Path) -> None:
     """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
-    command = [sys.executable, "-m", "scripts.bench.server_kill_points", *options]
+    command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout

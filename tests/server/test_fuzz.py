@@ -1,6 +1,6 @@
 """Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an internal error.
 
-The same checks run for hours under coverage guidance with `python -m scripts.checks.fuzz`.
+The same checks run for hours under coverage guidance with `python -m tests.stress.fuzz`.
 """
 
 from __future__ import annotations

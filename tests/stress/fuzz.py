@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of the request parsers with atheris, which needs an environment of its own:
 
     uv venv --python 3.12 VENV && uv pip install --python VENV/bin/python atheris hypothesis ml-dtypes numpy protobuf
-    VENV/bin/python -m scripts.bench.fuzz TARGET [libFuzzer options, for example -max_total_time=300]
+    VENV/bin/python -m tests.stress.fuzz TARGET [libFuzzer options, for example -max_total_time=300]
 
 TARGET: `bytes` (a protobuf body as it comes), `text` (a JSON body as it comes, to every parser), `messages` and `json` (bodies that begin
 valid, drawn by the strategies of tests/server/test_fuzz.py). Ends with libFuzzer's figures; a finding ends it at once with its traceback.

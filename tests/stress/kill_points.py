@@ -1,6 +1,6 @@
 """SIGKILL at random points of a run, each resumed and compared with the unbroken run.
 
-    python -m scripts.bench.kill_points [POINTS] [SEED] [MODE]
+    python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
 The trainer is the real one, on the tests' bandit server; MODE is synchronous, asynchronous or streaming. Ends with one line of figures,
 and with status 1 if a single run is not as it should be.

@@ -1,6 +1,6 @@
 """A normal training loop beside hostile clients on one server: nothing may crash, leak, or change a number of the loop.
 
-    python -m scripts.bench.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
+    python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
 The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while the loop trains, saves and
 samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one that a
@@ -190,7 +190,7 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
         report = folder / "hostile.jsonl"
         arguments = [running.url, str(seconds), str(rate), str(seed)]
         with report.open("wb") as output:
-            hostile = subprocess.Popen([sys.executable, "-m", "scripts.bench.hostile_requests", *arguments], stdout=output, cwd=ROOT)
+            hostile = subprocess.Popen([sys.executable, "-m", "tests.stress.hostile_requests", *arguments], stdout=output, cwd=ROOT)
         try:
             steps = training_loop(running.url, until=time.monotonic() + seconds, num_steps=None, pace_s=pace_s)
             hostile_status = hostile.wait(900)

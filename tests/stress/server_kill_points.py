@@ -1,6 +1,6 @@
 """SIGKILL of the server at random moments under load; its client resumes every time, and ends where an undisturbed run ends.
 
-    python -m scripts.bench.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
+    python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
 
 One training job saves its state after every step, overwrites one name, saves sampler weights and samples, while others sample from the base
 model. A kill comes in the first seconds of the server's life, or up to two seconds after a step that it has done whole. Then it is started

@@ -1,4 +1,4 @@
-"""The hostile side of `hostile.py`, a process of its own: python -m scripts.bench.hostile_requests URL SECONDS RATE SEED
+"""The hostile side of `hostile.py`, a process of its own: python -m tests.stress.hostile_requests URL SECONDS RATE SEED
 
 Fires RATE attacks a second, drawn from ATTACKS, at most MAX_UNDER_WAY at once. Prints one JSON line per finished minute and one at the
 end: how often each attack was made, which statuses answered, and every answer that a sound server never gives (`faults`).
@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import zstandard
 
-from scripts.bench.hostile_world import (
+from tests.stress.hostile_world import (
     ANSWER_WITHIN_S,
     JSON,
     PROTOBUF,
