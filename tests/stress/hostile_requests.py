@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import zstandard
 
+from tests.fakes.bodies import ROUTES
 from tests.stress.hostile_world import (
     ANSWER_WITHIN_S,
     JSON,
@@ -38,7 +39,6 @@ from tests.stress.hostile_world import (
     training_proto,
     valid_body,
 )
-from tests.fakes.bodies import ROUTES
 
 MAX_UNDER_WAY = 400
 BURST = 2000
