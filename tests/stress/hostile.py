@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, name: str) -> Iterator[Server]:
+def server(folder: Path, name: str, *more_options: str) -> Iterator[Server]:
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
     options = (f"base_model={QUICKSTART / 'model'}", "model_alias=local/quickstart", f"port={url.rsplit(':', 1)[1]}", *SIZES)
-    limits = ("session_timeout_s=60", "max_request_mb=8", f"checkpoints_dir={folder / name}", "log_level=warning")
+    limits = ("session_timeout_s=60", "max_request_mb=8", f"checkpoints_dir={folder / name}", "log_level=warning", *more_options)
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-m", "skyrl_tx_server", *options, *limits], stdout=output, stderr=output, cwd=ROOT)
     try:
@@ -93,11 +93,20 @@ def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
     return plain, rewarded
 
 
-def training_loop(url: str, *, until: float | None, num_steps: int | None, pace_s: float) -> list[Step]:
-    """`num_steps` steps, or as many as there is time for."""
+def training_loop(
+    url: str,
+    *,
+    until: float | None,
+    num_steps: int | None,
+    pace_s: float,
+    api_key: str = "tml-dummy",
+    began_with: Callable[[str], None] = lambda model_id: None,
+) -> list[Step]:
+    """`num_steps` steps, or as many as there is time for. `began_with` is told the id of the model that is trained."""
     steps: list[Step] = []
-    with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
+    with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
         training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(timeout=TIMEOUT_S)
+        began_with(training.get_info().model_id)
         began = time.monotonic()
         while (num_steps is None or len(steps) < num_steps) and (until is None or time.monotonic() < until):
             steps.append(one_step(training, len(steps)))
@@ -205,11 +214,11 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
     return Disturbed(steps=steps, watch=watch, hostile=figures, left=left, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
 
 
-def what_is_left(url: str) -> dict[str, int]:
+def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
     """What the server still holds of anybody once every session has had the time to end; {} when that is nothing."""
     deadline = time.monotonic() + DRAIN_S
     while True:
-        stats = httpx.get(f"{url}/api/v1/stats", timeout=60).json()
+        stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
         held = {name: stats["registry"][name] for name in ("sessions", "models", "samplers", "snapshots")}
         held |= {name: stats["engine"][name] for name in ("ops_pending", "slots_used", "snapshots_in_host_memory")}
         held["polls and futures pending"] = stats["futures"]["pending"]

@@ -224,12 +224,12 @@ async def half_open_poll(world: World) -> None:
     reply = await world.post("asample", sample_json(world, await tenant_of(world)))
     request_id = reply.json().get("request_id", "x") if reply.status_code == 200 else "x"
     body = json.dumps({"request_id": request_id}).encode()
-    await _raw(world, _post("retrieve_future", len(body)) + body, then=_reset if world.random.random() < 0.5 else _linger)
+    await _raw(world, _post(world, "retrieve_future", len(body)) + body, then=_reset if world.random.random() < 0.5 else _linger)
 
 
 async def dies_mid_chunk(world: World) -> None:
     body = training_proto(world, await tenant_of(world)).SerializeToString()
-    head = _post("forward_backward", len(body), kind=PROTOBUF["content-type"])
+    head = _post(world, "forward_backward", len(body), kind=PROTOBUF["content-type"])
     await _raw(world, head + body[: world.random.randrange(len(body))], then=_reset)
 
 
@@ -242,12 +242,12 @@ async def slowloris(world: World) -> None:
             writer.write(b"a")
             await writer.drain()
 
-    await _raw(world, world.random.choice((_post("asample", 50), b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-")), then=drip)
+    await _raw(world, world.random.choice((_post(world, "asample", 50), _head(world, "asample") + b"X-")), then=drip)
 
 
 async def broken_http(world: World) -> None:
     draw = world.random
-    head = b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\n"
+    head = _head(world, "asample")
     text = draw.choice(
         (
             draw.randbytes(400),
@@ -266,8 +266,15 @@ async def broken_http(world: World) -> None:
     await _raw(world, text, then=_linger)
 
 
-def _post(route: str, length: int, *, kind: str = "application/json") -> bytes:
-    return f"POST /api/v1/{route} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+def _head(world: World, route: str) -> bytes:
+    """The beginning of a request on a bare connection: the request line and the headers that a real client sends."""
+    key = world.http.headers.get("x-api-key")
+    lines = [f"POST /api/v1/{route} HTTP/1.1", f"Host: {world.host}:{world.port}", *([f"X-API-Key: {key}"] if key else [])]
+    return "".join(f"{line}\r\n" for line in lines).encode()
+
+
+def _post(world: World, route: str, length: int, *, kind: str = "application/json") -> bytes:
+    return _head(world, route) + f"Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 async def _raw(world: World, data: bytes, *, then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
@@ -311,7 +318,9 @@ async def _heartbeat(world: World, tenant: Tenant) -> None:
 
 
 async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
-    async with httpx.AsyncClient(base_url=world.http.base_url, timeout=ANSWER_WITHIN_S, limits=UNLIMITED) as http:
+    async with httpx.AsyncClient(
+        base_url=world.http.base_url, headers=world.http.headers, timeout=ANSWER_WITHIN_S, limits=UNLIMITED
+    ) as http:
         part = replace(world, http=http)  # one book for all: the counters and the list of faults are shared
 
         async def one(index: int) -> None:

@@ -1,0 +1,235 @@
+"""A training loop beside 64 hostile tenants on one server: the loop stays exact, a small sample stays fast, no tenant reaches another.
+
+    python -m tests.stress.hostile_tenants [minutes=60] [tenants=64] [rate=6] [seed=0] [step_every_s=2] [folder=DIR]
+
+The server runs the model of the quick start with `api_keys_file=`: one key for the trainer, one for a client that measures latency and
+one for each hostile tenant. `hostile_tenant_requests` sends the attacks from its own process. A fresh server then repeats the training
+steps without any other client. The exit status is 0 only if
+
+- the server lived, gave no answer that a sound server never gives and logged no traceback,
+- losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
+- the 99th percentile of the time of a 4-token sample is at most MAX_LATENCY_RATIO times the one measured without other clients,
+- no hostile tenant read or changed an object of another tenant,
+- resident memory did not grow and nothing is left once all sessions have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from scripts.run_skyrl_tx import ROOT
+from tests.stress.hostile import MAX_SLOPE_MIB_PER_HOUR, Hostilities, Step, Watch, same, server, training_loop, what_is_left
+
+MAX_LATENCY_RATIO = 10.0
+SAMPLES_ALONE = 200
+SAMPLE_EVERY_S = 1.0
+TIMEOUT_S = 300.0
+OPERATOR, TRAINER, PROBE = "operator", "trainer", "probe"
+
+
+def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
+    """Make a key for each name. Returns the file for `api_keys_file=` and the keys."""
+    keys = {name: f"tml-{secrets.token_hex(16)}" for name in names}
+    path = folder / "api_keys"
+    path.write_text("".join(f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items()))
+    path.chmod(0o600)
+    return path, keys
+
+
+class LatencyProbe:
+    """A client that samples 4 tokens from the base model, one request at a time, and records how long each takes."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._http = httpx.Client(base_url=url, headers={"x-api-key": api_key}, timeout=TIMEOUT_S)
+        session = self._post("create_session", {"tags": [], "user_metadata": None})
+        self._session_id = session["session_id"]
+        sampler = {"session_id": self._session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"}
+        self._sampler_id = self._post("create_sampling_session", sampler)["sampling_session_id"]
+        self._seq_id = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.latencies_s: list[float] = []
+        self.failures: list[str] = []
+
+    def sample(self) -> float:
+        """Sample 4 tokens. Returns the seconds until the result arrived."""
+        self._seq_id += 1
+        body: dict[str, object] = {"sampling_session_id": self._sampler_id, "seq_id": self._seq_id, "num_samples": 1}
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, self._seq_id % 600]}]}
+        body["sampling_params"] = {"max_tokens": 4, "temperature": 1.0, "seed": self._seq_id}
+        began = time.monotonic()
+        request_id = self._post("asample", body)["request_id"]
+        while True:
+            response = self._http.post("/api/v1/retrieve_future", json={"request_id": request_id})
+            if response.status_code != 408:
+                break
+        elapsed = time.monotonic() - began
+        if response.status_code != 200 or "error" in response.json():
+            self.failures.append(f"{response.status_code} {response.text[:300]}")
+        return elapsed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._http.close()
+
+    def _run(self) -> None:
+        beats = 0.0
+        while not self._stop.wait(SAMPLE_EVERY_S):
+            try:
+                self.latencies_s.append(self.sample())
+                if time.monotonic() > beats + 10:
+                    beats = time.monotonic()
+                    self._post("session_heartbeat", {"session_id": self._session_id})
+            except (httpx.HTTPError, KeyError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def _post(self, route: str, body: object) -> dict[str, str]:
+        response = self._http.post(f"/api/v1/{route}", json=body)
+        if response.status_code != 200:
+            raise KeyError(f"{route}: {response.status_code} {response.text[:300]}")
+        return response.json()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What the run with hostile tenants brought."""
+
+    steps: list[Step]
+    watch: Watch
+    hostile: Hostilities
+    alone_s: list[float]
+    beside_s: list[float]
+    probe_failures: list[str]
+    left: dict[str, int]
+    lived: bool
+    exit_status: int
+    tracebacks: int
+
+
+def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float) -> Run:
+    names = [f"hostile-{number}" for number in range(tenants)]
+    keys_file, keys = write_keys(folder, [OPERATOR, TRAINER, PROBE, *names])
+    (folder / "hostile_keys.json").write_text(json.dumps([keys[name] for name in names]))
+    with server(folder, "disturbed", f"api_keys_file={keys_file}") as running, contextlib.ExitStack() as stack:
+        probe = LatencyProbe(running.url, keys[PROBE])
+        for _ in range(20):  # compiles what the measurement needs
+            probe.sample()
+        alone_s = [probe.sample() for _ in range(SAMPLES_ALONE)]
+        watch = Watch(running)
+        attackers: list[subprocess.Popen[bytes]] = []
+        report = folder / "hostile.jsonl"
+        output = stack.enter_context(report.open("wb"))
+
+        def begin(model_id: str) -> None:
+            probe.start()
+            arguments = [running.url, str(seconds), str(rate), str(seed), str(folder / "hostile_keys.json"), model_id]
+            command = [sys.executable, "-m", "tests.stress.hostile_tenant_requests", *arguments]
+            attackers.append(subprocess.Popen(command, stdout=output, cwd=ROOT))
+
+        try:
+            until = time.monotonic() + seconds
+            steps = training_loop(running.url, until=until, num_steps=None, pace_s=pace_s, api_key=keys[TRAINER], began_with=begin)
+            probe.stop()
+            hostile_status = attackers[0].wait(900)
+        finally:
+            for attacker in attackers:
+                attacker.kill()
+        watch.stop()
+        left = what_is_left(running.url, {"x-api-key": keys[OPERATOR]})
+        lived = running.process.poll() is None and hostile_status == 0
+    hostile = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+    log = running.log.read_text(errors="replace")
+    return Run(
+        steps=steps,
+        watch=watch,
+        hostile=hostile,
+        alone_s=alone_s,
+        beside_s=probe.latencies_s,
+        probe_failures=probe.failures,
+        left=left,
+        lived=lived,
+        exit_status=running.process.returncode,
+        tracebacks=log.count("Traceback (most recent call last)"),
+    )
+
+
+def report(run: Run, alone: list[Step]) -> int:
+    attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
+    crossed = [fault for fault in faults if fault.startswith("cross-tenant")]
+    print(f"attacks     {sum(attacks.values())}: " + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items())))
+    print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
+    rss = [mib for _, mib in run.watch.rss]
+    at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
+    print(f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}")
+    health = np.array(run.watch.health_ms)
+    print(f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms")
+    quantiles = {}
+    for what, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
+        p50, p99 = (1e3 * np.quantile(seconds, q) for q in (0.5, 0.99))
+        quantiles[what] = p99
+        print(f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, {len(seconds)} samples")
+    ratio = quantiles["beside"] / quantiles["alone"]
+    equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
+    equal_samples = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
+    verdicts = {
+        "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
+        f"answers that a sound server never gives: {len(faults) - len(crossed)}": len(faults) == len(crossed),
+        f"reads and writes across tenants: {len(crossed)}": not crossed,
+        f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,
+        f"p99 of a 4-token sample: {ratio:.1f} times the one alone": ratio <= MAX_LATENCY_RATIO,
+        f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
+        f"slope of the floor of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
+        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
+        f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
+    }
+    for what, holds in verdicts.items():
+        print(f"{'ok' if holds else 'FAILED':7} {what}")
+    for fault in (*faults, *run.probe_failures)[:40]:
+        print(f"        {fault}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def main(argv: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in argv)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        folder = Path(given["folder"]) if "folder" in given else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        run = run_with_tenants(
+            folder,
+            seconds=60 * float(given.get("minutes", "60")),
+            tenants=int(given.get("tenants", "64")),
+            rate=float(given.get("rate", "6")),
+            seed=int(given.get("seed", "0")),
+            pace_s=float(given.get("step_every_s", "2")),
+        )
+        with server(folder, "undisturbed") as quiet:
+            alone = training_loop(quiet.url, until=None, num_steps=len(run.steps), pace_s=0.0)
+    return report(run, alone)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds
