@@ -71,6 +71,8 @@ async def large_metadata(world: World) -> None:
     await world.post("create_session", {"tags": ["x" * 1000] * 200, "user_metadata": metadata})
 
 
+SAMPLER = {"sampling_session_seq_id": 0, "base_model": "local/quickstart"}
+LISTINGS = ("/api/v1/sessions", "/api/v1/training_runs", "/api/v1/checkpoints", "/v1/models", "/api/v1/stats", "/metrics")
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
@@ -122,9 +124,7 @@ def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
                 world.fault(f"cross-tenant: {method} {path} was answered {response.status_code} {response.text[:200]}")
 
     async def search_listings(world: World) -> None:
-        path = world.random.choice(
-            ("/api/v1/sessions", "/api/v1/training_runs", "/api/v1/checkpoints", "/v1/models", "/api/v1/stats", "/metrics")
-        )
+        path = world.random.choice(LISTINGS)
         response = await world.send("GET", path)
         if victim.session_id in response.text:
             world.fault(f"cross-tenant: {path} shows the session of another tenant")
