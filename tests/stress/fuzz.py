@@ -1,65 +1,353 @@
-"""Coverage-guided fuzzing of the request parsers with atheris, which needs an environment of its own:
+"""Coverage-guided fuzzing of what the server and the trainer read, with atheris (`scripts/setup.sh atheris` installs it).
 
-    uv venv --python 3.12 VENV && uv pip install --python VENV/bin/python atheris hypothesis ml-dtypes numpy protobuf
-    VENV/bin/python -m tests.stress.fuzz TARGET [libFuzzer options, for example -max_total_time=300]
+    python -m tests.stress.fuzz TARGET [libFuzzer options, for example -max_total_time=600]
+    python -m tests.stress.fuzz all [minutes=10] [targets=routes,files,...]
 
-TARGET: `bytes` (a protobuf body as it comes), `text` (a JSON body as it comes, to every parser), `messages` and `json` (bodies that begin
-valid, drawn by the strategies of tests/server/test_fuzz.py). Ends with libFuzzer's figures; a finding ends it at once with its traceback.
+| target     | input                                                                                          |
+|------------|------------------------------------------------------------------------------------------------|
+| `bytes`    | a protobuf training request                                                                    |
+| `text`     | a JSON document, given to every parser of request bodies                                       |
+| `messages` | protobuf training requests with valid beginnings, drawn by the strategies of `tests/fakes`     |
+| `json`     | JSON request bodies with valid beginnings                                                      |
+| `routes`   | a body for any route of the server: the first byte selects the route, the second the encoding  |
+| `files`    | a file that the server or the trainer reads when it starts: the first byte selects the reader  |
+
+A finding is any exception but the errors that the program raises on purpose, an answer with a status of 500 or more, a callback that
+holds the event loop for longer than MAX_GAP_S, or resident memory that grows by more than MAX_GROWTH_MIB after the first quarter. It
+ends the target with its traceback. `all` runs the targets one after another and prints one line for each.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import atheris  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-
-with atheris.instrument_imports(include=["skyrl_tx_server"]):  # pyright: ignore[reportAttributeAccessIssue]
-    from tests.fakes.bodies import PARSERS, VALID, VALID_MESSAGES, json_holds, messages, mutated, protobuf_holds, values
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
+MAX_GAP_S = 0.5
+MAX_GROWTH_MIB = 64.0
+TARGETS = ("bytes", "text", "messages", "json", "routes", "files")
 
 
-def text(data: bytes) -> None:
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclass(kw_only=True, slots=True)
+class Growth:
+    """Compares resident memory with its value after the first quarter of the time."""
+
+    total_s: float
+    began: float = field(default_factory=time.monotonic)
+    inputs: int = 0
+    settled_mib: float | None = None
+
+    def check(self) -> None:
+        self.inputs += 1
+        if self.inputs % 500:
+            return
+        if self.settled_mib is None and time.monotonic() > self.began + self.total_s / 4:
+            self.settled_mib = resident_mib()
+        if self.settled_mib is not None:
+            grown = resident_mib() - self.settled_mib
+            assert grown < MAX_GROWTH_MIB, f"resident memory grew by {grown:.0f} MiB within {self.inputs} inputs"
+
+
+# --- routes -----------------------------------------------------------------------------------------------------
+
+ENCODINGS: tuple[dict[bytes, bytes], ...] = (
+    {b"content-type": b"application/json"},
+    {b"content-type": b"application/x-protobuf"},
+    {b"content-type": b"application/json", b"content-encoding": b"zstd"},
+    {},
+)
+
+
+class Gaps(logging.Handler):
+    """Collects what asyncio reports about callbacks that took longer than `slow_callback_duration`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reports: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "took" in record.getMessage():
+            self.reports.append(record.getMessage())
+
+
+def route_target(folder: Path) -> Callable[[bytes], object]:
+    """Send a body to one route of the application, on the fake engine of the tests."""
+    from skyrl_tx_server.app import ENDPOINTS, build_app
+    from skyrl_tx_server.futures import Retention
+    from skyrl_tx_server.routes.border import Lobby
+    from tests.fakes.server import fake_context
+
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
+    app = build_app(Lobby(context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))))
+    loop = asyncio.new_event_loop()
+    loop.set_debug(True)
+    loop.slow_callback_duration = MAX_GAP_S
+    gaps = Gaps()
+    logging.getLogger("asyncio").addHandler(gaps)
+
+    def target(data: bytes) -> None:
+        if len(data) < 2:
+            return
+        endpoint, headers = endpoints[data[0] % len(endpoints)], ENCODINGS[data[1] % len(ENCODINGS)]
+        path = endpoint.path.replace("{session_id}", "s").replace("{run_id}", "r").replace("{checkpoint_id:path}", "weights/a")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": endpoint.method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"127.0.0.1:8000"), *headers.items()],
+            "client": ("127.0.0.1", 50000),
+            "server": ("127.0.0.1", 8000),
+        }
+        parts: Iterator[dict[str, object]] = iter(({"type": "http.request", "body": data[2:], "more_body": False},))
+        statuses: list[int] = []
+        bodies: list[bytes] = []
+
+        async def receive() -> dict[str, object]:
+            return next(parts, {"type": "http.disconnect"})
+
+        async def send(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(int(str(message["status"])))
+            else:
+                bodies.append(bytes(message.get("body") or b""))  # pyright: ignore[reportArgumentType]
+
+        loop.run_until_complete(app(scope, receive, send))  # pyright: ignore[reportArgumentType]
+        answer = b"".join(bodies)
+        assert statuses and statuses[0] < 500 and b"internal error" not in answer, (endpoint.path, statuses, answer[:500])
+        assert not gaps.reports, gaps.reports
+
+    return target
+
+
+def route_seeds() -> list[bytes]:
+    from skyrl_tx_server.app import ENDPOINTS
+    from tests.fakes.bodies import VALID, VALID_MESSAGES
+
+    plain = {
+        "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
+        "create_model": {"session_id": "s", "model_seq_id": 0, "base_model": "local/fake", "lora_config": {"rank": 4}},
+        "save_weights": {"model_id": "s:train:0", "seq_id": 1, "path": "a", "ttl_seconds": 60, "overwrite": True},
+        "load_weights": {"model_id": "s:train:0", "path": "tinker://s:train:0/weights/a", "optimizer": True},
+        "retrieve_future": {"request_id": "sample-0"},
+        "weights_info": {"tinker_path": "tinker://a/weights/b"},
+    }
+    bodies: dict[str, object] = {**VALID, **plain, "chat/completions": VALID["chat"], "completions": VALID["completion"]}
+    seeds = []
+    for number, endpoint in enumerate(endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"):
+        body = next((body for name, body in bodies.items() if endpoint.path.endswith("/" + name)), {})
+        seeds.append(bytes([number, 0]) + json.dumps(body).encode())
+        if endpoint.path.endswith(("forward_backward", "forward")):
+            seeds += [bytes([number, 1]) + message for message in VALID_MESSAGES]
+    return seeds
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
+    """Every reader of a file that exists before the program starts, by name. Each is given the content of the file."""
+    from skyrl_tx_server.files.checkpoints import CheckpointStore
+    from skyrl_tx_server.ledger import Ledger
+    from skyrl_tx_server.model.config_json import load_model_config
+    from src.envs.dockerfile import parse_dockerfile
+    from src.envs.task_rows import read_rows
+    from src.record import checkpoints
+    from src.record.finished import FinishedRollouts
+    from src.record.journal import Journal
+
+    def at(name: str, content: bytes) -> Path:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    store = CheckpointStore(folder / "store", "local/fake")
+
+    def checkpoint_record(content: bytes) -> None:
+        at("store/run/weights/a/checkpoint.json", content)
+        store.list()
+        store.read("tinker://run/weights/a")
+
+    def rows(content: bytes) -> None:
+        read_rows(at("rows.jsonl", content))
+
+    def finished(content: bytes) -> None:
+        run = at("finished_run/finished/step_000001.jsonl", content).parent.parent
+        FinishedRollouts(run, Journal(run)).load("step", 1)
+
+    return {
+        "checkpoint record": checkpoint_record,
+        "ledger": lambda content: Ledger(at("ledger.jsonl", content)).expired(),
+        "model configuration": lambda content: load_model_config(at("model/config.json", content).parent),
+        "journal": lambda content: Journal(at("run/journal.jsonl", content).parent).states_until(10),
+        "checkpoints of a run": lambda content: checkpoints.last(at("run2/checkpoints.jsonl", content).parent),
+        "finished rollouts": finished,
+        "task rows": rows,
+        "Dockerfile": lambda content: parse_dockerfile(at("environment/Dockerfile", content)),
+    }
+
+
+FILE_SEEDS: dict[str, object] = {
+    "checkpoint record": {
+        "format": "skyrl_tx_server checkpoint",
+        "version": 1,
+        "base_model": "local/fake",
+        "base_model_hash": None,
+        "lora": {"rank": 4, "alpha": 32.0, "seed": 1},
+        "step": 1,
+        "created_at": "2026-01-01T00:00:00+00:00",
+        "user_metadata": {},
+        "arrays": "arrays-0.safetensors",
+        "size_bytes": 10,
+        "sha256": "00",
+    },
+    "ledger": {"path": "tinker://a/weights/b", "expires_at": "2026-01-01T00:00:00+00:00"},
+    "model configuration": {
+        **{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    },
+    "journal": {"event": "admitted", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, "policy_version": 0, "seed": 7},
+    "checkpoints of a run": {"name": "000001", "step": 1, "state_path": "tinker://a/weights/b"},
+    "finished rollouts": {"purpose": "step", "step": 1, "task": "a", "member": 0, "outcome": "graded"},
+    "task rows": {"data_source": "tau_bench/retail", "env_class": "tau_bench", "extra_info": {"domain": "retail", "task_id": "7"}},
+    "Dockerfile": "FROM debian\nWORKDIR /app\nENV A=b\nCOPY a /b\nRUN apt-get update && apt-get install -y curl\n",
+}
+
+
+def file_target(folder: Path) -> Callable[[bytes], object]:
+    from skyrl_tx_server.errors import ServerError
+    from src.errors import TrainerError
+
+    readers = list(file_readers(folder).values())
+
+    def target(data: bytes) -> None:
+        if not data:
+            return
+        began = time.monotonic()
+        try:
+            readers[data[0] % len(readers)](data[1:])
+        except (ServerError, TrainerError) as error:
+            assert str(error)
+        assert time.monotonic() - began < 2 * MAX_GAP_S, f"reading took {time.monotonic() - began:.1f} s"
+
+    return target
+
+
+def file_seeds(folder: Path) -> list[bytes]:
+    contents = (FILE_SEEDS[name] for name in file_readers(folder))
+    texts = (content if isinstance(content, str) else json.dumps(content) + "\n" for content in contents)
+    return [bytes([number]) + text.encode() for number, text in enumerate(texts)]
+
+
+# --- the run ----------------------------------------------------------------------------------------------------
+
+
+def parse_everywhere(parsers: Iterable[str], holds: Callable[[str, object], bool], data: bytes) -> None:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
         return
-    for name in PARSERS:
-        json_holds(name, body)
+    for parser in parsers:
+        holds(parser, body)
 
 
-@settings(deadline=None)
-@given(body=messages())
-def drawn_messages(body: bytes) -> None:
-    protobuf_holds(body)
+def fuzz(name: str, options: list[str]) -> None:
+    import atheris  # pyright: ignore[reportMissingImports]
+
+    with atheris.instrument_imports(include=["skyrl_tx_server", "src"]):  # pyright: ignore[reportAttributeAccessIssue]
+        from tests.fakes import bodies
+
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    logging.disable(logging.INFO)
+    logging.getLogger("skyrl_tx_server").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as corpus, tempfile.TemporaryDirectory() as scratch:
+        target: Callable[[bytes], object]
+        seeds: list[bytes] = []
+        with atheris.instrument_imports(include=["skyrl_tx_server", "src"]):  # pyright: ignore[reportAttributeAccessIssue]
+            match name:
+                case "bytes":
+                    target, seeds = bodies.protobuf_holds, list(bodies.VALID_MESSAGES)
+                case "text":
+                    target = partial(parse_everywhere, bodies.PARSERS, bodies.json_holds)
+                    seeds = [json.dumps(body).encode() for body in bodies.VALID.values()]
+                case "messages":
+
+                    @settings(deadline=None)
+                    @given(body=bodies.messages())
+                    def drawn_messages(body: bytes) -> None:
+                        bodies.protobuf_holds(body)
+
+                    target = drawn_messages.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
+                case "json":
+
+                    @settings(deadline=None)
+                    @given(parser=st.sampled_from(sorted(bodies.PARSERS)), data=st.data())
+                    def drawn_json(parser: str, data: st.DataObject) -> None:
+                        bodies.json_holds(parser, data.draw(st.one_of(bodies.mutated(bodies.VALID[parser], changes=4), bodies.values)))
+
+                    target = drawn_json.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
+                case "routes":
+                    target, seeds = route_target(Path(scratch)), route_seeds()
+                case _:
+                    target, seeds = file_target(Path(scratch)), file_seeds(Path(scratch))
+        for number, seed in enumerate(seeds):
+            (Path(corpus) / str(number)).write_bytes(seed)
+        limits = [option.partition("=")[2] for option in options if option.startswith("-max_total_time=")]
+        growth = Growth(total_s=float(limits[-1]) if limits else 600.0)
+
+        def one_input(data: bytes) -> None:
+            target(data)
+            growth.check()
+
+        atheris.Setup(
+            [sys.argv[0], corpus, "-print_final_stats=1", "-rss_limit_mb=6000", f"-artifact_prefix={scratch}/", *options], one_input
+        )
+        atheris.Fuzz()
 
 
-@settings(deadline=None)
-@given(name=st.sampled_from(sorted(PARSERS)), data=st.data())
-def drawn_json(name: str, data: st.DataObject) -> None:
-    json_holds(name, data.draw(st.one_of(mutated(VALID[name], changes=4), values)))
+def fuzz_all(*, minutes: float, targets: list[str]) -> int:
+    """Run the targets one after another. Prints one line for each; 1 when one of them found something."""
+    found = 0
+    for name in targets:
+        command = [sys.executable, "-m", "tests.stress.fuzz", name, f"-max_total_time={60 * minutes:.0f}"]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        figures = [line.rpartition(":")[2].strip() for line in process.stderr.splitlines() if "number_of_executed_units" in line]
+        verdict = "no finding" if process.returncode == 0 else f"FINDING (status {process.returncode})"
+        print(f"{name:9} {minutes:g} min, {figures[-1] if figures else '?'} inputs: {verdict}", flush=True)
+        if process.returncode:
+            found = 1
+            print("\n".join((process.stdout + process.stderr).splitlines()[-40:]), flush=True)
+    return found
 
-
-TARGETS = {
-    "bytes": protobuf_holds,
-    "text": text,
-    "messages": lambda data: drawn_messages.hypothesis.fuzz_one_input(data),  # pyright: ignore[reportFunctionMemberAccess]
-    "json": lambda data: drawn_json.hypothesis.fuzz_one_input(data),  # pyright: ignore[reportFunctionMemberAccess]
-}
-SEEDS = {"bytes": VALID_MESSAGES, "text": [json.dumps(body).encode() for body in VALID.values()]}
 
 if __name__ == "__main__":
-    target = TARGETS[sys.argv[1]]
-
-    def one_input(data: bytes) -> None:
-        target(data)
-
-    with tempfile.TemporaryDirectory() as corpus:
-        for number, seed in enumerate(SEEDS.get(sys.argv[1], ())):
-            (Path(corpus) / str(number)).write_bytes(seed)
-        atheris.Setup([sys.argv[0], corpus, "-print_final_stats=1", *sys.argv[2:]], one_input)
-        atheris.Fuzz()
+    if sys.argv[1:2] == ["all"]:
+        given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+        chosen = given.get("targets", ",".join(TARGETS)).split(",")
+        sys.exit(fuzz_all(minutes=float(given.get("minutes", "10")), targets=chosen))
+    if sys.argv[1:2] and sys.argv[1] in TARGETS:
+        fuzz(sys.argv[1], sys.argv[2:])
+    else:
+        sys.exit(__doc__)
