@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
+from skyrl_tx_server.ops import DEFAULT_TENANT, Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
 from skyrl_tx_server.scheduler import Admit, Decode, Prefill, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class EngineSide(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]: ...
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -215,8 +215,9 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
                 future.set_exception(ServerError(reason))
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
-        """Queue `op`. Cancelling the future before its first turn withdraws it; a `Sample` may also be watched."""
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+        """Queue `op` on behalf of `tenant`, with whom others share the devices equally (see `scheduler`). Cancelling the future before its
+        first turn withdraws the operation; a `Sample` may also be watched."""
         future: Future[OpResult] = Future()
         with self._work:
             if self._stopping:
@@ -226,7 +227,7 @@ class Engine:
             self._futures[self._last_ticket] = future
             if watcher is not None:
                 self._watchers[self._last_ticket] = watcher
-            self._scheduler.add(self._last_ticket, op)
+            self._scheduler.add(self._last_ticket, op, tenant=tenant)
             self._work.notify()
         return future
 

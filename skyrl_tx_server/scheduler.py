@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from skyrl_tx_server.ops import DropSnapshot, Op, Sample, SaveSampler
+from skyrl_tx_server.ops import DEFAULT_TENANT, DropSnapshot, Op, Sample, SaveSampler
 
 PREFILLS_PER_TURN = 4
 """Prefills before a decode block while training waits, or in a row that fill no slot; otherwise every free slot is filled first."""
@@ -79,7 +79,7 @@ class Scheduler:
         self._samples_held = False
         self._decode_next = False  # a piece of a prompt was the last turn
 
-    def add(self, ticket: int, op: Op) -> None:
+    def add(self, ticket: int, op: Op, *, tenant: str = DEFAULT_TENANT) -> None:
         """Queue `op`; tickets grow with every submission."""
         if isinstance(op, Sample):
             self._samples.append(_Waiting(ticket=ticket, op=op, first=0))
