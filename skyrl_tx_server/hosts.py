@@ -72,6 +72,11 @@ class _Collect:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Pause:
+    rows: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Release:
     ticket: int
 
@@ -89,7 +94,7 @@ class _Continue:
     job: int
 
 
-_Call = _Admit | _Decode | _Collect | _Release | _Begin | _Continue
+_Call = _Admit | _Decode | _Collect | _Pause | _Release | _Begin | _Continue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +149,8 @@ class _Worker:
                 return self.executor.decode()
             case _Collect():
                 return self.executor.collect(go_on=call.go_on)
+            case _Pause():
+                return self.executor.pause(call.rows)
             case _Release():
                 return self.executor.release(call.ticket)
             case _Begin():
@@ -279,6 +286,10 @@ class LedExecutor:
     def rows_decoding(self) -> int:
         return self._executor.rows_decoding
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return self._executor.unfinished_tokens
+
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return self._executor.running(ticket)
 
@@ -293,6 +304,9 @@ class LedExecutor:
 
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
         return self._leader.together(_Collect(go_on=go_on), self._worker)  # type: ignore[return-value]
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._leader.together(_Pause(rows=rows), self._worker)
 
     def release(self, ticket: int) -> None:
         with contextlib.suppress(HostLostError):  # nothing is held any more
