@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,11 @@ from typing import Literal
 import chz
 
 from skyrl_tx_server.errors import ConfigError
+
+CLUSTER_KEY_VARIABLE = "SKYRL_TX_CLUSTER_KEY"
+CLUSTER_KEY = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
+"""As messages name it."""
+MIN_CLUSTER_KEY = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,7 @@ class HostsSettings:
     num_processes: int
     process_id: int
     timeout_s: float
-    key: bytes  # what processes of one server know
+    key: bytes  # that the processes of one server share, and nobody else has
 
     @property
     def address(self) -> tuple[str, int]:
@@ -162,6 +168,11 @@ class ServerConfig:
     )
     num_processes: int = chz.field(default=1, doc="Processes that run the model together, usually one per host; the devices are theirs")
     process_id: int = chz.field(default=0, doc="Which of them this is; 0 serves HTTP, writes checkpoints and tells the others what to do")
+    cluster_key_file: str | None = chz.field(
+        default=None,
+        doc="File with the secret by which several processes know each other, the same for all, at least 32 characters; or put it into "
+        "SKYRL_TX_CLUSTER_KEY in the environment",
+    )
     initialization_timeout_s: float = chz.field(default=300.0, doc="How long the processes wait for each other at the start")
     session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
     max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
@@ -243,14 +254,10 @@ class ServerConfig:
         if self.coordinator_address is None:
             return
         try:
-            host, _ = _host_and_port(self.coordinator_address)
+            _host_and_port(self.coordinator_address)
         except ValueError:
             raise ConfigError(f"coordinator_address={self.coordinator_address}: must be host:port, as in 10.0.0.1:7000") from None
-        if self.api_key is None and not self.allow_anyone and not _is_loopback(host):
-            raise ConfigError(
-                f"coordinator_address={self.coordinator_address}: whoever reaches it could take part; pass api_key=tml-... "
-                "or allow_anyone=true"
-            )
+        _cluster_key(self.cluster_key_file)
 
     def hosts_settings(self) -> HostsSettings | None:
         """None: one process."""
@@ -261,7 +268,7 @@ class ServerConfig:
             num_processes=self.num_processes,
             process_id=self.process_id,
             timeout_s=self.initialization_timeout_s,
-            key=(self.api_key or "").encode(),
+            key=_cluster_key(self.cluster_key_file),
         )
 
     def _mesh(self) -> MeshShape:
@@ -304,6 +311,27 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not 0 < int(port) <= 65535:
         raise ValueError(address)
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _cluster_key(file: str | None) -> bytes:
+    """The secret of a server of several processes. ConfigError when there is none, or one that could be guessed."""
+    if file is None:
+        name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
+        if not key:
+            raise ConfigError(
+                f"num_processes: several processes need a secret of their own, the same for all: cluster_key_file=FILE, or "
+                f"{CLUSTER_KEY_VARIABLE} in the environment. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+    else:
+        name = f"cluster_key_file={file}"
+        try:
+            key = Path(file).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+    key = key.strip()
+    if len(key) < MIN_CLUSTER_KEY:
+        raise ConfigError(f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} are needed, of random ones")
+    return key.encode()
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
-from skyrl_tx_server.scheduler import Admit, Decode, Prefill, Scheduler, Step, Turn
+from skyrl_tx_server.ops import DEFAULT_TENANT, Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
+from skyrl_tx_server.scheduler import Admit, Decode, Pause, Prefill, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class EngineSide(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]: ...
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -126,6 +126,11 @@ class Executor(Protocol):
 
     @property
     def rows_decoding(self) -> int: ...
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """How many tokens of prompts that are computed in part the cache keeps without harm to others."""
+        ...
 
     def run(self, op: Op) -> Generator[None, None, OpResult]:
         """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
@@ -146,6 +151,10 @@ class Executor(Protocol):
 
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
         """What became of the block's rows. Where the caller would `go_on` with another block at once, that one is begun first."""
+        ...
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Free the slots of these rows, each (ticket, index), until they are admitted again. Only after a `collect` without `go_on`."""
         ...
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
@@ -175,7 +184,7 @@ class Engine:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._scheduler = Scheduler()
+        self._scheduler = Scheduler(unfinished_tokens=executor.unfinished_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
         self._watchers: dict[int, Watcher] = {}  # of samples that have not begun
@@ -187,7 +196,7 @@ class Engine:
         self._sampling: dict[int, _Sampling] = {}
         tokens = ("tokens_sampled", "tokens_prefilled", "tokens_from_prefix_cache", "tokens_trained", "tokens_forward")
         self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
-        self._seconds = {"step": 0.0, "prefill": 0.0, "decode": 0.0}  # spent on turns of each kind
+        self._seconds = {"step": 0.0, "prefill": 0.0, "decode": 0.0, "pause": 0.0}  # spent on turns of each kind
 
     @property
     def info(self) -> EngineInfo:
@@ -215,8 +224,9 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
                 future.set_exception(ServerError(reason))
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
-        """Queue `op`. Cancelling the future before its first turn withdraws it; a `Sample` may also be watched."""
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+        """Queue `op` on behalf of `tenant`, with whom others share the devices equally (see `scheduler`). Cancelling the future before its
+        first turn withdraws the operation; a `Sample` may also be watched."""
         future: Future[OpResult] = Future()
         with self._work:
             if self._stopping:
@@ -226,7 +236,7 @@ class Engine:
             self._futures[self._last_ticket] = future
             if watcher is not None:
                 self._watchers[self._last_ticket] = watcher
-            self._scheduler.add(self._last_ticket, op)
+            self._scheduler.add(self._last_ticket, op, tenant=tenant)
             self._work.notify()
         return future
 
@@ -254,6 +264,9 @@ class Engine:
                     case Decode():
                         kind = "decode"
                         self._decode()
+                    case Pause():
+                        kind = "pause"
+                        self._executor.pause(turn.rows)
                 self._seconds[kind] += time.perf_counter() - began
         except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
             logger.exception("the engine thread died")
@@ -296,6 +309,9 @@ class Engine:
 
     def _prefill(self, offered: Sequence[Admit]) -> None:
         admits = [admit for admit in offered if self._still_wanted(admit.ticket)]
+        for ticket in {admit.ticket for admit in offered} - {admit.ticket for admit in admits}:
+            with self._work:
+                self._scheduler.drop_sample(ticket)
         if not admits:
             return
         try:
@@ -346,6 +362,8 @@ class Engine:
             self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
             sampling = self._sampling[admit.ticket]
             sampling.admission = sampling.admission or admission
+            with self._work:
+                self._scheduler.admitted(admit.ticket, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens)
             self._collect(admission.finished)
         self._report([admit.ticket])
 
@@ -375,6 +393,8 @@ class Engine:
                 self._fail_sample(row.ticket, row.error)
                 continue
             sampling.sequences[row.index] = row.sequence
+            with self._work:
+                self._scheduler.row_finished(row.ticket, row.index)
             self._counts["tokens_sampled"] += len(row.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
                 del self._sampling[row.ticket]
@@ -388,9 +408,6 @@ class Engine:
                     target_prompt_logprobs=admission.target_prompt_logprobs,
                 )
                 self._resolve(row.ticket, result)
-        if rows:
-            with self._work:
-                self._scheduler.row_finished()
 
     def _report(self, tickets: Sequence[int]) -> None:
         """Tell the watchers what their samples have gained, and give up those nobody waits for."""
@@ -408,12 +425,12 @@ class Engine:
                     sampling.reported[row.index] = len(row.tokens)
 
     def _fail_sample(self, ticket: int, error: Exception) -> None:
-        if self._sampling.pop(ticket, None) is None and not self._begin(ticket):
-            return
-        self._executor.release(ticket)
+        begun = self._sampling.pop(ticket, None) is not None or self._begin(ticket)
         with self._work:
             self._scheduler.drop_sample(ticket)
-            self._scheduler.row_finished()
+        if not begun:
+            return
+        self._executor.release(ticket)
         self._fail(ticket, error, what="Sample")
 
     def _fail_all_samples(self, error: Exception, *beginning: int) -> None:

@@ -171,6 +171,10 @@ class DeviceExecutor:
     def rows_decoding(self) -> int:
         return self._slots.rows_decoding
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return self._slots.unfinished_tokens
+
     def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
         return self._slots.admit(admits)
 
@@ -179,6 +183,9 @@ class DeviceExecutor:
 
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
         return self._slots.collect(go_on=go_on)
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._slots.pause(rows)
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return self._slots.running(ticket)

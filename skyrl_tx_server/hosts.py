@@ -10,7 +10,8 @@ through `agreed`: process 0 finds out, and everyone goes on with what it found. 
                         <-- no error --
 
 An error raised on purpose is the same everywhere and concerns its operation alone. Any other, and a process that goes, is the end of all:
-nobody could say whether the devices still hold the same. Process 0 reads plain text from the others, never a pickle.
+nobody could say whether the devices still hold the same. Process 0 reads plain text from the others, never a pickle. The others unpickle
+what process 0 sends, after they have checked that it is process 0 who sent it (`channel`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from skyrl_tx_server.channel import Channel, TamperedError
 from skyrl_tx_server.engine import Admission, EngineInfo, Executor, FailedRow, FinishedRow, RowsLostError, RunningRow
 from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.ops import Op, OpResult
@@ -72,6 +73,11 @@ class _Collect:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Pause:
+    rows: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Release:
     ticket: int
 
@@ -89,7 +95,7 @@ class _Continue:
     job: int
 
 
-_Call = _Admit | _Decode | _Collect | _Release | _Begin | _Continue
+_Call = _Admit | _Decode | _Collect | _Pause | _Release | _Begin | _Continue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +150,8 @@ class _Worker:
                 return self.executor.decode()
             case _Collect():
                 return self.executor.collect(go_on=call.go_on)
+            case _Pause():
+                return self.executor.pause(call.rows)
             case _Release():
                 return self.executor.release(call.ticket)
             case _Begin():
@@ -169,7 +177,7 @@ class _Worker:
 class Leader:
     """Process 0's connections to the others; without any it is a server on one host."""
 
-    def __init__(self, followers: Mapping[int, Connection] | None = None, on_lost: Callable[[str], None] = logger.error) -> None:
+    def __init__(self, followers: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error) -> None:
         """`on_lost` is told, once and from any thread, in one line why nothing can go on."""
         self._followers = dict(followers or {})
         self._on_lost = on_lost
@@ -238,6 +246,8 @@ class Leader:
                 answers.put(said)
             connection.poll(LAST_WORDS_S)  # until it has gone
             self._lose(f"process {process} failed: {said.removeprefix(FATAL)}")
+        except TamperedError as error:
+            self._lose(f"process {process}: {error}: {GO_ON}")
         except (EOFError, OSError):
             self._lose(f"process {process} has gone: {GO_ON}")
 
@@ -279,6 +289,10 @@ class LedExecutor:
     def rows_decoding(self) -> int:
         return self._executor.rows_decoding
 
+    @property
+    def unfinished_tokens(self) -> int:
+        return self._executor.unfinished_tokens
+
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return self._executor.running(ticket)
 
@@ -293,6 +307,9 @@ class LedExecutor:
 
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
         return self._leader.together(_Collect(go_on=go_on), self._worker)  # type: ignore[return-value]
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._leader.together(_Pause(rows=rows), self._worker)
 
     def release(self, ticket: int) -> None:
         with contextlib.suppress(HostLostError):  # nothing is held any more
@@ -313,7 +330,7 @@ class LedExecutor:
 class Follower:
     """A process's connection to process 0."""
 
-    def __init__(self, connection: Connection, on_lost: Callable[[str], None] = logger.error) -> None:
+    def __init__(self, connection: Channel, on_lost: Callable[[str], None] = logger.error) -> None:
         """`on_lost` is told from a thread of its own, whatever this process computes, that process 0 has gone without a word."""
         self._connection = connection
         self._on_lost = on_lost
@@ -352,8 +369,8 @@ class Follower:
                 if message is None or isinstance(message, HostLostError):
                     self._over.set()
                 self._messages.put(message)
-        except (EOFError, OSError):
-            lost = HostLostError("process 0 has gone")
+        except (EOFError, OSError, TamperedError) as error:
+            lost = HostLostError(f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone")
             self._on_lost(str(lost))
             self._messages.put(lost)
             self._over.set()

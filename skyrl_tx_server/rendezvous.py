@@ -1,25 +1,24 @@
 """How the processes of one server find each other: process 0 listens at `coordinator_address`, the others come to it.
 
 Everything that can be wrong is found here, in one line and before jax is started: jax itself ends a process with a stack trace when
-another does not come. Who comes must know the api_key, if there is one (`multiprocessing.connection`'s challenge, both ways), and must
-have been started alike. Then process 0 names a free port for `jax.distributed`.
+another does not come. Both sides must know the cluster key (`channel`) and must have been started alike. Then process 0 names a free port
+for `jax.distributed`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import jax
 
-from skyrl_tx_server.config import EngineSettings, HostsSettings
+from skyrl_tx_server.channel import Channel, TamperedError, WrongKeyError, accept, connect
+from skyrl_tx_server.config import CLUSTER_KEY, EngineSettings, HostsSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.hosts import Follower, Leader
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 INTRODUCTION_S = 10
 """How long process 0 listens to somebody who says nothing."""
 RETRY_S = 0.2
+MAX_INTRODUCTION_BYTES = 1 << 20
 OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir")
 """What may differ between hosts: where things lie."""
 
@@ -45,7 +45,7 @@ class _Introduction:
 def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Leader:
     """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
     host, port = hosts.address
-    mine, joined = _introduction(hosts, settings), dict[int, Connection]()
+    mine, joined = _introduction(hosts, settings), dict[int, Channel]()
     deadline = time.monotonic() + hosts.timeout_s
     try:
         server = socket.create_server((host, port), family=_family(host))
@@ -80,66 +80,62 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
 def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Follower:
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
-    connection = Connection(_reach(hosts).detach())
-    _listen_for(connection, hosts.timeout_s)
-    try:
-        answer_challenge(connection, hosts.key)
-        deliver_challenge(connection, hosts.key)
-        connection.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
-        _listen_for(connection, hosts.timeout_s + INTRODUCTION_S)  # process 0 gives up first, and says why
-        answer = json.loads(connection.recv_bytes())
-    except AuthenticationError:
-        raise ConfigError(f"{where}: process 0 has another api_key") from None
-    except BlockingIOError:
-        raise ConfigError(f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's") from None
-    except (EOFError, OSError):
-        raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    _listen_for(connection, 0)
-    follower = Follower(connection, on_lost)
+    with contextlib.ExitStack() as undo:
+        reached = undo.enter_context(_reach(hosts))
+        try:
+            channel = connect(reached, hosts.key, process=hosts.process_id, timeout_s=hosts.timeout_s)
+            channel.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
+            # process 0 gives up first, and says why
+            answer = json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.timeout_s + INTRODUCTION_S))
+        except WrongKeyError as error:
+            raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
+        except TamperedError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except TimeoutError:
+            raise ConfigError(f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's") from None
+        except (EOFError, OSError):
+            raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        undo.pop_all()
+    follower = Follower(channel, on_lost)
     _start_jax(hosts, answer["jax"])
     return follower
 
 
-def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Connection]) -> None:
+def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Channel]) -> None:
     """Add the candidate to `joined`, or tell it why not."""
     _notice_silence(candidate)
-    connection = Connection(candidate.detach())
-    _listen_for(connection, INTRODUCTION_S)
     try:
-        deliver_challenge(connection, hosts.key)
-        answer_challenge(connection, hosts.key)
-        theirs = _Introduction(**json.loads(connection.recv_bytes()))
+        process, channel = accept(candidate, hosts.key, timeout_s=INTRODUCTION_S)
+        theirs = _Introduction(**json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S)))
+        if theirs.process_id != process or not process:
+            raise ValueError(f"process {process} calls itself process {theirs.process_id}")
         _forget_gone(joined)  # one that was started again takes its own place
         refusal = _mistake(mine, theirs, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
-            connection.send_bytes(json.dumps({"refused": refusal}).encode())
+            channel.send_bytes(json.dumps({"refused": refusal}).encode())
+            channel.close()
             return
-    except (AuthenticationError, EOFError, OSError, ValueError, TypeError) as error:
-        logger.warning("somebody else, or a process with another api_key, came to %s: %s", hosts.coordinator_address, error)
+    except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
+        logger.warning(
+            "%s: a connection was refused: %s. A process of this server needs the same %s", hosts.coordinator_address, error, CLUSTER_KEY
+        )
+        candidate.close()
         return
-    _listen_for(connection, 0)
-    joined[theirs.process_id] = connection
+    joined[process] = channel
     logger.info("process %d has come", theirs.process_id)
 
 
-def _forget_gone(joined: dict[int, Connection]) -> None:
+def _forget_gone(joined: dict[int, Channel]) -> None:
     """Who has come says nothing before jax starts: a connection with something to read has ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
         logger.warning("process %d has gone again", process)
         joined.pop(process).close()
 
 
-def _listen_for(connection: Connection, seconds: float) -> None:
-    """How long a read waits from now on; 0: for ever."""
-    with socket.socket(fileno=connection.fileno()) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
-        listening.detach()
-
-
-def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Connection]) -> str | None:
+def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Channel]) -> str | None:
     """Why a process cannot take part; None when it can."""
     who = f"process {theirs.process_id}"
     if theirs.num_processes != mine.num_processes:

@@ -25,7 +25,17 @@ from skyrl_tx_server.external.errands import Errands
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, Ask, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import DropSnapshot, Op, OpResult, Sample, SampledSequence, SampleResult, SamplingSettings, SaveSampler
+from skyrl_tx_server.ops import (
+    DEFAULT_TENANT,
+    DropSnapshot,
+    Op,
+    OpResult,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+)
 from skyrl_tx_server.stop_strings import load_tokenizer
 
 PROOF_TOKENS = 16
@@ -72,25 +82,25 @@ class ExternalSampling:
     def stats(self) -> dict[str, object]:
         return {**self._engine.stats(), **self._counts, **self._agreement.stats(), "sampler_adapters": self._adapters.num_loaded}
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
         """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
-                return self._submit_sample(op)
+                return self._submit_sample(op, tenant)
             case SaveSampler():
                 directory = self._adapters.new_directory()
-                future = self._engine.submit(replace(op, peft_directory=str(directory)))
+                future = self._engine.submit(replace(op, peft_directory=str(directory)), tenant=tenant)
                 self._adapters.add(op.weights, directory, future)
                 return future
             case DropSnapshot():
                 unused = self._adapters.drop(op.weights)
-                return asyncio.run_coroutine_threadsafe(self._drop(op, unused), self._loop)
-        return self._engine.submit(op, watcher)
+                return asyncio.run_coroutine_threadsafe(self._drop(op, unused, tenant), self._loop)
+        return self._engine.submit(op, watcher, tenant=tenant)
 
-    async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None]) -> OpResult:
+    async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> OpResult:
         """The engine must keep what samples made elsewhere may yet be compared with."""
         await unused
-        return await asyncio.wrap_future(self._engine.submit(op))
+        return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
         """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
@@ -104,16 +114,16 @@ class ExternalSampling:
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
-    def _submit_sample(self, op: Sample) -> Future[OpResult]:
+    def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
-        future: Future[OpResult] = asyncio.run_coroutine_threadsafe(self._sample(op, adapter), self._loop)
+        future: Future[OpResult] = asyncio.run_coroutine_threadsafe(self._sample(op, adapter, tenant), self._loop)
         if adapter is not None:
             adapter.users.add(future)
             future.add_done_callback(adapter.users.discard)
         return future
 
-    async def _sample(self, op: Sample, adapter: ExternalAdapter | None) -> SampleResult:
-        sampled = self._errands.run(self._sampled(op, adapter))
+    async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
+        sampled = self._errands.run(self._sampled(op, adapter, tenant))
         try:
             result = await sampled
         except asyncio.CancelledError:
@@ -127,7 +137,7 @@ class ExternalSampling:
         self._counts["tokens_sampled_elsewhere"] += sum(len(sequence.tokens) for sequence in result.sequences)
         return result
 
-    async def _sampled(self, op: Sample, adapter: ExternalAdapter | None) -> SampleResult:
+    async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
         settings, info = op.settings, self.info
         ask = Ask(
             prompt=op.prompt.tolist(),
@@ -139,7 +149,7 @@ class ExternalSampling:
         tokenizer = self._tokenizer if settings.stop_strings else None
         answer = await self._answer(ask, adapter)
         sequences = await asyncio.to_thread(lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples))
-        await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed)
+        await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed, tenant)
         return SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens)
 
     async def _answer(self, ask: Ask, adapter: ExternalAdapter | None) -> Answer:
@@ -161,7 +171,7 @@ class ExternalSampling:
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
-    async def _check(self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed) -> None:
+    async def _check(self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str) -> None:
         """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
 
         Log-probabilities of a temperature that changes the distribution may be wrong where others are right: they are a first of their own.
@@ -170,14 +180,14 @@ class ExternalSampling:
         if agreed[tempered] < PROOF_TOKENS:
             async with self._proving:
                 if agreed[tempered] < PROOF_TOKENS:
-                    agreed[tempered] += await self._prove(op, max(sequences, key=lambda sequence: len(sequence.tokens)))
+                    agreed[tempered] += await self._prove(op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant)
         for sequence in sequences:
             if random.random() < self._settings.check:
-                self._errands.run(self._compare(op, sequence))
+                self._errands.run(self._compare(op, sequence, tenant))
 
-    async def _prove(self, op: Sample, sequence: SampledSequence) -> int:
+    async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
         """How many tokens agree. SamplerError where they do not."""
-        found = await self._compare(op, sequence)
+        found = await self._compare(op, sequence, tenant)
         if found is None:
             return 0
         if self._agreement.is_gross(found):
@@ -188,7 +198,7 @@ class ExternalSampling:
             )
         return found.num_tokens
 
-    async def _compare(self, op: Sample, sequence: SampledSequence) -> Gap | None:
+    async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> Gap | None:
         """Let the engine score a sample again. None: the text leaves no room in the context to score any of it."""
         text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         scored = len(text) - len(op.prompt)
@@ -196,7 +206,7 @@ class ExternalSampling:
             return None
         settings = SamplingSettings(max_tokens=1, temperature=0.0)
         score = Sample(weights=op.weights, prompt=text, settings=settings, prompt_logprobs=True, prompt_logprobs_last_n=scored)
-        result = await asyncio.wrap_future(self._engine.submit(score))
+        result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
         found = gap(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
         self._agreement.add(found)

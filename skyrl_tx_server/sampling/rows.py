@@ -24,6 +24,7 @@ class Row:
 
     ticket: int
     index: int  # which sample of its request
+    tenant: str
     weights: str | None
     adapter_slot: int
     settings: SamplingSettings
@@ -35,6 +36,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of its keys and values; none while it is set aside
+    blocks_aside: int = 0  # that were decoded while it was set aside
     coming: int = 0  # tokens that the block under way brings, unless the row ends in it
 
     @property

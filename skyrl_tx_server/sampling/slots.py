@@ -5,13 +5,18 @@ program costs the rows their cache and nothing more.
 
 What was computed is remembered (`pages`): a prompt that begins like anything under the same weights is prefilled from there on only, be it
 the next turn of a conversation, another member of a group or a common system prompt. When rows need more pages than there are, the one
-that came last is set aside; it is computed again when there is room, and samples what it would have sampled.
+that came last is set aside; it is computed again when there is room, and samples what it would have sampled. Of several tenants the one
+with the most pages gives them up.
+
+A paused row leaves its slot to others and keeps its pages, so that it goes on with the same bits in any slot of its device. When pages run
+out, paused rows lose theirs first; such a row is computed again when it is admitted.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +52,9 @@ from skyrl_tx_server.stop_strings import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+BLOCKS_ASIDE = 32
+"""A row that was set aside for so many decode blocks comes before every new sample, else before those of its own tenant only."""
+
 
 @dataclass(kw_only=True, slots=True)
 class _Begun:
@@ -63,8 +71,8 @@ class _Joining:
 
     admit: Admit
     piece: Piece
-    topk: TopkLogprobs | None  # of the prompt
-    targets: Cells | None
+    topk: TopkLogprobs | None = None  # of the prompt
+    targets: Cells | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,8 +121,9 @@ class DecodeSlots:
         self._size, self._groups = size, groups
         self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
         self._aside: list[Row] = []  # waiting for pages, oldest first
+        self._paused: dict[tuple[int, int], tuple[Row, Pages]] = {}  # by ticket and index, with the pages of the device; longest ago first
         self._pages: list[Pages] = []  # by group
-        self._set_aside_count = self._ahead_count = 0
+        self._set_aside_count = self._pause_count = self._ahead_count = 0
         self._flight: _Flight | Exception | None = None  # the block under way, or why it could not begin
         self._resumed: FinishedRow | FailedRow | None = None  # over as soon as it was computed again
         self._begun: dict[int, _Begun] = {}  # by ticket
@@ -159,19 +168,24 @@ class DecodeSlots:
             "cache_pages_remembered": sum(pages.num_remembered for pages in self._pages),
             "rows_set_aside": len(self._aside),
             "preemptions": self._set_aside_count,
+            "rows_paused": len(self._paused),
+            "pauses": self._pause_count,
             "decode_blocks_ahead": self._ahead_count,
         }
 
     def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
         """Compute the prompts of the first few of `admits` together, give their rows a slot each and sample the first token of each row;
         None for a long prompt of which only a piece was computed."""
-        if self._aside:
+        if any(row.tenant == admits[0].tenant or row.blocks_aside >= BLOCKS_ASIDE for row in self._aside):
             raise CapacityError("samples that were set aside for want of pages come first")
         self._forget_flight_of_nobody()
-        joining: list[_Joining] = []
+        joining: list[_Joining | int] = []  # a slot: of a row that needs no pass
         try:
             for admit in admits:
-                one = self._next_piece(admit, [other.piece for other in joining])
+                beside = [other.piece for other in joining if isinstance(other, _Joining)]
+                one = self._sit_again(admit, beside)
+                if one is None:
+                    one = self._next_piece(admit, beside)
                 if one is None:
                     break
                 joining.append(one)
@@ -180,15 +194,78 @@ class DecodeSlots:
                 raise
         except Exception:
             for one in joining:
-                self._give_back(one.piece)
-                self._bank.unpin(one.piece.weights)
+                if isinstance(one, _Joining):
+                    self._give_back(one.piece)
+                    self._bank.unpin(one.piece.weights)
+                else:
+                    self._leave(one)
             raise
+        pieces = [one for one in joining if isinstance(one, _Joining)]
         try:
-            outputs = self._prefill([one.piece for one in joining])
-            return [self._settle(one, own) for one, own in zip(joining, outputs, strict=True)]
-        finally:
+            outputs = iter(self._prefill([one.piece for one in pieces]) if pieces else [])
+            return [
+                self._settle(one, next(outputs)) if isinstance(one, _Joining) else _nothing_new(admits[at])
+                for at, one in enumerate(joining)
+            ]
+        except RowsLostError:
+            raise
+        except Exception:
             for one in joining:
+                if isinstance(one, int):
+                    self._leave(one)
+            raise
+        finally:
+            for one in pieces:
                 self._bank.unpin(one.piece.weights)
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Free the slots of these rows, each (ticket, index), until they are admitted again. No block may be under way."""
+        assert self._flight is None, "a row cannot leave in the middle of a block"
+        keys = set(rows)
+        for row in [row for row in self._aside if (row.ticket, row.index) in keys]:
+            self._aside.remove(row)
+            self._bank.keep(row.weights)
+            self._paused[row.ticket, row.index] = row, self._pages[0]  # it has no pages
+        for slot, row in enumerate(self._rows):
+            if row is not None and (row.ticket, row.index) in keys:
+                self._leave(slot)
+        self._pause_count += len(rows)
+
+    def _leave(self, slot: int) -> None:
+        """The row of `slot` keeps its pages and goes."""
+        row = self._rows[slot]
+        assert row is not None
+        self._bank.keep(row.weights)
+        self._paused[row.ticket, row.index] = row, self._group(slot)
+        self._rows[slot] = None
+
+    def _sit_again(self, admit: Admit, beside: Sequence[Piece]) -> int | None:
+        """A paused row that has its pages takes a slot of the same device: which. None where there is no such row or slot."""
+        row, pages = self._paused.get((admit.ticket, admit.first), (None, None))
+        if row is None or pages is None or not row.pages:
+            return None
+        free = self._free_slots(beside)[pages]
+        if not free:
+            return None
+        row.adapter_slot = self._bank.pin(row.weights)
+        self._bank.leave(row.weights)
+        del self._paused[admit.ticket, admit.first]
+        self._rows[free[0]] = row
+        return free[0]
+
+    def _reclaim(self, pages: Pages | None = None) -> bool:
+        """Take the pages of the row that was paused last, on any device or on this; False when no paused row has pages."""
+        for row, own in reversed(self._paused.values()):
+            if row.pages and (pages is None or pages is own):
+                self._give_up(row, own)
+                return True
+        return False
+
+    def _give_up(self, row: Row, pages: Pages) -> None:
+        """The pages of a row; what it computed stays for others to begin from."""
+        pages.remember(self._bank.key(row.weights), row.cached_tokens, row.pages)
+        pages.give_back(row.pages)
+        row.pages = []
 
     def _forget_flight_of_nobody(self) -> None:
         """Rows may all go while a block of theirs is under way: how it ends concerns nobody who comes after them."""
@@ -206,6 +283,8 @@ class DecodeSlots:
     def _next_piece(self, admit: Admit, beside: Sequence[Piece]) -> _Joining | None:
         """None where it does not go with those `beside` it. Its weights are pinned."""
         op = admit.op
+        if (paused := self._paused.get((admit.ticket, admit.first))) is not None:
+            return self._next_piece_again(admit, paused[0], beside)
         max_tokens = self._max_context_length - len(op.prompt) if op.settings.max_tokens is None else op.settings.max_tokens
         stop_tokens = stop_tokens_of(op.settings, self._config)
         if op.settings.stop_strings and self._tokenizer is None:
@@ -220,6 +299,7 @@ class DecodeSlots:
             Row(
                 ticket=admit.ticket,
                 index=index,
+                tenant=admit.tenant,
                 weights=op.weights,
                 adapter_slot=adapter_slot,
                 settings=op.settings,
@@ -245,9 +325,31 @@ class DecodeSlots:
             return None
         return _Joining(admit=admit, piece=piece, topk=topk, targets=targets)
 
+    def _next_piece_again(self, admit: Admit, row: Row, beside: Sequence[Piece]) -> _Joining | None:
+        """As `_next_piece`, of a paused row: of all its text."""
+        text = row.text
+        if row.pages:  # its device has no free slot
+            self._give_up(*self._paused[admit.ticket, admit.first])
+        row.adapter_slot = self._bank.pin(row.weights)
+        piece = None
+        try:
+            piece = self._place(text, [row], limit=len(text) - 1, wants_logprobs=False, beside=beside, may_grow=self.rows_decoding > 0)
+        finally:
+            if piece is None:
+                self._bank.unpin(row.weights)
+        return piece and _Joining(admit=admit, piece=piece)
+
     def _settle(self, one: _Joining, outputs: PieceOutputs) -> Admission | None:
         """The piece of a request has been computed: its rows begin, or it asks again."""
         piece, op, ticket = one.piece, one.admit.op, one.admit.ticket
+        if (ticket, one.admit.first) in self._paused:
+            if not piece.rows:
+                self._give_back(piece)
+                return None
+            row, _ = self._paused.pop((ticket, one.admit.first))
+            self._bank.pin(row.weights)
+            self._bank.leave(row.weights)
+            return replace(_nothing_new(one.admit), finished=self._join(piece, outputs))
         if ticket not in self._begun:
             self._begun[ticket] = _Begun(hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
         begun = self._begun[ticket]
@@ -274,6 +376,8 @@ class DecodeSlots:
         try:
             if isinstance(self._flight, Exception):
                 raise self._flight
+            for row in self._aside:
+                row.blocks_aside += 1
             if self._flight is None:
                 self._resumed = self._resume() if self._aside else None
                 self._make_room()
@@ -314,7 +418,8 @@ class DecodeSlots:
         return [row for row in finished if row is not None]
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
-        rows = [row for row in (*self._rows, *self._aside) if row is not None and row.ticket == ticket]
+        paused = (row for row, _ in self._paused.values())
+        rows = [row for row in (*self._rows, *self._aside, *paused) if row is not None and row.ticket == ticket]
         return [RunningRow(index=row.index, tokens=row.tokens, logprobs=row.logprobs) for row in rows]
 
     def release(self, ticket: int) -> None:
@@ -326,6 +431,15 @@ class DecodeSlots:
         for row in [row for row in self._aside if row.ticket == ticket]:
             self._aside.remove(row)
             self._bank.unpin(row.weights)
+        for key in [key for key in self._paused if key[0] == ticket]:
+            row, pages = self._paused.pop(key)
+            pages.give_back(row.pages)
+            self._bank.leave(row.weights)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """How many tokens of prompts that are computed in part may wait in the cache for their next pieces: a quarter of what it holds."""
+        return (self._size.pages - 1) * PAGE // 4
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -361,7 +475,13 @@ class DecodeSlots:
         slots = list(chain.from_iterable(free[pages] for pages in nearest))[: len(rows) or 1]
         spare = {pages: self._size.slots - len(free[pages]) + 1 for pages in free} if may_grow else {}
         places = [self._group(slot) for slot in slots]
-        tables = take_tables(places, length, found=found, home=home, spare=spare, text_length=len(tokens))
+        while True:
+            try:
+                tables = take_tables(places, length, found=found, home=home, spare=spare, text_length=len(tokens))
+                break
+            except CapacityError:
+                if not self._reclaim():
+                    raise
         return Piece(
             tokens=tokens,
             cached=found.length,
@@ -399,30 +519,33 @@ class DecodeSlots:
             self._group(slot).give_back(pages)
 
     def _make_room(self) -> None:
-        """Pages for the next block of every row, those that came first before others; who gets none is set aside."""
+        """Pages for the next block of every row, those that came first before others. When there are none, the row that came last of the
+        tenant with the most pages is set aside."""
         for slot, row in sorted(((slot, row) for slot, row in enumerate(self._rows) if row is not None), key=lambda each: _age(each[1])):
             while self._rows[slot] is row and not self._has_room(slot, row):
                 group = self._group(slot)
-                self._set_aside(max((at for at, other in enumerate(self._rows) if other and self._group(at) is group), key=self._age_of))
+                beside = [(at, other) for at, other in enumerate(self._rows) if other is not None and self._group(at) is group]
+                pages = Counter[str]()
+                for _, other in beside:
+                    pages[other.tenant] += len(other.pages)
+                self._set_aside(max(beside, key=lambda each: (pages[each[1].tenant], *_age(each[1])))[0])
 
     def _has_room(self, slot: int, row: Row) -> bool:
         """The row has pages for its next block, now at the latest."""
         wanted = -(-(row.position + min(self._block, row.remaining)) // PAGE) - len(row.pages)
         if wanted <= 0:
             return True
-        new = self._group(slot).take(wanted)
+        group = self._group(slot)
+        while (new := group.take(wanted)) is None and self._reclaim(group):
+            pass
         row.pages += new or ()
         return new is not None
-
-    def _age_of(self, slot: int) -> tuple[int, int]:
-        row = self._rows[slot]
-        assert row is not None
-        return _age(row)
 
     def _set_aside(self, slot: int) -> None:
         row = self._rows[slot]
         assert row is not None
         self._vacate(slot)
+        row.blocks_aside = 0
         self._aside = sorted((*self._aside, row), key=_age)
         self._set_aside_count += 1
 
@@ -566,10 +689,7 @@ class DecodeSlots:
         """The row of `slot` leaves; what it computed stays for others to begin from."""
         row = self._rows[slot]
         assert row is not None
-        group = self._group(slot)
-        group.remember(self._bank.key(row.weights), row.cached_tokens, row.pages)
-        group.give_back(row.pages)
-        row.pages = []
+        self._give_up(row, self._group(slot))
         self._rows[slot] = None
 
     def _clear(self, slot: int) -> None:
@@ -584,13 +704,15 @@ class DecodeSlots:
         for row in (*self._rows, *self._aside):
             if row is not None:
                 self._bank.unpin(row.weights)
+        for row, _ in self._paused.values():
+            self._bank.leave(row.weights)
         for leaf in jax.tree.leaves(self._cache):
             leaf.delete()  # or the next would lie beside it, for which there may be no room
         self._forget_everything()
 
     def _forget_everything(self) -> None:
         self._rows[:] = [None] * self.num_slots
-        self._aside, self._flight, self._resumed = [], None, None
+        self._aside, self._paused, self._flight, self._resumed = [], {}, None, None
         each = self._size.pages
         self._pages = [Pages(first=group * each, count=each) for group in range(self._groups)]
         self._cache: KVCache = empty_cache(config=self._config, pages=each * self._groups, dtype=self._dtype)
@@ -603,6 +725,11 @@ class DecodeSlots:
         except Exception:
             self._clear_all()
             raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
+
+
+def _nothing_new(admit: Admit) -> Admission:
+    """A paused row goes on: its prompt was computed long ago."""
+    return Admission(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
 
 
 def _age(row: Row) -> tuple[int, int]:

@@ -56,6 +56,7 @@ class SnapshotBank:
         self._slots: dict[str, int] = {}  # least recently used first
         self._free = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()  # by paused rows: what they go on with must stay as it is, on the device or not
         self._saves: Counter[str] = Counter()
         self._dropped: set[str] = set()  # to be forgotten once unpinned
         empty = zero_adapter(config, max_lora_rank)
@@ -69,7 +70,7 @@ class SnapshotBank:
 
     def put(self, weights: str, adapter: Adapter) -> None:
         """Copy a training adapter; it is sampleable under `weights` from now on."""
-        if self._pins[weights]:
+        if self._is_used(weights):
             raise ConflictError(f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name")
         if weights in self._slots:
             self._evict(weights)
@@ -104,8 +105,26 @@ class SnapshotBank:
         if weights is None:
             return
         self._pins[weights] -= 1
-        if not self._pins[weights]:
-            del self._pins[weights]
+        self._drop_if_unused(weights)
+
+    def keep(self, weights: str | None) -> None:
+        """A row that has pinned `weights` is paused: the bank slot may go to others, the weights stay."""
+        if weights is not None:
+            self._kept[weights] += 1
+            self._pins[weights] -= 1
+
+    def leave(self, weights: str | None) -> None:
+        """A paused row goes on, with a pin of its own, or is over."""
+        if weights is not None:
+            self._kept[weights] -= 1
+            self._drop_if_unused(weights)
+
+    def _is_used(self, weights: str) -> bool:
+        return bool(self._pins[weights] or self._kept[weights])
+
+    def _drop_if_unused(self, weights: str) -> None:
+        if not self._is_used(weights):
+            del self._pins[weights], self._kept[weights]
             if weights in self._dropped:
                 self.drop(weights)
 
@@ -113,7 +132,7 @@ class SnapshotBank:
         """Forget an in-memory snapshot, as soon as no row uses it. NotFoundError when there is none."""
         if weights not in self._in_memory and weights not in self._slots:
             raise NotFoundError(f"no sampler snapshot {weights}")
-        if self._pins[weights]:
+        if self._is_used(weights):
             self._dropped.add(weights)
             return
         self._dropped.discard(weights)
@@ -127,7 +146,7 @@ class SnapshotBank:
     def _keep(self, weights: str, copy: Adapter) -> None:
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
         self._in_memory.pop(weights, None)
-        for unused in [other for other in self._in_memory if not self._pins[other]]:
+        for unused in [other for other in self._in_memory if not self._is_used(other)]:
             if self._free_host_bytes() >= needed:
                 break
             logger.warning("forgot the sampler snapshot %s: host memory has no room for another", unused)

@@ -13,6 +13,7 @@ from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.ops import (
+    DEFAULT_TENANT,
     CreateModel,
     Done,
     DropSnapshot,
@@ -65,13 +66,15 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.executed: list[Op] = []
+        self.submitted: list[tuple[str, Op]] = []  # by which tenant
         self.models: dict[str, FakeModel] = {}
         self.snapshots: dict[str, int] = {}
         self.grad_norm = 1.5
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+        self.submitted.append((tenant, op))
         return self._thread.submit(self._run, op)
 
     def stats(self) -> dict[str, object]:

@@ -56,6 +56,9 @@ class FakeExecutor:
     models: dict[str, LoraSpec] = field(default_factory=dict)
     _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
+    _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
+    unfinished_tokens: int = 0
+
     @property
     def rows_decoding(self) -> int:
         return len(self._rows)
@@ -100,7 +103,12 @@ class FakeExecutor:
                 raise AssertionError("a Sample is admitted, not run")
 
     def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
-        return [self.admit_one(admits[0].ticket, admits[0].op, first=admits[0].first, count=admits[0].count)]
+        admit = admits[0]
+        if not admit.paused:
+            return [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)]
+        self._enter(f"admit {admit.op.weights} {admit.first} again")
+        self._rows[admit.ticket, admit.first] = self._paused.pop((admit.ticket, admit.first))
+        return [Admission(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())]
 
     def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
         self._enter(f"admit {op.weights} {first}+{count}")
@@ -121,6 +129,7 @@ class FakeExecutor:
             self._enter("decode")
         except Exception:
             self._rows.clear()
+            self._paused.clear()
             raise
         return any(sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values())
 
@@ -140,15 +149,22 @@ class FakeExecutor:
             finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
         return finished
 
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        assert not self.went_on[-1], "a block is under way"
+        for key in rows:
+            self._enter(f"pause {self._rows[key][0].weights} {key[1]}")
+            self._paused[key] = self._rows.pop(key)
+
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return [
             RunningRow(index=index, tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)], logprobs=[-1.0] * sampled)
-            for (of, index), (op, sampled) in self._rows.items()
+            for (of, index), (op, sampled) in {**self._rows, **self._paused}.items()
             if of == ticket
         ]
 
     def release(self, ticket: int) -> None:
         self._rows = {key: row for key, row in self._rows.items() if key[0] != ticket}
+        self._paused = {key: row for key, row in self._paused.items() if key[0] != ticket}
 
     def stats(self) -> dict[str, object]:
         return {"slots": self.num_slots, "slots_used": self.rows_decoding, "compilations": {}}

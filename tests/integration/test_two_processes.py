@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -89,7 +90,10 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 def of_two(common: dict[str, object], root: Path) -> list[dict[str, object]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    meet = {"coordinator_address": address, "num_processes": 2, "data_parallel": 2, "tensor_parallel": 2}
+    meet: dict[str, object] = {"coordinator_address": address, "num_processes": 2, "data_parallel": 2, "tensor_parallel": 2}
+    key = root / "cluster_key"
+    key.write_text(secrets.token_urlsafe(32))
+    meet["cluster_key_file"] = key
     return [{**common, **meet, "process_id": number, "checkpoints_dir": root / f"of {number}"} for number in range(2)]
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import numpy as np
@@ -19,6 +16,7 @@ from skyrl_tx_server.engine import Engine, RowsLostError
 from skyrl_tx_server.errors import ServerError, UserError
 from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor, _Begin
 from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Op, Sample, SamplingSettings, TrainDatum
+from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 
 CREATE = CreateModel(model_id="m", lora=LoraSpec(rank=4))
@@ -50,7 +48,7 @@ class _Started:
     pairs: list[Pair] = field(default_factory=list)
 
     def __call__(self, find_out: Callable[[Follower], object] | None = None) -> Pair:
-        ours, theirs = Pipe()
+        ours, theirs = channels()
         lost, end = SimpleQueue[str](), SimpleQueue[Exception | None]()
         own, other, follower = FakeExecutor(), FakeExecutor(), Follower(theirs)
 
@@ -65,20 +63,13 @@ class _Started:
                 end.put(None)
             except Exception as error:
                 end.put(error)
-            hang_up(theirs)
+            theirs.hang_up()
 
         threading.Thread(target=follow, daemon=True).start()
         leader = Leader({1: ours}, lost.put)
         pair = Pair(leader=leader, executor=LedExecutor(own, leader), own=own, other=other, lost=lost, end=end)
         self.pairs.append(pair)
         return pair
-
-
-def hang_up(connection: Connection) -> None:
-    """As the end of a process does, even while a thread of it listens."""
-    with socket.socket(fileno=connection.fileno()) as ours:
-        ours.shutdown(socket.SHUT_RDWR)
-        ours.detach()
 
 
 @pytest.fixture
@@ -144,7 +135,7 @@ def test_what_only_one_process_meets_is_the_end_of_all(
 
 
 def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reason() -> None:
-    ours, theirs = Pipe()
+    ours, theirs = channels()
     lost, own = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # our devices wait for the other's for ever
     leader = Leader({1: ours}, lost.put)
     executor = LedExecutor(own, leader)
@@ -169,7 +160,7 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
 
 
 def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> None:
-    ours, theirs = Pipe()
+    ours, theirs = channels()
     lost, other = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # its devices wait for process 0's for ever
     follower = Follower(theirs, lost.put)
     with ThreadPoolExecutor() as threads:

@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from skyrl_tx_server.config import HostsSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
+from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import reserved_port
 from tests.fakes.tiny_model import make_settings
@@ -26,7 +26,7 @@ SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
 def hosts() -> Iterator[HostsSettings]:
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"tml-ours")
+        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"k" * 32)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(h
 
 
 def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and_frees_its_place() -> None:
-    (one, first), (two, _second) = Pipe(), Pipe()
+    (one, first), (two, _second) = channels(), channels()
     joined = {1: one, 2: two}
     _forget_gone(joined)
     assert set(joined) == {1, 2}
@@ -79,7 +79,11 @@ def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
 @pytest.mark.parametrize(
     ("others", "settings", "message"),
     [
-        ({"key": b""}, {}, "process 0 has another api_key"),
+        (
+            {"key": b"other" * 8},
+            {},
+            r"does not know the cluster key; give every process the same cluster_key_file \(or",
+        ),
         ({"num_processes": 3}, {}, "process 1 was started with num_processes=3, process 0 with num_processes=2"),
         ({}, {"decode_slots": 4}, "process 1 has decode_slots=4, process 0 decode_slots=6: start them alike"),
         ({}, {"model_dir": FIXTURES / "untied"}, "process 1 has model files=.*: start them alike"),

@@ -1,3 +1,7 @@
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from skyrl_tx_server.ops import (
@@ -13,7 +17,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, Admit, Decode, Prefill, Scheduler, Step
+from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, QUANTUM, Admit, Decode, Pause, Prefill, Scheduler, Step
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -47,6 +51,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
 def next_turn(scheduler: Scheduler, *, free_slots: int, rows_decoding: int) -> Step | Admit | Decode | None:
     """Of an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
+    assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
         return turn
     scheduler.put_back(turn.admits[1:])
@@ -92,7 +97,8 @@ def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
 
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
-    assert next_turn(scheduler, free_slots=2, rows_decoding=0) == Admit(ticket=1, op=scheduler._samples[0].op, first=0, count=2)
+    first = next_turn(scheduler, free_slots=2, rows_decoding=0)
+    assert isinstance(first, Admit) and (first.ticket, first.first, first.count) == (1, 0, 2)
     assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
     rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
     assert isinstance(rest, Admit) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
@@ -110,11 +116,11 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
     scheduler.finish(save)
     offered = scheduler.next(free_slots=2, rows_decoding=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(4, 0, 2)]
+    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(3, 0, 1), (4, 0, 1)]
     assert isinstance(scheduler.next(free_slots=0, rows_decoding=5), Decode)
     offered = scheduler.next(free_slots=2, rows_decoding=3)
     assert isinstance(offered, Prefill)
-    assert [admit.ticket for admit in offered.admits] == [3, 5]
+    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(4, 1, 1), (5, 0, 1)]
 
     scheduler = queue(*[sample() for _ in range(PROMPTS_PER_PREFILL + 1)])
     offered = scheduler.next(free_slots=100, rows_decoding=0)
@@ -128,6 +134,7 @@ def test_all_free_slots_fill_before_decoding_unless_training_waits():
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
     turns = [next_turn(scheduler, free_slots=8, rows_decoding=0)]
+    assert isinstance(turns[0], Step)
     scheduler.finish(turns[0])
     turns += [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
     assert [type(turn) for turn in turns] == [Step] + [Admit] * PREFILLS_PER_TURN + [Decode, Step]
@@ -204,7 +211,7 @@ def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     scheduler.hold([admit])
     assert not scheduler.interrupts(free_slots=2)
     assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
-    scheduler.row_finished()
+    scheduler.row_finished(99, 0)
     assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
     assert next_turn(scheduler, free_slots=2, rows_decoding=1) == admit
 
@@ -229,3 +236,303 @@ def test_a_dropped_request_does_not_enter():
     assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
     offered = scheduler.next(free_slots=4, rows_decoding=0)
     assert isinstance(offered, Prefill) and [admit.ticket for admit in offered.admits] == [1, 3]
+
+
+# --- fair shares ----------------------------------------------------------------------------------------------------
+
+
+def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | None = None) -> Sample:
+    return Sample(
+        weights=None,
+        prompt=np.arange(prompt_tokens, dtype=np.int32),
+        settings=SamplingSettings(max_tokens=max_tokens),
+        num_samples=num_samples,
+    )
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request has a length in blocks."""
+
+    slots: int
+    unfinished_tokens: int = 0
+    piece: int = 512  # prompt tokens that one turn computes
+    scheduler: Scheduler = field(init=False)
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # blocks to go, by ticket and index
+    paused: dict[tuple[int, int], int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    tenants: dict[int, str] = field(default_factory=dict)
+    prompts: Counter[int] = field(default_factory=Counter)  # tokens computed, by ticket
+    ended: dict[int, int] = field(default_factory=dict)  # by ticket, after which block its last sample ended
+    blocks: int = 0
+    turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(unfinished_tokens=self.unfinished_tokens)
+
+    def submit(self, op: Sample, tenant: str = "default", *, blocks: int = 10**9) -> int:
+        ticket = len(self.tenants) + 1
+        self.tenants[ticket], self.lengths[ticket] = tenant, blocks
+        self.scheduler.add(ticket, op, tenant=tenant)
+        return ticket
+
+    def run(self, blocks: int) -> None:
+        until = self.blocks + blocks
+        while self.blocks < until and self.turn():
+            pass
+
+    def blocks_until_end(self, ticket: int, *, at_most: int = 1000) -> int:
+        began = self.blocks
+        while ticket not in self.ended and self.blocks < began + at_most and self.turn():
+            pass
+        return self.blocks - began
+
+    def turn(self) -> bool:
+        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), rows_decoding=len(self.rows))
+        if turn is None:
+            return False
+        self.turns.append(turn)
+        match turn:
+            case Prefill():
+                self._prefill(turn.admits)
+            case Pause():
+                for row in turn.rows:
+                    self.paused[row] = self.rows.pop(row)
+            case Decode():
+                self._decode()
+            case Step():
+                self.scheduler.finish(turn)
+        assert len(self.rows) <= self.slots
+        return True
+
+    def _prefill(self, admits: tuple[Admit, ...]) -> None:
+        budget, taken = self.piece, 0
+        for admit in admits:
+            if not admit.paused and admit.first == 0:
+                if not budget:
+                    break
+                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.ticket])
+                budget -= computed
+                self.prompts[admit.ticket] += computed
+                if self.prompts[admit.ticket] < len(admit.op.prompt):
+                    self.scheduler.resume(admit)
+                    taken += 1
+                    continue
+            taken += 1
+            for index in range(admit.first, admit.first + admit.count):
+                assert (admit.ticket, index) not in self.rows
+                assert admit.paused == ((admit.ticket, index) in self.paused)
+                self.rows[admit.ticket, index] = self.paused.pop((admit.ticket, index), self.lengths[admit.ticket])
+            self.scheduler.admitted(admit.ticket, prompt_tokens=0 if admit.paused else len(admit.op.prompt))
+        self.scheduler.put_back(admits[taken:])
+
+    def _decode(self) -> None:
+        self.blocks += 1
+        over = [row for row, left in self.rows.items() if left == 1]
+        self.scheduler.interrupts(free_slots=self.slots - len(self.rows) + bool(over))
+        self.rows = {row: left - 1 for row, left in self.rows.items() if left > 1}
+        for ticket, index in over:
+            self.scheduler.row_finished(ticket, index)
+            if not any(key[0] == ticket for key in (*self.rows, *self.paused)):
+                self.ended[ticket] = self.blocks
+
+    def rows_of(self, tenant: str) -> int:
+        return sum(self.tenants[ticket] == tenant for ticket, _ in self.rows)
+
+    @property
+    def pauses(self) -> int:
+        return sum(len(turn.rows) for turn in self.turns if isinstance(turn, Pause))
+
+
+def test_two_tenants_with_large_requests_have_half_of_the_slots_each():
+    simulation = Simulation(slots=32)
+    simulation.submit(long_sample(4096), "a")
+    simulation.run(10)
+    assert simulation.rows_of("a") == 32, "all slots while nobody else waits"
+    simulation.submit(long_sample(4096), "b")
+    simulation.run(5)
+    assert abs(simulation.rows_of("a") - simulation.rows_of("b")) <= 2
+
+
+def test_shares_are_by_tenant_and_not_by_number_of_requests():
+    simulation = Simulation(slots=32)
+    for _ in range(100):
+        simulation.submit(long_sample(8), "many")
+    simulation.submit(long_sample(4096), "one")
+    served: Counter[str] = Counter()
+    for _ in range(200):
+        simulation.run(1)
+        served.update({name: simulation.rows_of(name) for name in ("many", "one")})
+    assert served["one"] > 0.9 * served["many"] and served["many"] > 0.9 * served["one"]
+
+
+def test_a_small_request_of_another_tenant_gets_a_slot_within_a_few_blocks():
+    simulation = Simulation(slots=32)
+    simulation.submit(long_sample(4096), "hostile")
+    simulation.run(10)
+    assert simulation.blocks_until_end(simulation.submit(sample(), "neighbour", blocks=1)) <= 3
+
+
+def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each():
+    simulation = Simulation(slots=32)
+    for number in range(64):
+        simulation.submit(long_sample(4096), f"hostile {number}")
+    simulation.run(100)
+    small = long_sample(1, max_tokens=4)
+    waits = [simulation.blocks_until_end(simulation.submit(small, "neighbour", blocks=1)) for _ in range(200)]
+    assert max(waits) <= 6
+    per_tenant = Counter[str]()
+    for _ in range(400):
+        simulation.run(1)
+        per_tenant.update({f"hostile {number}": simulation.rows_of(f"hostile {number}") for number in range(64)})
+    assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "the large ones share alike, too"
+
+
+def test_a_row_runs_for_a_quantum_before_a_tenant_with_the_same_claim_takes_its_slot():
+    simulation = Simulation(slots=1)
+    for name in ("a", "b"):
+        simulation.submit(long_sample(10), name)
+    simulation.run(400)
+    assert 10 <= simulation.pauses <= 400 / QUANTUM
+
+
+def test_a_tenant_that_was_idle_or_modest_has_saved_nothing_up():
+    simulation = Simulation(slots=8)
+    simulation.submit(long_sample(1), "modest")
+    simulation.submit(long_sample(4096), "busy")
+    simulation.run(1000)
+    simulation.submit(long_sample(4096), "modest")
+    simulation.submit(long_sample(4096), "idle before")
+    simulation.run(30)
+    served: Counter[str] = Counter()
+    for _ in range(60):
+        simulation.run(1)
+        served.update({name: simulation.rows_of(name) for name in ("modest", "busy", "idle before")})
+    assert min(served.values()) >= 0.75 * max(served.values())
+
+
+def test_within_a_tenant_a_small_request_does_not_wait_for_a_large_one():
+    simulation = Simulation(slots=32)
+    simulation.submit(long_sample(4096, max_tokens=2000))
+    simulation.run(10)
+    assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
+    for _ in range(60):
+        simulation.submit(long_sample(8, max_tokens=2000))
+    simulation.run(10)
+    assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
+
+
+def test_within_a_tenant_a_request_with_all_slots_yields_to_the_next():
+    simulation = Simulation(slots=32)
+    simulation.submit(long_sample(4096))
+    simulation.run(10)
+    second = simulation.submit(long_sample(64))
+    simulation.run(4)
+    assert sum(ticket == second for ticket, _ in simulation.rows) == 16
+    third = simulation.submit(long_sample(4))
+    simulation.run(4)
+    assert sum(ticket == third for ticket, _ in simulation.rows) == 4
+
+
+def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_ones():
+    simulation = Simulation(slots=8)
+    large = simulation.submit(long_sample(4096))
+    served = 0
+    for _ in range(100):
+        for _ in range(8):
+            simulation.submit(long_sample(1, max_tokens=4), blocks=1)
+        simulation.run(1)
+        served += sum(ticket == large for ticket, _ in simulation.rows)
+    assert served >= 100 * 8 * 0.7
+
+
+def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
+    simulation = Simulation(slots=32)
+    for _ in range(64):
+        simulation.submit(long_sample(8), blocks=50)
+    simulation.run(1)
+    assert sorted(simulation.rows) == [(ticket, index) for ticket in range(1, 5) for index in range(8)]
+    simulation.run(100)
+    assert simulation.pauses == 0
+    assert list(simulation.ended) == list(range(1, 9))
+
+
+def test_one_large_request_alone_is_never_interrupted():
+    scheduler = queue(long_sample(4096))
+    turn = scheduler.next(free_slots=32, rows_decoding=0)
+    assert isinstance(turn, Prefill)
+    scheduler.admitted(1, prompt_tokens=1)
+    for _ in range(50):
+        assert isinstance(scheduler.next(free_slots=0, rows_decoding=32), Decode)
+        assert not scheduler.interrupts(free_slots=0)
+
+
+def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
+    scheduler = queue(long_sample(4096))
+    scheduler.next(free_slots=4, rows_decoding=0)
+    for _ in range(5):
+        assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+    assert not scheduler.interrupts(free_slots=0)
+    scheduler.add(2, sample(), tenant="b")
+    assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+    assert scheduler.interrupts(free_slots=0)
+    assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
+    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == Admit(ticket=2, op=sample(), first=0, count=1, tenant="b")
+
+
+def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
+    simulation = Simulation(slots=32, unfinished_tokens=100_000)
+    for _ in range(50):
+        simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
+    for _ in range(20):
+        simulation.turn()
+    began = len(simulation.turns)
+    short = simulation.submit(long_sample(1, prompt_tokens=100), "neighbour", blocks=1)
+    simulation.blocks_until_end(short)
+    pieces = [turn for turn in simulation.turns[began:] if isinstance(turn, Prefill)]
+    assert len(pieces) <= 2
+
+
+def test_prompts_that_are_computed_in_part_stay_within_their_limit():
+    simulation = Simulation(slots=8, unfinished_tokens=10_000)
+    tickets = [simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1) for number in range(6)]
+    giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", blocks=1)
+    while len(simulation.ended) < 7 and simulation.turn():
+        unfinished = [len_of for ticket, len_of in simulation.prompts.items() if len_of < (30_000 if ticket == giant else 4000)]
+        assert len(unfinished) <= 2
+    assert set(simulation.ended) == {*tickets, giant}
+
+
+def test_tenants_take_turns_in_training_and_models_within_a_tenant():
+    scheduler = Scheduler()
+    for number in range(100):
+        scheduler.add(number + 1, forward(f"model {number}"), tenant="many")
+    for number in range(3):
+        scheduler.add(101 + number, forward("alone"), tenant="one")
+    assert run_steps(scheduler)[:6] == [1, 101, 2, 102, 3, 103]
+
+
+def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
+    def operations(waiting: int) -> int:
+        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one withdrawn."""
+        simulation = Simulation(slots=32)
+        for number in range(waiting):
+            simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)
+        simulation.run(1)
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            for number in range(100):
+                simulation.scheduler.drop_sample(waiting - number)
+                simulation.submit(long_sample(1), "tenant 0", blocks=5)
+                simulation.run(1)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert operations(10_000) < 2 * operations(500)

@@ -1,0 +1,162 @@
+"""Authenticated messages between the processes of one server, which share a cluster key. Standard library only, nothing is encrypted.
+
+Before anything else is read the two sides prove to each other that they know the key, each with HMAC-SHA256 over nonces of both:
+
+    process n                                    process 0
+    MAGIC, n, nonce               -->
+                                  <--            nonce, proof that process 0 knows the key
+    proof that process n does     -->
+
+A proof covers who proves it, the number of the other process and both nonces, so that it is worth nothing in another place. From the
+nonces both derive a key for each direction, for this connection alone. A message is its length and an authentication code, the payload
+and another: the codes cover the number of the message in its direction, its length and its payload. A message that was changed, repeated,
+left out or moved therefore ends the connection, and nobody without the key can have memory allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from skyrl_tx_server.errors import ServerError
+
+MAGIC = b"skyrltx1"
+NONCE_BYTES = CODE_BYTES = 32
+NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
+MAX_MESSAGE_BYTES = 1 << 38
+"""More than any host's weights and checkpoints have: a larger length is a bug."""
+
+
+class WrongKeyError(ServerError):
+    """The other side does not know our key."""
+
+
+class TamperedError(ServerError):
+    """A message is not the one that the other side sent next."""
+
+
+class Channel:
+    """One end of an authenticated connection. One thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket, *, sending: bytes, receiving: bytes) -> None:
+        self._socket = connection
+        weakref.finalize(self, connection.close)
+        self._sending, self._receiving = sending, receiving  # keys
+        self._sent = self._received = 0
+        self._lock = threading.Lock()
+
+    def send_bytes(self, payload: bytes) -> None:
+        """OSError when the connection has ended."""
+        with self._lock:
+            header = LENGTH.pack(len(payload))
+            number = COUNTER.pack(self._sent, len(payload))
+            self._sent += 1
+            self._socket.sendall(header + _code(self._sending, b"header", number))
+            self._socket.sendall(payload)
+            self._socket.sendall(_code(self._sending, b"payload", number, payload))
+
+    def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
+        """The next message. EOFError or OSError when the connection has ended, TimeoutError when nothing came in time. TamperedError for a
+        message that the other side did not send, or not as the next; the connection is over then."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        header = _read(self._socket, LENGTH.size, deadline)
+        (length,) = LENGTH.unpack(header)
+        number = COUNTER.pack(self._received, length)
+        code = _read(self._socket, CODE_BYTES, deadline)
+        if length > at_most or not hmac.compare_digest(code, _code(self._receiving, b"header", number)):
+            self._end()
+        payload = _read(self._socket, length, deadline)
+        code = _read(self._socket, CODE_BYTES, deadline)
+        if not hmac.compare_digest(code, _code(self._receiving, b"payload", number, payload)):
+            self._end()
+        self._received += 1
+        if deadline is not None:
+            self._socket.settimeout(None)
+        return payload
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether there is something to read, the end of the connection among it."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(timeout_s * 1000))
+
+    def hang_up(self) -> None:
+        """End the connection, even while another thread receives."""
+        with contextlib.suppress(OSError):  # it may have ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _end(self) -> None:
+        self.hang_up()
+        raise TamperedError("a message between the processes was changed, repeated or lost on its way; the connection is closed")
+
+
+def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
+    """Process 0's side: the number of the other process and the channel to it. WrongKeyError, EOFError or OSError when it is not one of
+    ours, or says nothing in time."""
+    deadline = time.monotonic() + timeout_s
+    greeting = _read(connection, len(MAGIC) + NUMBER.size + NONCE_BYTES, deadline)
+    if not greeting.startswith(MAGIC):
+        raise WrongKeyError("the other side does not speak this protocol")
+    said, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(ours + _code(key, b"proof of process 0", said, ours))
+    proof = _read(connection, CODE_BYTES, deadline)
+    if not hmac.compare_digest(proof, _code(key, b"proof of another process", said, ours)):
+        raise WrongKeyError("the other side does not know the cluster key")
+    connection.settimeout(None)
+    (process,) = NUMBER.unpack(said[: NUMBER.size])
+    from_us, to_us = _session_keys(key, said, ours)
+    return process, Channel(connection, sending=from_us, receiving=to_us)
+
+
+def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
+    """The other side. WrongKeyError when who listens does not know the key; EOFError, TimeoutError or OSError as of sockets."""
+    deadline = time.monotonic() + timeout_s
+    said = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(MAGIC + said)
+    theirs = _read(connection, NONCE_BYTES, deadline)
+    if not hmac.compare_digest(_read(connection, CODE_BYTES, deadline), _code(key, b"proof of process 0", said, theirs)):
+        raise WrongKeyError("who listens there does not know the cluster key")
+    connection.sendall(_code(key, b"proof of another process", said, theirs))
+    connection.settimeout(None)
+    to_us, from_us = _session_keys(key, said, theirs)
+    return Channel(connection, sending=from_us, receiving=to_us)
+
+
+def _session_keys(key: bytes, said: bytes | bytearray, answered: bytes | bytearray) -> tuple[bytes, bytes]:
+    """Of messages from process 0, and to it."""
+    return _code(key, b"key of messages from process 0", said, answered), _code(key, b"key of messages to process 0", said, answered)
+
+
+def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
+    """The parts before the last have fixed lengths for a purpose, so that no two inputs read alike."""
+    code = hmac.new(key, digestmod="sha256")
+    code.update(purpose + b"\0")
+    for part in parts:
+        code.update(part)
+    return code.digest()
+
+
+def _read(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
+    """Exactly so many bytes. EOFError when the connection ends before."""
+    data = bytearray(count)
+    view, have = memoryview(data), 0
+    while have < count:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the other side said nothing in time")
+            connection.settimeout(left)
+        new = connection.recv_into(view[have:])
+        if not new:
+            raise EOFError("the connection has ended")
+        have += new
+    return data
