@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import SamplingSettings
-from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.fields import Fields, quoted
 from skyrl_tx_server.wire.requests import Limits, check_tokens, integers, parse_sampling_params
 
 MAX_CHOICES = 128
@@ -80,7 +80,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
         raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
     for tool in tools:
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {repr(tool)[:80]}")
+            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}")
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
@@ -112,7 +112,7 @@ def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | No
     stop = fields.anything("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise UserError(f"stop must be a non-empty string or a list of such, got {repr(stop)[:80]}")
+        raise UserError(f"stop must be a non-empty string or a list of such, got {quoted(stop)}")
     for name in ("frequency_penalty", "presence_penalty", "min_p"):
         fields.refuse(name, _NOT_SAMPLED_SO)
     if fields.number("repetition_penalty", 1.0) != 1.0:
@@ -179,7 +179,7 @@ def _content(content: object, where: str) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: content must be text or parts of type 'text', got {repr(part)[:80]}; this model reads text only")
+            raise UserError(f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only")
         texts.append(part["text"])
     return "".join(texts)
 
