@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 
+from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
@@ -68,7 +69,12 @@ def begin_model(
         run = TrainingRun(
             run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
         )
-        context.ledger.record_run(run)
+        try:
+            context.ledger.record_run(run)
+        except OSError as error:  # a full disk: without an entry the model could not be found again
+            context.registry.forget_model(op.model_id)
+            context.engine.submit(UnloadModel(model_id=op.model_id))
+            raise ServerError(f"{op.model_id} was not made: its entry in the ledger cannot be written: {error.strerror}") from None
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
     request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
