@@ -134,6 +134,7 @@ class ServerConfig:
     allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
     api_key: str | None = chz.field(
         default=None,
+        repr=False,
         doc="Key that every request must bring, beginning with tml-; none: whoever reaches the port may use it. Pass it "
         "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
@@ -210,7 +211,9 @@ class ServerConfig:
         doc="Where adapters are written for the external sampler, which must be able to read it under the same path; "
         "default: sampler_adapters below checkpoints_dir",
     )
-    sampler_api_key: str | None = chz.field(default=None, doc="Key that the external sampler asks for")
+    sampler_api_key: str | None = chz.field(
+        default=None, repr=False, doc="Key that the external sampler asks for; or SKYRL_TX_SAMPLER_API_KEY in the environment"
+    )
     sampler_timeout_s: float = chz.field(
         default=1800.0, metadata=_positive(A_YEAR_S), doc="How long the external sampler may take for one request"
     )
@@ -278,6 +281,8 @@ class ServerConfig:
             raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
+            raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
         if self.api_key is None and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"

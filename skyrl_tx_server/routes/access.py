@@ -8,6 +8,7 @@ SDK, OpenAI's clients and curl send neither of the first two.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +30,23 @@ class AccessPolicy:
     host_names: HostNames = HostNames.ANY
     allowed_hosts: frozenset[str] = frozenset()  # lower case, without port
     allowed_origins: frozenset[str] = frozenset()  # lower case, as in https://example.org
+
+
+def access_policy(*, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None) -> AccessPolicy:
+    """The policy of a server that listens on `host`. With a key host names are free: no web page knows it, and a reverse proxy passes on
+    whatever name it serves."""
+    own = host.lower().removesuffix(".")
+    names = HostNames.LOOPBACK if _is_loopback(own) else HostNames.ADDRESSES
+    machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
+    return AccessPolicy(
+        host_names=HostNames.ANY if has_key else names,
+        allowed_hosts=frozenset({own, *machine, *map(host_name, _split(allowed_hosts))}),
+        allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
+    )
+
+
+def _split(names: str | None) -> list[str]:
+    return [] if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
 def check_access(policy: AccessPolicy, request: Request) -> None:
@@ -69,15 +87,23 @@ def host_name(host: str) -> str:
 
 
 def _is_allowed(policy: AccessPolicy, name: str) -> bool:
-    if name == "localhost" or name in policy.allowed_hosts:
+    if name in policy.allowed_hosts or _is_loopback(name):
         return True
+    return policy.host_names is HostNames.ADDRESSES and _address(name) is not None
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return policy.host_names is HostNames.ADDRESSES or address.is_loopback
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address if mapped is None else mapped
 
 
 def _quoted(value: bytes) -> str:
