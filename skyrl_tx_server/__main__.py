@@ -244,6 +244,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     leader = ALONE
     try:
         from skyrl_tx_server.executor import DeviceExecutor
+        from skyrl_tx_server.memory.memory_plan import check_snapshots
         from skyrl_tx_server.rendezvous import lead
         from skyrl_tx_server.stop_strings import check_tokenizer
 
@@ -251,6 +252,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         check_tokenizer(settings.model_dir)
         if hosts is not None:
             leader = lead(hosts, settings, on_lost)
+        check_snapshots(settings)
         executor = DeviceExecutor(settings, leader)
         engine = Engine(executor if hosts is None else LedExecutor(executor, leader))
         engine.start()
