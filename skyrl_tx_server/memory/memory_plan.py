@@ -128,8 +128,8 @@ def check_snapshots(settings: EngineSettings) -> None:
     if weights + (settings.max_snapshots + 1) * place > available:
         raise ConfigError(
             f"max_snapshots={settings.max_snapshots}: as many of rank {settings.max_lora_rank} take "
-            f"{_gib((settings.max_snapshots + 1) * place)} beside {_gib(weights)} of base weights, and {_gib(int(available))} are available; "
-            "lower max_snapshots or max_lora_rank"
+            f"{_gib((settings.max_snapshots + 1) * place)} beside {_gib(weights)} of base weights, and {_gib(int(available))} "
+            "are available; lower max_snapshots or max_lora_rank"
         )
 
 
