@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from skyrl_tx_server.app import build_app
-from skyrl_tx_server.command_line import help_text, parse, print_help
+from skyrl_tx_server.command_line import SECRETS, help_text, parse, print_help, with_secrets
 from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
 from skyrl_tx_server.engine import STOPPING, Engine
 from skyrl_tx_server.errors import ConfigError, ServerError
@@ -33,7 +33,9 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore, Retention
 from skyrl_tx_server.hosts import ALONE, HostLostError, Leader, LedExecutor
 from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.listening import BoundedServer, connection_limit, raise_file_limit
 from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.routes.access import access_policy
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         print_help(help_text())
         return 0
     try:
-        config = parse(argv)
+        config = parse(with_secrets(argv, os.environ))
     except ConfigError as error:
         return _fail(error, status=2)
     _set_up_logging(config)
@@ -144,11 +146,11 @@ class _Loaded:
         self.leader.stop()
 
 
-class _StoppableServer(uvicorn.Server):
-    """uvicorn with our own answer to SIGTERM and SIGINT: let go of the long polls, stop, exit 0; a second signal exits at once."""
+class _StoppableServer(BoundedServer):
+    """A server with our own answer to SIGTERM and SIGINT: let go of the long polls, stop, exit 0; a second signal exits at once."""
 
-    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
+        super().__init__(config, max_connections)
         self._stop = stop
         self._loop = asyncio.get_running_loop()
 
@@ -181,6 +183,7 @@ async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: s
             ssl_certfile=tls and tls[0],
             ssl_keyfile=tls and str(tls[1]),
         ),
+        connection_limit(config.max_connections, raise_file_limit()),
         stop,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -241,6 +244,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     leader = ALONE
     try:
         from skyrl_tx_server.executor import DeviceExecutor
+        from skyrl_tx_server.memory.memory_plan import check_snapshots
         from skyrl_tx_server.rendezvous import lead
         from skyrl_tx_server.stop_strings import check_tokenizer
 
@@ -248,6 +252,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         check_tokenizer(settings.model_dir)
         if hosts is not None:
             leader = lead(hosts, settings, on_lost)
+        check_snapshots(settings)
         executor = DeviceExecutor(settings, leader)
         engine = Engine(executor if hosts is None else LedExecutor(executor, leader))
         engine.start()
@@ -267,6 +272,12 @@ def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Pa
             model_dir=model_dir,
             max_request_bytes=config.max_request_mb << 20,
             api_key=config.api_key,
+            access=access_policy(
+                host=config.host,
+                has_key=config.api_key is not None,
+                allowed_hosts=config.allowed_hosts,
+                allowed_origins=config.allowed_origins,
+            ),
             # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
             sample_max_concurrent_requests=max(64, 8 * config.decode_slots) if config.sampler_url is None else SAMPLES_ELSEWHERE,
         ),
@@ -339,6 +350,22 @@ def _set_up_logging(config: ServerConfig) -> None:
     logging.getLogger("skyrl_tx_server").setLevel(config.log_level.upper())
 
 
+def _hide_secrets() -> None:
+    """Start this program again with the keys on its command line in the environment, where only this user can read them."""
+    shown = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
+    if not shown:
+        return
+    for name in shown:
+        os.environ[SECRETS[name]] = [argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")][-1]
+        print(
+            f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the environment instead",
+            file=sys.stderr,
+            flush=True,
+        )
+    hidden = tuple(f"{name}=" for name in shown)
+    os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(hidden)])
+
+
 def _exit_now(status: int) -> None:
     """A thread is deep in a compilation or a download and cannot be asked to stop."""
     sys.stdout.flush()
@@ -349,4 +376,5 @@ def _exit_now(status: int) -> None:
 if __name__ == "__main__":
     # Name the package's own logger, not "__main__", in every line.
     logger = logging.getLogger("skyrl_tx_server")
+    _hide_secrets()
     sys.exit(main(sys.argv[1:]))

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyrl_tx_server.errors import NotFoundError, ServerError
+from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
 from skyrl_tx_server.routes import downloads, futures, metrics, openai, refused, sampling, service, sessions, training, weights
-from skyrl_tx_server.routes.border import Endpoint, Lobby, problem, serve
+from skyrl_tx_server.routes.border import Endpoint, Lobby, refusal, serve
 from skyrl_tx_server.routes.context import Context
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,10 @@ def _bind(endpoint: Endpoint, lobby: Lobby) -> Callable[[Request], Awaitable[Res
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    logger.warning("no route %s %s", request.method, request.url.path)
+    logger.warning("no route %s %s", request.method, request.url.path[:200])
     known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
-    return problem(404, f"this server has no {request.method} {request.url.path}; it speaks {known}", "user")
+    path = request.url.path
+    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
 
 
 async def _housekeeping(lobby: Lobby, period_s: float) -> None:

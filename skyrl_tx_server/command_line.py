@@ -6,7 +6,8 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
@@ -17,6 +18,11 @@ from skyrl_tx_server.config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
 _PURPOSE = ["Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."]
+
+SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
+"""Options that other users of the machine must not see -> the environment variables that hold them."""
+MAX_KEY_BYTES = 4096
+_NOTHING = ("", "none", "null")
 
 
 def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:
@@ -37,6 +43,32 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
         raise ConfigError(f"missing option {missing}; {example}") from None
     except chz.blueprint.InvalidBlueprintArg as error:
         raise ConfigError(_bad_value(str(error), argv, options)) from None
+
+
+def with_secrets(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """`argv` with the keys that the environment and api_key_file name. What stands on the command line wins over the environment.
+
+    ConfigError when api_key and api_key_file are both given, or the file cannot be read.
+    """
+    given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
+    from_environment = {name: environ[variable] for name, variable in SECRETS.items() if name not in given and environ.get(variable)}
+    if (file := given.get("api_key_file")) is not None and file.lower() not in _NOTHING:
+        if "api_key" in given:
+            raise ConfigError("api_key and api_key_file: pass one of them")
+        from_environment["api_key"] = _key_in(Path(file).expanduser())
+    return [*argv, *(f"{name}={value}" for name, value in from_environment.items())]
+
+
+def _key_in(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            key = stream.read(MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ConfigError(f"api_key_file={file}: cannot be read: {why}") from None
+    if not key:
+        raise ConfigError(f"api_key_file={file}: it is empty; write a key into it that begins with tml-")
+    return key
 
 
 def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
@@ -71,7 +103,7 @@ def print_help(text: str) -> None:
 
 def _none_in_any_case(argument: str) -> str:
     name, _, value = argument.partition("=")
-    return f"{name}=None" if value.lower() in ("", "none", "null") else argument
+    return f"{name}=None" if value.lower() in _NOTHING else argument
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,6 +88,46 @@ def model_alias(base_model: str, alias: str | None) -> str:
     return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a numeric option may be. Every one declares its own in the metadata of its field."""
+
+    above: float | None = None  # must be larger than this; None: must be at least `low`
+    low: float = 0
+    high: float
+
+    def check(self, name: str, value: float) -> None:
+        if self.above is not None and not value > self.above:
+            raise ConfigError(f"{name}={value}: must be above {self.above:g}")
+        if not math.isfinite(value) or not self.low <= value <= self.high:
+            where = f"lie between {self.low:g} and" if self.above is None else f"be above {self.above:g} and at most"
+            raise ConfigError(f"{name}={value}: must {where} {self.high:.12g}")
+
+
+BOUNDS = "bounds"  # the key in a field's metadata
+
+
+def _positive(high: float) -> dict[str, object]:
+    return {BOUNDS: Bounds(above=0, high=high)}
+
+
+def _between(low: float, high: float) -> dict[str, object]:
+    return {BOUNDS: Bounds(low=low, high=high)}
+
+
+def check_bounds(config: object) -> None:
+    """ConfigError for the first numeric option that is outside of its bounds or not finite."""
+    for name, field in chz.chz_fields(config).items():
+        bounds, value = (field.metadata or {}).get(BOUNDS), getattr(config, name)
+        if bounds is not None and value is not None:
+            bounds.check(name, value)
+
+
+MAX_DEVICES = 1 << 16
+MAX_TOKENS = 1 << 30
+A_YEAR_S = 366 * 86400.0
+
+
 @chz.chz
 class ServerConfig:
     """Options of `python -m skyrl_tx_server key=value ...`."""
@@ -98,14 +139,34 @@ class ServerConfig:
     host: str = chz.field(default="127.0.0.1", doc="Address to listen on")
     allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
     api_key: str | None = chz.field(
-        default=None, doc="Key that every request must bring, beginning with tml-; none: whoever reaches the port may use it"
+        default=None,
+        repr=False,
+        doc="Key that every request must bring, beginning with tml-; none: whoever reaches the port may use it. Pass it "
+        "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
+    )
+    api_key_file: str | None = chz.field(
+        default=None, doc="File that holds the api_key. A key on the command line is visible to every user of this machine while it starts"
+    )
+    allowed_hosts: str | None = chz.field(
+        default=None,
+        doc="Host names, separated by commas, that a server without an api_key serves beside its own addresses; with a key it serves any",
+    )
+    allowed_origins: str | None = chz.field(
+        default=None, doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; default: none"
+    )
+    max_connections: int = chz.field(
+        default=4096,
+        metadata=_between(8, 1_000_000),
+        doc="Connections open at once; fewer where the limit on open files leaves no room for them",
     )
     ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
     ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
-    port: int = chz.field(default=8000, doc="Port to listen on; 0 picks a free one")
+    port: int = chz.field(default=8000, metadata=_between(0, 65535), doc="Port to listen on; 0 picks a free one")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
     checkpoint_quota_gb: float | None = chz.field(
-        default=None, doc="Refuse to save once all checkpoints together would be larger than this, in GiB; default: as the disk has room"
+        default=None,
+        metadata=_positive(1e9),
+        doc="Refuse to save once all checkpoints together would be larger than this, in GiB; default: as the disk has room",
     )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla", doc="JAX's persistent compilation cache; none: compile anew at every start"
@@ -118,26 +179,35 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
     )
-    max_lora_rank: int = chz.field(default=32, doc="Largest LoRA rank a client may ask for")
-    max_context_length: int | None = chz.field(default=None, doc="Largest prompt + completion in tokens; default: the model's own limit")
+    max_lora_rank: int = chz.field(default=32, metadata=_positive(4096), doc="Largest LoRA rank a client may ask for")
+    max_context_length: int | None = chz.field(
+        default=None, metadata=_positive(MAX_TOKENS), doc="Largest prompt + completion in tokens; default: the model's own limit"
+    )
     stretch_context: bool = chz.field(
         default=False,
         doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs some quality on short texts",
     )
-    decode_slots: int = chz.field(default=32, doc="Sequences decoded at once")
+    decode_slots: int = chz.field(default=32, metadata=_positive(1_000_000), doc="Sequences decoded at once")
     cache_tokens: int | None = chz.field(
         default=None,
+        metadata=_positive(MAX_TOKENS),
         doc="Tokens whose keys and values are kept, of sequences being sampled and of what later prompts may continue; default: "
         "a whole context for each of decode_slots, or as many as fit. With less, the sample that came last waits when pages run out",
     )
-    decode_block: int = chz.field(default=16, doc="Decode steps per device dispatch")
+    decode_block: int = chz.field(default=16, metadata=_positive(4096), doc="Decode steps per device dispatch")
     sampled_logprobs: Literal["model", "tempered"] = chz.field(
         default="model",
         doc="Log-probabilities of sampled tokens: the model's own (temperature 1), or of the tempered distribution they were drawn from",
     )
-    train_tokens_per_batch: int = chz.field(default=8192, doc="Tokens per training micro-batch, shared beginnings once")
-    max_models: int = chz.field(default=4, doc="Models in training kept on the device; further ones wait their turn in host memory")
-    max_snapshots: int = chz.field(default=8, doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk")
+    train_tokens_per_batch: int = chz.field(
+        default=8192, metadata=_positive(MAX_TOKENS), doc="Tokens per training micro-batch, shared beginnings once"
+    )
+    max_models: int = chz.field(
+        default=4, metadata=_positive(10_000), doc="Models in training kept on the device; further ones wait their turn in host memory"
+    )
+    max_snapshots: int = chz.field(
+        default=8, metadata=_positive(10_000), doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk"
+    )
     sampler_url: str | None = chz.field(
         default=None,
         doc="http://host:port of a vLLM or SGLang that serves the rollouts, see docs/external-sampler.md; default: this server",
@@ -147,35 +217,66 @@ class ServerConfig:
         doc="Where adapters are written for the external sampler, which must be able to read it under the same path; "
         "default: sampler_adapters below checkpoints_dir",
     )
-    sampler_api_key: str | None = chz.field(default=None, doc="Key that the external sampler asks for")
-    sampler_timeout_s: float = chz.field(default=1800.0, doc="How long the external sampler may take for one request")
+    sampler_api_key: str | None = chz.field(
+        default=None, repr=False, doc="Key that the external sampler asks for; or SKYRL_TX_SAMPLER_API_KEY in the environment"
+    )
+    sampler_timeout_s: float = chz.field(
+        default=1800.0, metadata=_positive(A_YEAR_S), doc="How long the external sampler may take for one request"
+    )
     sampler_check: float = chz.field(
-        default=0.02, doc="Share of the external sampler's samples that this server scores again; the first of each snapshot always are"
+        default=0.02,
+        metadata=_between(0, 1),
+        doc="Share of the external sampler's samples that this server scores again; the first of each snapshot always are",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
+        metadata=_positive(1e6),
         doc="Mean difference of log-probabilities per token, in nats, above which it warns; a first sample that differs ten times as much "
         "is not passed on",
     )
-    tensor_parallel: int = chz.field(default=1, doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them")
-    fsdp_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch, each keeping a part of every matrix")
-    data_parallel: int = chz.field(default=1, doc="Devices that share the rows of a batch and keep all weights each")
+    tensor_parallel: int = chz.field(
+        default=1,
+        metadata=_positive(MAX_DEVICES),
+        doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them",
+    )
+    fsdp_parallel: int = chz.field(
+        default=1, metadata=_positive(MAX_DEVICES), doc="Devices that share the rows of a batch, each keeping a part of every matrix"
+    )
+    data_parallel: int = chz.field(
+        default=1, metadata=_positive(MAX_DEVICES), doc="Devices that share the rows of a batch and keep all weights each"
+    )
     expert_parallel: int = chz.field(
-        default=1, doc="Devices that share a mixture's experts; as many devices are used as all four multiply to"
+        default=1,
+        metadata=_positive(MAX_DEVICES),
+        doc="Devices that share a mixture's experts; as many devices are used as all four multiply to",
     )
     coordinator_address: str | None = chz.field(
         default=None, doc="host:port of process 0 at which the processes of a server on several hosts meet; the same in all of them"
     )
-    num_processes: int = chz.field(default=1, doc="Processes that run the model together, usually one per host; the devices are theirs")
-    process_id: int = chz.field(default=0, doc="Which of them this is; 0 serves HTTP, writes checkpoints and tells the others what to do")
+    num_processes: int = chz.field(
+        default=1,
+        metadata=_positive(MAX_DEVICES),
+        doc="Processes that run the model together, usually one per host; the devices are theirs",
+    )
+    process_id: int = chz.field(
+        default=0,
+        metadata=_between(0, MAX_DEVICES),
+        doc="Which of them this is; 0 serves HTTP, writes checkpoints and tells the others what to do",
+    )
     cluster_key_file: str | None = chz.field(
         default=None,
         doc="File with the secret by which several processes know each other, the same for all, at least 32 characters; or put it into "
         "SKYRL_TX_CLUSTER_KEY in the environment",
     )
-    initialization_timeout_s: float = chz.field(default=300.0, doc="How long the processes wait for each other at the start")
-    session_timeout_s: float = chz.field(default=300.0, doc="A session without heartbeat for this long is freed")
-    max_request_mb: int = chz.field(default=64, doc="Largest request body in MiB, after decompression")
+    initialization_timeout_s: float = chz.field(
+        default=300.0, metadata=_positive(A_YEAR_S), doc="How long the processes wait for each other at the start"
+    )
+    session_timeout_s: float = chz.field(
+        default=300.0, metadata=_positive(A_YEAR_S), doc="A session without heartbeat for this long is freed"
+    )
+    max_request_mb: int = chz.field(
+        default=64, metadata=_positive(1024), doc="Largest body of a training request in MiB, after decompression"
+    )
     dry_run: bool = chz.field(
         default=False,
         doc="Print what this would hold in memory, refuse what does not fit, and stop there; compiles the training program to know",
@@ -184,14 +285,15 @@ class ServerConfig:
 
     @chz.validate
     def _check(self) -> None:
+        check_bounds(self)
         if self.model_alias is not None and (
             self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))
         ):
             raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port}: must lie between 0 and 65535")
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
+            raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
         if self.api_key is None and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
@@ -203,27 +305,6 @@ class ServerConfig:
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
             if path is not None and not Path(path).expanduser().is_file():
                 raise ConfigError(f"{name}={path}: no such file")
-        for name, value in (
-            ("max_lora_rank", self.max_lora_rank),
-            ("decode_slots", self.decode_slots),
-            ("decode_block", self.decode_block),
-            ("cache_tokens", 1 if self.cache_tokens is None else self.cache_tokens),
-            ("train_tokens_per_batch", self.train_tokens_per_batch),
-            ("max_models", self.max_models),
-            ("max_snapshots", self.max_snapshots),
-            ("tensor_parallel", self.tensor_parallel),
-            ("fsdp_parallel", self.fsdp_parallel),
-            ("data_parallel", self.data_parallel),
-            ("expert_parallel", self.expert_parallel),
-            ("num_processes", self.num_processes),
-            ("initialization_timeout_s", self.initialization_timeout_s),
-            ("session_timeout_s", self.session_timeout_s),
-            ("max_request_mb", self.max_request_mb),
-            ("checkpoint_quota_gb", 1 if self.checkpoint_quota_gb is None else self.checkpoint_quota_gb),
-            ("max_context_length", 1 if self.max_context_length is None else self.max_context_length),
-        ):
-            if value <= 0:
-                raise ConfigError(f"{name}={value}: must be above 0")
 
     def _check_sampler(self) -> None:
         if self.sampler_url is None:
@@ -234,10 +315,6 @@ class ServerConfig:
             raise ConfigError(
                 "sampled_logprobs=tempered: an external sampler's log-probabilities are the model's own; leave one of the two out"
             )
-        if not 0 <= self.sampler_check <= 1:
-            raise ConfigError(f"sampler_check={self.sampler_check}: must lie between 0 and 1")
-        if self.sampler_check_limit <= 0 or self.sampler_timeout_s <= 0:
-            raise ConfigError("sampler_check_limit and sampler_timeout_s: must be above 0")
 
     def _check_processes(self) -> None:
         if self.compile_ahead and self.num_processes > 1:

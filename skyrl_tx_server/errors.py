@@ -3,10 +3,14 @@
 ServerError                 500 server
 |-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
 |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
+|   |-- NoRouteError        404 user     no such method and path
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
+|   |-- ForbiddenError      403 user     a web page, or a name that is not this server's
+|   |-- UnsupportedMediaTypeError 415 user  the body's content-type is not one that the route reads
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
 |   `-- ConflictError       409 user     the name is taken
 |-- CapacityError           429 server   out of slots or memory right now
+|-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   the request was lost in a restart
 |-- SamplerError            500 server   the external sampler is not there, or answers what was not asked for
 |   `-- AdapterLostError    500 server   it has no such adapter any more
@@ -28,8 +32,20 @@ class NotFoundError(UserError):
     status = 404
 
 
+class NoRouteError(UserError):
+    status = 404
+
+
 class UnauthorizedError(UserError):
     status = 401
+
+
+class ForbiddenError(UserError):
+    status = 403
+
+
+class UnsupportedMediaTypeError(UserError):
+    status = 415
 
 
 class TooLongError(UserError):
@@ -42,6 +58,10 @@ class ConflictError(UserError):
 
 class CapacityError(ServerError):
     status = 429
+
+
+class LoadingError(ServerError):
+    status = 503
 
 
 class FutureLostError(ServerError):

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.json_file import read_json_object
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -49,7 +51,7 @@ def fingerprint(directory: Path) -> str:
     """SHA-256 over config.json, every weight file's tensor table, and 64 samples of its bytes: seconds, however large the model."""
     digest = hashlib.sha256()
     with _told(directory):
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(directory / "config.json")
         digest.update(json.dumps(config, sort_keys=True).encode())
         for file in _weight_files(directory):
             with file.open("rb") as stream:
@@ -66,12 +68,13 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return [directory / "model.safetensors"]
-    return [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    weight_map: Any = read_json_object(index)["weight_map"]
+    return [directory / name for name in sorted(set(weight_map.values()))]
 
 
 @contextmanager
 def _told(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{directory}: not a readable safetensors model: {error}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -27,11 +28,13 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files.disk import check_quota, check_room
+from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.ops import LoraSpec
 
 FORMAT = "skyrl_tx_server checkpoint"
 FORMAT_VERSION = 1
 RECORD_NAME = "checkpoint.json"
+MAX_RECORD_BYTES = 1 << 20
 SCHEME = "tinker://"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems take 255 bytes
@@ -129,7 +132,7 @@ class CheckpointStore:
             raise UserError(
                 f"{path} was made from other weights called {info.base_model}: its base_model_hash is another than this model's"
             )
-        arrays_file = self._directory(path) / str(record["arrays"])
+        arrays_file = self._directory(path) / _arrays_name(path, record)
         damaged = UserError(f"checkpoint {path} is damaged: {arrays_file.name} is missing or does not match its record; save it again")
         try:
             if arrays_file.stat().st_size != info.size_bytes or _sha256(arrays_file) != record["sha256"]:
@@ -214,12 +217,14 @@ class CheckpointStore:
     def _record(self, path: str) -> dict[str, object]:
         record_file = self._directory(path) / RECORD_NAME
         try:
-            record = json.loads(record_file.read_text())
-        except FileNotFoundError:
+            record = read_json_object(record_file, max_bytes=MAX_RECORD_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"no checkpoint {path}") from None
         except ValueError as error:
             raise UserError(f"checkpoint {path} is damaged: {RECORD_NAME} is not JSON ({error})") from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        except OSError as error:
+            raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
+        if record.get("format") != FORMAT:
             raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
         if record.get("version") != FORMAT_VERSION:
             raise UserError(f"checkpoint {path} has format version {record.get('version')}, this server reads version {FORMAT_VERSION}")
@@ -235,14 +240,39 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
             kind=kind,
             name=name,
             base_model=str(record["base_model"]),
-            lora=LoraSpec(**record["lora"]),  # type: ignore[arg-type]
-            created_at=datetime.fromisoformat(str(record["created_at"])),
+            lora=_lora(record["lora"]),
+            created_at=_in_utc(str(record["created_at"])),
             size_bytes=int(str(record["size_bytes"])),
             step=int(str(record["step"])),
-            user_metadata=dict(record["user_metadata"]),  # type: ignore[arg-type]
+            user_metadata={str(key): str(value) for key, value in dict(record["user_metadata"]).items()},  # type: ignore[call-overload]
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"checkpoint {path} is damaged: {RECORD_NAME} lacks or garbles {error}") from None
+
+
+def _in_utc(text: str) -> datetime:
+    """Also where the record names no zone: times with and without one cannot be compared."""
+    made = datetime.fromisoformat(text)
+    return made.replace(tzinfo=UTC) if made.tzinfo is None else made.astimezone(UTC)
+
+
+def _lora(value: object) -> LoraSpec:
+    """ValueError or TypeError for what is no LoraSpec."""
+    spec = LoraSpec(**value)  # type: ignore[arg-type]
+    numbers, flags = (spec.rank, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
+    if not all(type(number) is int for number in numbers) or not all(type(flag) is bool for flag in flags) or spec.rank < 1:
+        raise ValueError("lora")
+    if not math.isfinite(spec.alpha) or spec.alpha <= 0:
+        raise ValueError("lora")
+    return spec
+
+
+def _arrays_name(path: str, record: Mapping[str, object]) -> str:
+    """The arrays lie beside the record and nowhere else."""
+    name = record.get("arrays")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (".", ".."):
+        raise UserError(f"checkpoint {path} is damaged: {RECORD_NAME} names no file in its own directory")
+    return name
 
 
 def _check(pattern: re.Pattern[str], text: str, what: str) -> None:

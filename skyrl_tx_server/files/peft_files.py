@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
+from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 PREFIX = "base_model.model."
@@ -75,10 +77,10 @@ def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraS
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """An adapter of `base` in float32, under a checkpoint's names. UserError for what this server cannot train as it is."""
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
         rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
     if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
         raise UserError(f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter")
@@ -89,7 +91,7 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
             raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
-    base_config = json.loads((base.directory / "config.json").read_text(encoding="utf-8"))
+    base_config: dict[str, Any] = read_json_object(base.directory / "config.json")
     of_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
     arrays = {}
     for name, tensor in tensors.items():

@@ -12,6 +12,8 @@ import jax
 
 from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.config import EngineSettings
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.live_models import available_host_bytes
 from skyrl_tx_server.memory import device_memory
 from skyrl_tx_server.memory.cache_size import CacheSize, asked_cache, fitting_cache
 from skyrl_tx_server.model.lora import adapter_size, place_adapter, zero_adapter
@@ -112,6 +114,23 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
             max(programs, key=lambda share: share.num_bytes),
         ),
     )
+
+
+def check_snapshots(settings: EngineSettings) -> None:
+    """ConfigError when the places for sampler snapshots, which are allocated at the start, do not fit beside the base weights. Takes no
+    compilation, so every start can ask."""
+    model = served_model(settings)
+    place = model.dtype.itemsize * adapter_size(model.config, settings.max_lora_rank)
+    weights = bytes_per_device(param_shapes(model.config, model.dtype))
+    available = device_memory.free_bytes(settings)
+    if jax.default_backend() == "cpu":
+        available = min(available, available_host_bytes())
+    if weights + (settings.max_snapshots + 1) * place > available:
+        raise ConfigError(
+            f"max_snapshots={settings.max_snapshots}: as many of rank {settings.max_lora_rank} take "
+            f"{_gib((settings.max_snapshots + 1) * place)} beside {_gib(weights)} of base weights, and {_gib(int(available))} "
+            "are available; lower max_snapshots or max_lora_rank"
+        )
 
 
 def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
 from skyrl_tx_server.model.families import FAMILIES, family_of
 from skyrl_tx_server.model.family import Family
@@ -134,11 +134,10 @@ def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face model directory") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return raw
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from skyrl_tx_server.config import MeshShape
 from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families import stacks_of
@@ -239,7 +240,8 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
     single = model_dir / "model.safetensors"
     if index.exists():
         try:
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map: Any = read_json_object(index)["weight_map"]
+            where: dict[str, str] = weight_map
             paths = sorted(set(where.values()))
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(f"{index} is broken or cut short: it holds no weight_map; fetch it again") from None

@@ -1,4 +1,4 @@
-"""The HTTP border: every route runs inside `serve`, which reads no more than allowed, logs one line and turns errors into statuses.
+"""The HTTP border: every route runs inside `serve`, which refuses browsers, logs one line and turns errors into statuses.
 
 Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go away (a name taken, a bug
 of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure is a 200 with an `error` field, in `futures.py`.
@@ -6,31 +6,35 @@ of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future fail
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import io
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tx_server.errors import ConflictError, ServerError, UnauthorizedError, UserError
+from skyrl_tx_server.errors import ConflictError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.routes import bodies
+from skyrl_tx_server.routes.access import check_access
+from skyrl_tx_server.routes.bodies import CONTROL_BODY, BodyLimits
 from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.wire.json_body import parse_json
+from skyrl_tx_server.wire.openai_replies import error_json
 
 logger = logging.getLogger("skyrl_tx_server.http")
 
 Reply = Mapping[str, object] | Response | None
 Handler = Callable[[Context, Request], Awaitable[Reply]]
 
-DISCARD_AT_MOST = 1 << 30
 CLIENT_CLOSED_REQUEST = 499
 """The status logged for a client that left before its answer; nobody receives it."""
 NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
+MAX_DETAIL_LENGTH = 2000
+"""Characters of an error message; what a client sent may be quoted in it."""
+_LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
+_OPENAI_PREFIX = "/v1/"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,11 +53,13 @@ class Endpoint:
     handler: Handler
     needs_key: bool = True  # where the server has one
     log_level: int = field(default=logging.INFO)
+    body: BodyLimits = CONTROL_BODY
 
 
 async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
     """Run one request, whatever happens."""
     began = time.perf_counter()
+    request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, lobby, request)
     if lobby.context is not None:
         lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
@@ -71,20 +77,21 @@ async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
 
 async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
     if lobby.context is None:
-        return problem(503, "the server is still loading its model; try again in a moment", "server")
+        return refusal(endpoint.path, LoadingError("the server is still loading its model; try again in a moment"))
     try:
+        check_access(lobby.context.settings.access, request)
         if endpoint.needs_key:
             _check_key(lobby.context.settings.api_key, request)
         return _respond(await endpoint.handler(lobby.context, request))
     except ConflictError as error:
-        return problem(400, str(error), error.category)
+        return refusal(endpoint.path, error, status=400)
     except ServerError as error:
-        return problem(error.status, str(error), error.category)
+        return refusal(endpoint.path, error)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
-        return problem(400, f"internal error, see the server's log: {type(error).__name__}: {error}", "server")
+        return refusal(endpoint.path, ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"), status=400)
 
 
 def _check_key(api_key: str | None, request: Request) -> None:
@@ -104,64 +111,33 @@ def _respond(reply: Reply) -> Response:
     return JSONResponse(reply)
 
 
-def problem(status: int, detail: str, category: str) -> JSONResponse:
-    return JSONResponse({"detail": detail, "category": category}, status_code=status)
+def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
+    """An error in the shape that the clients of `path` read: OpenAI's below /v1, Tinker's elsewhere."""
+    status = error.status if status is None else status
+    detail = str(error)
+    if len(detail) > MAX_DETAIL_LENGTH:
+        detail = f"{detail[:MAX_DETAIL_LENGTH]}... ({len(detail)} characters)"
+    if path.startswith(_OPENAI_PREFIX):
+        return JSONResponse(error_json(error, detail), status_code=status)
+    return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_body(context: Context, request: Request) -> bytes:
-    """The body, decompressed. A body over the limit is read to its end all the same: a client cut off while sending would only retry."""
-    limit = context.settings.max_request_bytes
-    chunks: list[bytes] = []
-    size = 0
-    stalled_s = context.settings.stalled_s
-    try:
-        async with asyncio.timeout(stalled_s) as patience:
-            async for chunk in request.stream():
-                patience.reschedule(asyncio.get_running_loop().time() + stalled_s)
-                size += len(chunk)
-                if size <= limit:
-                    chunks.append(chunk)
-                elif size > DISCARD_AT_MOST:
-                    break
-    except TimeoutError:  # a client whose machine died says no goodbye
-        raise UserError(f"no byte of the body came for {stalled_s:g} s; send it again") from None
-    if size > limit:
-        raise _too_large(limit)
-    body = b"".join(chunks)
-    match request.headers.get("content-encoding", "identity").lower():
-        case "identity" | "":
-            return body
-        case "zstd":
-            return _decompress(body, limit)
-        case other:
-            raise UserError(f"content-encoding {other!r} is not supported; send zstd or none")
-
-
-def _decompress(body: bytes, limit: int) -> bytes:
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
-            plain = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise UserError(f"the body is not valid zstd: {error}") from None
-    if len(plain) > limit:
-        raise _too_large(limit)
-    return plain
-
-
-def _too_large(limit: int) -> UserError:
-    return UserError(
-        f"the request is larger than this server's limit of {limit >> 20} MiB; send less at once, or start it with a larger max_request_mb"
+async def read_parsed[T](context: Context, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None) -> T:
+    """`parse` of the body within the limits of the request's endpoint, or within tighter ones."""
+    return await bodies.read_parsed(
+        request,
+        parse,
+        limits or request.scope.get(_LIMITS, CONTROL_BODY),
+        budget=context.bodies,
+        max_bytes=context.settings.max_request_bytes,
+        stalled_s=context.settings.stalled_s,
     )
 
 
+async def read_body(context: Context, request: Request) -> bytes:
+    return await read_parsed(context, request, bytes)
+
+
 async def read_json(context: Context, request: Request) -> object:
-    body = await read_body(context, request)
-    if not body:
-        return {}
-    try:
-        value = json.loads(body)
-        if b"\\ud" in body.lower():  # half a surrogate pair is valid JSON and no text: nothing could log it or send it back
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the body is not valid JSON: {error}") from None
-    return value
+    bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
+    return await read_parsed(context, request, lambda body: parse_json(body, bounds))

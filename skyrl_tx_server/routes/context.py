@@ -12,6 +12,8 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore
 from skyrl_tx_server.ledger import Ledger
 from skyrl_tx_server.registry import Registry
+from skyrl_tx_server.routes.access import AccessPolicy
+from skyrl_tx_server.routes.bodies import BodyBudget
 from skyrl_tx_server.wire.requests import Limits
 
 
@@ -24,6 +26,7 @@ class HttpSettings:
     stalled_s: float = 120.0  # how long a body may pause before its client counts as gone
     sample_max_concurrent_requests: int = 256
     api_key: str | None = None  # None: whoever reaches the port may use it
+    access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,7 @@ class Context:
     ledger: Ledger
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # answered, by method, route and status
+    bodies: BodyBudget = field(default_factory=BodyBudget)
 
     @property
     def base_model(self) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import shutil
 import tarfile
@@ -36,6 +37,7 @@ from skyrl_tx_server.wire.requests import check_ttl
 FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
 URLS_OPEN_FOR = timedelta(hours=1)
+_TIME = re.compile(r"[0-9]{1,12}")  # seconds since 1970
 _SECRET = secrets.token_bytes(32)
 
 
@@ -72,7 +74,8 @@ async def archive(context: Context, request: Request) -> Reply:
 async def download(context: Context, request: Request) -> Reply:
     file, ends = request.path_params["file"], request.query_params.get("ends", "")
     path = path_of(request)
-    if not ends.isdecimal() or not hmac.compare_digest(request.query_params.get("signature", ""), _signature(path, file, int(ends))):
+    signature = request.query_params.get("signature", "").encode("utf-8", "surrogatepass")
+    if not _TIME.fullmatch(ends) or not hmac.compare_digest(signature, _signature(path, file, int(ends)).encode()):
         raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
     if int(ends) < datetime.now(UTC).timestamp():
         raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
@@ -87,7 +90,7 @@ def _url(request: Request, path: str, file: str, expires: datetime) -> str:
 
 
 def _signature(path: str, file: str, ends: int) -> str:
-    return hmac.new(_SECRET, f"{path}/{file}/{ends}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(_SECRET, f"{path}/{file}/{ends}".encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
 def _adapter(checkpoints: CheckpointStore, path: str) -> Path:

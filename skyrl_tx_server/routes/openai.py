@@ -14,22 +14,24 @@ from dataclasses import replace
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
 from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
-from skyrl_tx_server.routes.border import CLIENT_CLOSED_REQUEST, Endpoint, Handler, Reply, read_json
+from skyrl_tx_server.routes.bodies import CHAT_BODY
+from skyrl_tx_server.routes.border import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import follow, results_of
 from skyrl_tx_server.wire.chat_format import Tokenizer, load_tokenizer, render
+from skyrl_tx_server.wire.json_body import parse_json
 from skyrl_tx_server.wire.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
 from skyrl_tx_server.wire.openai_requests import Ask, parse_chat, parse_completion
 from skyrl_tx_server.wire.requests import check_tokens
 
 
 async def chat_completions(context: Context, request: Request) -> Reply:
-    chat = parse_chat(await read_json(context, request), context.limits)
+    chat = await read_parsed(context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits))
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _ending_turns(chat.ask.settings, tokenizer)
@@ -38,7 +40,7 @@ async def chat_completions(context: Context, request: Request) -> Reply:
 
 
 async def completions(context: Context, request: Request) -> Reply:
-    completion = parse_completion(await read_json(context, request), context.limits)
+    completion = await read_parsed(context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits))
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
 
     def ids_of(prompt: str | np.ndarray) -> np.ndarray:
@@ -200,19 +202,9 @@ def _event(body: Mapping[str, object]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _in_openai_shape(handler: Handler) -> Handler:
-    async def handle(context: Context, request: Request) -> Reply:
-        try:
-            return await handler(context, request)
-        except ServerError as error:
-            return JSONResponse(error_json(error), status_code=error.status)
-
-    return handle
-
-
 ENDPOINTS = (
-    Endpoint(method="POST", path="/v1/chat/completions", handler=_in_openai_shape(chat_completions)),
-    Endpoint(method="POST", path="/v1/completions", handler=_in_openai_shape(completions)),
-    Endpoint(method="GET", path="/v1/models", handler=_in_openai_shape(list_models)),
-    Endpoint(method="GET", path="/v1/models/{model:path}", handler=_in_openai_shape(get_model)),
+    Endpoint(method="POST", path="/v1/chat/completions", handler=chat_completions, body=CHAT_BODY),
+    Endpoint(method="POST", path="/v1/completions", handler=completions, body=CHAT_BODY),
+    Endpoint(method="GET", path="/v1/models", handler=list_models),
+    Endpoint(method="GET", path="/v1/models/{model:path}", handler=get_model),
 )

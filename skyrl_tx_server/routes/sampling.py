@@ -10,10 +10,12 @@ from starlette.requests import Request
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointKind
 from skyrl_tx_server.futures import RequestKey
-from skyrl_tx_server.routes.border import Endpoint, Reply, read_json
+from skyrl_tx_server.routes.bodies import SAMPLE_BODY
+from skyrl_tx_server.routes.border import Endpoint, Reply, read_json, read_parsed
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.routes.following import Listener
 from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.json_body import parse_json
 from skyrl_tx_server.wire.requests import SampleRequest, parse_sample
 
 
@@ -52,7 +54,7 @@ async def get_sampler(context: Context, request: Request) -> Reply:
 
 
 async def asample(context: Context, request: Request) -> Reply:
-    sample = parse_sample(await read_json(context, request), context.limits)
+    sample = await read_parsed(context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits))
     if sample.sampler_id is not None:
         sampler = context.registry.sampler(sample.sampler_id)
         return _submit(context, sample, weights=sampler.weights, session_id=sampler.session_id)
@@ -76,5 +78,5 @@ def _submit(context: Context, sample: SampleRequest, *, weights: str | None, ses
 ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/create_sampling_session", handler=create_sampling_session),
     Endpoint(method="GET", path="/api/v1/samplers/{sampler_id}", handler=get_sampler),
-    Endpoint(method="POST", path="/api/v1/asample", handler=asample),
+    Endpoint(method="POST", path="/api/v1/asample", handler=asample, body=SAMPLE_BODY),
 )

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 async def create_session(context: Context, request: Request) -> Reply:
     fields = Fields(await read_json(context, request), "create_session")
     session = context.registry.open_session(
-        tags=[str(tag) for tag in fields.items("tags")],
+        tags=fields.tags("tags"),
         user_metadata=fields.metadata("user_metadata"),
-        display_name=fields.optional_text("display_name"),
+        display_name=fields.optional_text("display_name", max_length=256),
     )
     return {"type": "create_session", "session_id": session.session_id}
 

@@ -8,13 +8,16 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 
+from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
 from skyrl_tx_server.registry import Model
-from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
+from skyrl_tx_server.routes.bodies import TRAINING_BODY, TRAINING_JSON_BODY
+from skyrl_tx_server.routes.border import Endpoint, Reply, read_json, read_parsed
 from skyrl_tx_server.routes.context import Context
 from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.json_body import parse_json
 from skyrl_tx_server.wire.protobuf import MEDIA_TYPE, parse_training_proto
 from skyrl_tx_server.wire.requests import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
 
@@ -66,7 +69,12 @@ def begin_model(
         run = TrainingRun(
             run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
         )
-        context.ledger.record_run(run)
+        try:
+            context.ledger.record_run(run)
+        except OSError as error:  # a full disk: without an entry the model could not be found again
+            context.registry.forget_model(op.model_id)
+            context.engine.submit(UnloadModel(model_id=op.model_id))
+            raise ServerError(f"{op.model_id} was not made: its entry in the ledger cannot be written: {error.strerror}") from None
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
     request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
@@ -96,12 +104,19 @@ async def get_info(context: Context, request: Request) -> Reply:
 async def forward_backward(context: Context, request: Request) -> Reply:
     """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
-        return _train(context, parse_training_proto(await read_body(context, request), context.limits))
-    return _train(context, parse_training_json(await read_json(context, request), context.limits, forward_only=False))
+        return _train(context, await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)))
+    return await _train_json(context, request, forward_only=False)
 
 
 async def forward(context: Context, request: Request) -> Reply:
-    return _train(context, parse_training_json(await read_json(context, request), context.limits, forward_only=True))
+    return await _train_json(context, request, forward_only=True)
+
+
+async def _train_json(context: Context, request: Request, *, forward_only: bool) -> Reply:
+    def parse(body: bytes) -> TrainRequest:
+        return parse_training_json(parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only)
+
+    return _train(context, await read_parsed(context, request, parse, TRAINING_JSON_BODY))
 
 
 def _train(context: Context, train: TrainRequest) -> Reply:
@@ -150,8 +165,8 @@ async def unload_model(context: Context, request: Request) -> Reply:
 ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/create_model", handler=create_model),
     Endpoint(method="POST", path="/api/v1/get_info", handler=get_info),
-    Endpoint(method="POST", path="/api/v1/forward_backward", handler=forward_backward),
-    Endpoint(method="POST", path="/api/v1/forward", handler=forward),
+    Endpoint(method="POST", path="/api/v1/forward_backward", handler=forward_backward, body=TRAINING_BODY),
+    Endpoint(method="POST", path="/api/v1/forward", handler=forward, body=TRAINING_JSON_BODY),
     Endpoint(method="POST", path="/api/v1/optim_step", handler=optim_step),
     Endpoint(method="POST", path="/api/v1/unload_model", handler=unload_model),
 )

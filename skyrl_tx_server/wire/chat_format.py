@@ -117,4 +117,4 @@ def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, o
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else " ".join((tokenizer.chat_template or {}).values())
     for name in template_kwargs:
         if name in ("tools", "tokenize", "add_generation_prompt", "conversation", "messages") or name not in template:
-            raise UserError(f"chat_template_kwargs: this model's chat template has no {name!r}; leave it out")
+            raise UserError(f"chat_template_kwargs: this model's chat template has no {name[:80]!r}; leave it out")

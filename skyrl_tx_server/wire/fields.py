@@ -6,6 +6,15 @@ import math
 
 from skyrl_tx_server.errors import UserError
 
+MAX_TEXT_LENGTH = 4096
+"""Characters of a name, an id or a path; what may be longer says so."""
+MAX_METADATA_ITEMS = 64
+MAX_METADATA_NAME_LENGTH = 128
+MAX_METADATA_BYTES = 16 << 10
+MAX_TAG_LENGTH = 256
+MAX_NAMES_IN_MESSAGE = 5
+MAX_QUOTED_LENGTH = 80
+
 
 class Fields:
     """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be refused."""
@@ -27,12 +36,14 @@ class Fields:
         return value
 
     def _wrong(self, name: str, expected: str, value: object) -> UserError:
-        return UserError(f"{self._where}: {name} must be {expected}, got {repr(value)[:80]}")
+        return UserError(f"{self._where}: {name} must be {expected}, got {quoted(value)}")
 
-    def optional_text(self, name: str) -> str | None:
+    def optional_text(self, name: str, *, max_length: int | None = MAX_TEXT_LENGTH) -> str | None:
         value = self._take(name)
         if value is not None and not isinstance(value, str):
             raise self._wrong(name, "a string", value)
+        if value is not None and max_length is not None and len(value) > max_length:
+            raise UserError(f"{self._where}: {name} has {len(value)} characters; at most {max_length} are accepted")
         return value
 
     def text(self, name: str) -> str:
@@ -54,7 +65,7 @@ class Fields:
         value = self._take(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not is_finite_number(value):
             raise self._wrong(name, "a finite number", value)
         return float(value)
 
@@ -86,8 +97,30 @@ class Fields:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """User metadata; the reply types of the SDK allow string values only."""
-        return {key: value if isinstance(value, str) else str(value) for key, value in self.mapping(name).items()}
+        """User metadata; the reply types of the SDK allow string values only. The server keeps it, so it is limited in size."""
+        where, values = f"{self._where}: {name}", self.mapping(name)
+        if len(values) > MAX_METADATA_ITEMS:
+            raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
+        made: dict[str, str] = {}
+        for key, value in values.items():
+            if len(key) > MAX_METADATA_NAME_LENGTH:
+                raise UserError(f"{where}: {quoted(key)} is too long a name; at most {MAX_METADATA_NAME_LENGTH} characters are accepted")
+            if isinstance(value, dict | list):
+                raise UserError(f"{where}: the value of {quoted(key)} must be a string")
+            made[key] = value if isinstance(value, str) else str(value)
+        num_bytes = sum(len(text.encode()) for item in made.items() for text in item)
+        if num_bytes > MAX_METADATA_BYTES:
+            raise UserError(f"{where} takes {num_bytes} bytes; at most {MAX_METADATA_BYTES} are accepted")
+        return made
+
+    def tags(self, name: str) -> list[str]:
+        tags = self.items(name)
+        if len(tags) > MAX_METADATA_ITEMS:
+            raise UserError(f"{self._where}: {len(tags)} {name}; at most {MAX_METADATA_ITEMS} are accepted")
+        made = [tag for tag in tags if isinstance(tag, str) and len(tag) <= MAX_TAG_LENGTH]
+        if len(made) < len(tags):
+            raise UserError(f"{self._where}: {name} must be strings of at most {MAX_TAG_LENGTH} characters")
+        return made
 
     def refuse(self, name: str, alternative: str) -> None:
         """Refuse a field this server cannot honour, unless it is switched off."""
@@ -103,4 +136,30 @@ class Fields:
         """Refuse what nobody read: it might have changed the result."""
         unknown = sorted(set(self._values) - self._read)
         if unknown:
-            raise UserError(f"{self._where}: unknown field {', '.join(unknown)}; this server would have to ignore it. Leave it out")
+            raise UserError(f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave it out")
+
+
+def is_finite_number(value: object) -> bool:
+    """Also where an integer is too large to be a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def quoted(value: object) -> str:
+    """The beginning of a value that a client sent. The whole of a large one is never formatted."""
+    if isinstance(value, str):
+        return repr(value[:MAX_QUOTED_LENGTH])
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return f"an object of {len(value)} members" if isinstance(value, dict) else repr(value)[:MAX_QUOTED_LENGTH]
+
+
+def named(names: list[str]) -> str:
+    """The first few of the names, cut to a length that can be read."""
+    shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown

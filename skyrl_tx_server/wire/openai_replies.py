@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
+from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.ops import Sample, StopReason
 from skyrl_tx_server.wire.answers import Answer, AnswerParser, Content, Part, Piece, Reasoning, ToolCall
 from skyrl_tx_server.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
@@ -197,8 +197,8 @@ def _call_json(call: ToolCall) -> dict[str, object]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def error_json(error: ServerError) -> dict[str, object]:
-    """OpenAI's error shape; its clients raise by the HTTP status and show the message."""
+def error_json(error: ServerError, message: str | None = None) -> dict[str, object]:
+    """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the error's own."""
     kind = "invalid_request_error" if isinstance(error, UserError) else "rate_limit_error" if error.status == 429 else "server_error"
-    code = "model_not_found" if isinstance(error, NotFoundError) else "context_length_exceeded" if isinstance(error, TooLongError) else None
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+    code = {NotFoundError: "model_not_found", TooLongError: "context_length_exceeded", UnauthorizedError: "invalid_api_key"}
+    return {"error": {"message": message or str(error), "type": kind, "param": None, "code": code.get(type(error))}}

@@ -6,18 +6,20 @@ What would change the result and cannot be honoured is refused by name; what can
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.ops import SamplingSettings
-from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.fields import Fields, quoted
+from skyrl_tx_server.wire.json_body import parse_json
 from skyrl_tx_server.wire.requests import Limits, check_tokens, integers, parse_sampling_params
 
 MAX_CHOICES = 128
 HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+ECHOED = ("annotations", "provider_specific_fields")
+"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on the provider's answer."""
 _NOT_SAMPLED_SO = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
 
 
@@ -80,7 +82,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
         raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
     for tool in tools:
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {repr(tool)[:80]}")
+            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}")
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
@@ -112,7 +114,7 @@ def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | No
     stop = fields.anything("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise UserError(f"stop must be a non-empty string or a list of such, got {repr(stop)[:80]}")
+        raise UserError(f"stop must be a non-empty string or a list of such, got {quoted(stop)}")
     for name in ("frequency_penalty", "presence_penalty", "min_p"):
         fields.refuse(name, _NOT_SAMPLED_SO)
     if fields.number("repetition_penalty", 1.0) != 1.0:
@@ -157,18 +159,34 @@ def _message(index: int, message: object) -> dict[str, object]:
     fields = Fields(message, where)
     role = fields.text("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise UserError(f"{where}: role {role!r} is not one of system, developer, user, assistant, tool")
+        raise UserError(f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool")
     made: dict[str, object] = {"role": "system" if role == "developer" else role, "content": _content(fields.anything("content"), where)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (text := fields.optional_text(name)) is not None:
             made[name] = text
+    if (reasoning := _reasoning(fields, where)) is not None:
+        made["reasoning_content"] = reasoning
     if calls := fields.items("tool_calls"):
         made["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
     fields.refuse("function_call", "use tool_calls")
     fields.refuse("audio", "this model reads text")
-    fields.ignore("refusal", "annotations")
+    fields.refuse("images", "this model reads text")
+    if fields.optional_text("refusal", max_length=None):
+        raise UserError(f"{where}: refusal is not supported by this server; put its text into content")
+    fields.ignore(*ECHOED)
     fields.finish()
     return made
+
+
+def _reasoning(fields: Fields, where: str) -> str | None:
+    """What clients send back of an answer's reasoning, under the names that they give it."""
+    text, same = (fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning"))
+    if text is not None and same is not None and text != same:
+        raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
+    text = same if text is None else text
+    if fields.items("thinking_blocks") and not text:  # LiteLLM sends the same text as reasoning_content as well
+        raise UserError(f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content")
+    return text
 
 
 def _content(content: object, where: str) -> str:
@@ -179,7 +197,7 @@ def _content(content: object, where: str) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: content must be text or parts of type 'text', got {repr(part)[:80]}; this model reads text only")
+            raise UserError(f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -189,7 +207,7 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     name, arguments = function.text("name"), function.anything("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments.encode())
     made: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": {} if arguments is None else arguments}}
     if isinstance(call, dict) and isinstance(call.get("id"), str):
         made["id"] = call["id"]

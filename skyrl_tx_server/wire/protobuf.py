@@ -5,10 +5,13 @@ SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an un
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from typing import cast
 
 import ml_dtypes
 import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -25,6 +28,7 @@ from skyrl_tx_server.ops import (
     TrainDatum,
 )
 from skyrl_tx_server.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.wire.fields import named
 from skyrl_tx_server.wire.requests import (
     Limits,
     TrainRequest,
@@ -38,6 +42,11 @@ from skyrl_tx_server.wire.requests import (
 )
 
 MEDIA_TYPE = "application/x-protobuf"
+CHECKED_FROM_BYTES = 64 << 10
+MAX_FIELDS = 200_000
+"""Of one request: a datum of an RL loss has about 40, and the SDK sends at most 1024 datums."""
+MAX_PACKED_BYTES = 1024
+_BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
 
 _DTYPES = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -50,6 +59,7 @@ _STOP_REASONS = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STO
 
 def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     """A serialized ForwardBackwardRequest; `forward_only` marks what the SDK calls `forward`."""
+    _check_fields(body)
     request = pb.ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
@@ -79,6 +89,51 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         forward_only=request.forward_only,
     )
     return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3 cannot tell 0 from unset; the SDK counts from 1
+
+
+def _check_fields(body: bytes) -> None:
+    """Refuse a body of many small fields before it is parsed: an empty message takes two bytes there and a hundred in memory."""
+    if len(body) > CHECKED_FROM_BYTES:
+        with contextlib.suppress(IndexError):  # cut off: the parser says so
+            _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
+
+
+def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: int) -> int:
+    """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where it is cut off."""
+    while at < end:
+        count += 1
+        if count > MAX_FIELDS:
+            raise UserError(f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums at once")
+        tag, at = _varint(body, at)
+        match tag & 7:
+            case 0:
+                _, at = _varint(body, at)
+            case 1:
+                at += 8
+            case 2:
+                length, at = _varint(body, at)
+                field = message.fields_by_number.get(tag >> 3)
+                if at + length > end:
+                    return count  # cut off: the parser says so
+                if field is not None and field.message_type is not None:
+                    count = _count_fields(body, at, at + length, field.message_type, count)
+                elif field is not None and field.cpp_type not in _BYTES_OR_TEXT and length > MAX_PACKED_BYTES:
+                    raise UserError(f"forward_backward: {field.name} has more than {MAX_PACKED_BYTES} bytes")
+                at += length
+            case 5:
+                at += 4
+            case _:  # groups and what does not exist: no field of this schema
+                return count
+    return count
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser refuses."""
+    value = shift = 0
+    while (byte := body[at]) & 0x80 and shift < 63:
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | byte << shift, at + 1
 
 
 def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
@@ -125,9 +180,9 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 def _refuse_unknown(message: Message, where: str) -> None:
     """A field number we do not know is a feature of a newer SDK that this server would ignore."""
-    unknown = [str(field.field_number) for field in UnknownFieldSet(message)]
+    unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
-        raise UserError(f"{where}: unknown protobuf field {', '.join(unknown)}; this server speaks the schema of tinker 0.38")
+        raise UserError(f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38")
 
 
 def has_proto_form(result: OpResult) -> bool:

@@ -5,7 +5,6 @@ Everything the server cannot honour is a `UserError` that names the alternative;
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     TrainDatum,
 )
-from skyrl_tx_server.wire.fields import Fields
+from skyrl_tx_server.wire.fields import Fields, is_finite_number, quoted
 
 MAX_SAMPLES_PER_REQUEST = 4096
 MAX_SEED = 2**63 - 1
@@ -34,6 +33,9 @@ MAX_CELLS = 1 << 24
 """Cells of one matrix, so that a few bytes of sparse request cannot ask for gigabytes."""
 MAX_REQUEST_CELLS = 1 << 26
 TEN_YEARS_S = 315_360_000
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+_CONVERTED_AT_ONCE = 1 << 16
 
 LOSS_INPUTS = {
     LossFn.CROSS_ENTROPY: frozenset({"target_tokens", "weights"}),
@@ -133,7 +135,7 @@ def parse_adam(fields: Fields) -> AdamSettings:
     """The optimizer settings of an optim_step body."""
     other = fields.mapping("optimizer_params")
     if other:
-        raise UserError(f"optimizer {other.get('type')!r} is not supported by this server; use AdamW (tinker.AdamParams)")
+        raise UserError(f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW (tinker.AdamParams)")
     params = Fields(fields.mapping("adam_params"), "adam_params")
     default = AdamSettings()
     adam = AdamSettings(
@@ -156,10 +158,24 @@ def parse_adam(fields: Fields) -> AdamSettings:
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 
-def integers(values: object, where: str) -> np.ndarray:
+def array_of(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
+    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the longest string.
+
+    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they can wait.
+    """
+    parts = []
+    for at in range(0, len(values), _CONVERTED_AT_ONCE):
+        part = values[at : at + _CONVERTED_AT_ONCE]
+        if not set(map(type, part)) <= {int, float, bool}:
+            raise ValueError("not a flat list of numbers")
+        parts.append(np.asarray(part, dtype))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.asarray([], dtype)
+
+
+def integers(values: list[object], where: str) -> np.ndarray:
     """A flat JSON list of integers as [N] int64."""
     try:
-        array = np.asarray(values)
+        array = array_of(values)
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: expected a flat list of integers") from None
     if array.size == 0:
@@ -196,12 +212,14 @@ def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
 
 def parse_stop(stop: object) -> SamplingSettings:
     """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
-    wrong = UserError(f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {repr(stop)[:80]}")
+    wrong = UserError(f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {quoted(stop)}")
     if stop is None:
         return SamplingSettings()
     values = [stop] if isinstance(stop, str) else stop
     if not isinstance(values, list):
         raise wrong
+    if len(values) > MAX_STOPS or any(isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values):
+        raise UserError(f"sampling_params: stop takes at most {MAX_STOPS} entries of at most {MAX_STOP_LENGTH} characters")
     strings = tuple(value for value in values if isinstance(value, str))
     token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
     if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
@@ -305,7 +323,7 @@ def parse_loss_fn(name: str) -> LossFn:
         known = ", ".join(loss.value for loss in LossFn)
         if name == "custom":
             raise UserError(f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}") from None
-        raise UserError(f"loss {name!r} is not supported by this server; use one of: {known}") from None
+        raise UserError(f"loss {quoted(name)} is not supported by this server; use one of: {known}") from None
 
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
@@ -313,9 +331,9 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
     for name, value in config.items():
         if name not in known:
             allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
-            raise UserError(f"loss_fn_config: unknown setting {name!r} for {loss_fn.value}; {allowed}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise UserError(f"loss_fn_config: {name} must be a finite number, not negative, got {repr(value)[:80]}")
+            raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
+        if not is_finite_number(value) or not isinstance(value, int | float) or value < 0:
+            raise UserError(f"loss_fn_config: {name} must be a finite number, not negative, got {quoted(value)}")
     settings = LossSettings(**{name: float(value) for name, value in config.items() if isinstance(value, int | float)})
     low, high = settings.clip_low_threshold, settings.clip_high_threshold
     if low > high:
@@ -332,7 +350,7 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
     for name, array in inputs.items():
         if name not in expected:
             hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
-            raise UserError(f"{where}: loss {loss_fn.value} does not use the input {name!r}; {hint}")
+            raise UserError(f"{where}: loss {loss_fn.value} does not use the input {quoted(name)}; {hint}")
         if array.ndim != 1 and (array.ndim != 2 or loss_fn is not LossFn.CROSS_ENTROPY):
             takes = "[N] or [N, K]" if loss_fn is LossFn.CROSS_ENTROPY else "[N]: only cross_entropy takes several targets per position"
             raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
@@ -429,7 +447,7 @@ def parse_tensor(body: object, where: str) -> np.ndarray | Cells:
         raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
     shape = integers(fields.items("shape"), f"{where}: shape")
     try:
-        array = np.asarray(fields.items("data"), dtype=None if dtype is None else np.dtype(dtype))
+        array = array_of(fields.items("data"), None if dtype is None else np.dtype(dtype))
         array = array.reshape(shape.tolist()) if shape.size and not is_sparse else array
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: data does not match its dtype and shape") from None

@@ -70,7 +70,9 @@ async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
             make = {"session_id": session_id, "model_seq_id": 0, "base_model": "local/fake", "lora_config": {"rank": 4}}
             await http.post("create_model", json=make)
             body = {key: value.replace("s", session_id, 1) if value in ("s", "s:train:0") else value for key, value in body.items()}
-        response = await http.post(route, content=json.dumps(body).encode("utf-8", "surrogatepass"))
+        response = await http.post(
+            route, content=json.dumps(body).encode("utf-8", "surrogatepass"), headers={"content-type": "application/json"}
+        )
         assert response.status_code in (200, 204, 400, 404, 408, 410), response.text
         assert "internal error" not in response.text
     fake_engine(context).stop()

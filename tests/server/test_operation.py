@@ -84,7 +84,7 @@ async def test_every_route_but_health_wants_the_key(context: Context) -> None:
         for path in ("/metrics", "/v1/models", "/api/v1/stats", "/api/v1/get_server_capabilities"):
             for headers in ({}, {"x-api-key": "tml-wrong"}, {"authorization": "Bearer tml-secre"}):
                 reply = await http.get(path, headers=headers)
-                assert reply.status_code == 401 and "needs its API key" in reply.json()["detail"]
+                assert reply.status_code == 401 and "needs its API key" in reply.text
             assert (await http.get(path, headers={"x-api-key": KEY})).status_code == 200
             assert (await http.get(path, headers={"authorization": f"Bearer {KEY}"})).status_code == 200
 

@@ -1,0 +1,30 @@
+"""Small JSON files that anyone may have written: read with a bound on their size and depth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 32
+
+
+def read_json_object(file: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
+    """The object in `file`. OSError when it cannot be read, ValueError with the reason for anything else."""
+    with file.open("rb") as stream:
+        text = stream.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes >> 10} KiB")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    level: list[dict[str, object] | list[object]] = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item for held in level for item in (held.values() if isinstance(held, dict) else held))
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")

@@ -1,0 +1,261 @@
+"""Accepting connections: how many may be open, how long each may take over its request's head, and how the server survives a shortage of
+file descriptors.
+
+uvicorn parses and answers; this module decides which connections it gets. uvloop's own server closes the listening socket at the first
+`accept` that fails for want of a descriptor, so connections are accepted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from skyrl_tx_server.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 20.0
+"""From the connection, or the first byte of its next request, to the end of the request's headers."""
+WRITE_TIMEOUT_S = 120.0
+"""A client that reads nothing of its answer for this long is gone."""
+HANDSHAKE_TIMEOUT_S = 20.0
+MAX_URL_BYTES = 16 << 10
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
+RESERVED_FILES = 128
+"""Descriptors that connections may not take: for checkpoints, the listening socket, libraries and devices."""
+MAX_OPEN_FILES = 1 << 20
+MIN_CONNECTIONS = 8
+ACCEPT_AGAIN_S = 0.1
+
+
+def raise_file_limit() -> int:
+    """Raise the limit on open files as far as this user may; the limit afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connection_limit(wanted: int, max_files: int) -> int:
+    """`wanted`, or what the limit on open files leaves room for. ConfigError when that is next to nothing."""
+    limit = min(wanted, max_files - RESERVED_FILES)
+    if limit < MIN_CONNECTIONS:
+        raise ConfigError(f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more (ulimit -n)")
+    return limit
+
+
+class Connections:
+    """Every open connection, and which of them have no request in progress, longest first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: set[BoundedProtocol] = set()
+        self._idle: OrderedDict[BoundedProtocol, None] = OrderedDict()
+
+    @property
+    def are_full(self) -> bool:
+        return len(self._open) >= self._limit
+
+    def add(self, protocol: BoundedProtocol) -> None:
+        self._open.add(protocol)
+
+    def remove(self, protocol: BoundedProtocol) -> None:
+        self._open.discard(protocol)
+        self._idle.pop(protocol, None)
+
+    def mark_idle(self, protocol: BoundedProtocol) -> None:
+        self._idle[protocol] = None
+
+    def mark_busy(self, protocol: BoundedProtocol) -> None:
+        self._idle.pop(protocol, None)
+
+    def close_longest_idle(self) -> bool:
+        """False when every connection has a request in progress."""
+        if not self._idle:
+            return False
+        protocol, _ = self._idle.popitem(last=False)
+        protocol.abort()
+        return True
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits on the head's size."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server: uvicorn.Server,
+        connections: Connections,
+        *,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        super().__init__(config, server.server_state, server.lifespan.state)
+        self._open_connections = connections
+        self._head_timeout_s = head_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._is_idle = True
+        self._num_header_bytes = 0
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._open_connections.mark_idle(self)
+        self._start_head_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open_connections.remove(self)
+        self._stop_head_deadline()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_idle and self._head_deadline is None and not self.transport.is_closing():
+            self._start_head_deadline()  # the next request's head has begun, or an answered request's body goes on
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            raise ValueError("the URL is too long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_header_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")
+
+    def on_headers_complete(self) -> None:
+        self._is_idle = False
+        self._stop_head_deadline()
+        self._open_connections.mark_busy(self)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._is_idle = True
+            self._open_connections.mark_idle(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_deadline is None:
+            self._write_deadline = self.loop.call_later(self._write_timeout_s, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _start_head_deadline(self) -> None:
+        self._head_deadline = self.loop.call_later(self._head_timeout_s, self.abort)
+
+    def _stop_head_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+
+class Acceptor:
+    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio server."""
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, make: Callable[[], BoundedProtocol], tls: ssl.SSLContext | None
+    ) -> None:
+        self._listener = listener
+        self._connections = connections
+        self._make = make
+        self._tls = tls
+        self._starting: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        self._accepting.cancel()
+        for task in self._starting:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.wait({self._accepting, *self._starting})
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        is_short = False  # of descriptors; logged once
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue  # the client is gone already
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    return  # the listening socket was closed
+                if not is_short:
+                    logger.warning("cannot accept connections: %s; idle ones are closed", error.strerror)
+                is_short = True
+                self._connections.close_longest_idle()
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            is_short = False
+            if self._connections.are_full and not self._connections.close_longest_idle():
+                accepted.close()
+                continue
+            await asyncio.sleep(0)  # a closed connection's descriptor is released in the loop's next turn
+            protocol = self._make()
+            self._connections.add(protocol)
+            task = asyncio.create_task(self._start(accepted, protocol))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _start(self, accepted: socket.socket, protocol: BoundedProtocol) -> None:
+        timeout = None if self._tls is None else HANDSHAKE_TIMEOUT_S
+        try:
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=timeout
+            )
+        except BaseException as error:
+            accepted.close()
+            self._connections.remove(protocol)
+            if not isinstance(error, OSError | asyncio.CancelledError):
+                raise
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn on sockets that `Acceptor` accepts from."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int, *, head_timeout_s: float = HEAD_TIMEOUT_S) -> None:
+        super().__init__(config)
+        self.connections = Connections(max_connections)
+        self._head_timeout_s = head_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+
+        def make() -> BoundedProtocol:
+            return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
+
+        self.servers = [Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []]  # type: ignore[assignment]
+        self.started = True

@@ -1,0 +1,110 @@
+"""Which host names and web pages may use the server.
+
+A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them: with an `Origin`, with
+`Sec-Fetch-Site`, or, where the page's own name was made to resolve to this machine (DNS rebinding), with that name as `Host`. The Tinker
+SDK, OpenAI's clients and curl send neither of the first two.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from enum import Enum
+
+from starlette.requests import Request
+
+from skyrl_tx_server.errors import ForbiddenError
+
+
+class HostNames(Enum):
+    """Which `Host` headers are accepted beside the listed names."""
+
+    ANY = "any"  # an API key protects the server, or whoever made the policy checks nothing
+    ADDRESSES = "addresses"  # a rebound name is never an IP address
+    LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccessPolicy:
+    host_names: HostNames = HostNames.ANY
+    allowed_hosts: frozenset[str] = frozenset()  # lower case, without port
+    allowed_origins: frozenset[str] = frozenset()  # lower case, as in https://example.org
+
+
+def access_policy(*, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None) -> AccessPolicy:
+    """The policy of a server that listens on `host`. With a key host names are free: no web page knows it, and a reverse proxy passes on
+    whatever name it serves."""
+    own = host.lower().removesuffix(".")
+    names = HostNames.LOOPBACK if _is_loopback(own) else HostNames.ADDRESSES
+    machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
+    return AccessPolicy(
+        host_names=HostNames.ANY if has_key else names,
+        allowed_hosts=frozenset({own, *machine, *map(host_name, _split(allowed_hosts))}),
+        allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
+    )
+
+
+def _split(names: str | None) -> list[str]:
+    return [] if names is None else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def check_access(policy: AccessPolicy, request: Request) -> None:
+    """ForbiddenError for a request that a web page made, or that was sent to a name which is not the server's."""
+    hosts: list[bytes] = []
+    origin = fetch_site = b""
+    for name, value in request.scope["headers"]:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"origin":
+            origin = value
+        elif name == b"sec-fetch-site":
+            fetch_site = value
+    if origin and origin.decode("latin-1").lower() not in policy.allowed_origins:
+        raise ForbiddenError(
+            f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with allowed_origins=ORIGIN to accept them"
+        )
+    if fetch_site not in (b"", b"none", b"same-origin") and not origin:
+        raise ForbiddenError(f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site)})")
+    if policy.host_names is HostNames.ANY:
+        return
+    if len(hosts) != 1 or not _is_allowed(policy, host_name(hosts[0].decode("latin-1"))):
+        raise ForbiddenError(
+            f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with allowed_hosts=NAME, or with an API key"
+        )
+
+
+def host_name(host: str) -> str:
+    """The name or address in a Host header, in lower case, without port, brackets and trailing dot.
+
+    >>> host_name("LocalHost.:8000"), host_name("[::1]:8000"), host_name("127.0.0.1")
+    ('localhost', '::1', '127.0.0.1')
+    """
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _is_allowed(policy: AccessPolicy, name: str) -> bool:
+    if name in policy.allowed_hosts or _is_loopback(name):
+        return True
+    return policy.host_names is HostNames.ADDRESSES and _address(name) is not None
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address if mapped is None else mapped
+
+
+def _quoted(value: bytes) -> str:
+    return repr(value[:80].decode("latin-1"))

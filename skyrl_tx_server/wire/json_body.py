@@ -1,0 +1,68 @@
+"""JSON request bodies: bytes -> values, with the number of values, strings and containers and the depth checked before anything is built.
+
+The counts come from scans at memory speed. The first scan also counts what stands inside of strings, so it can only count too much; a body
+that it finds too large is scanned again without its strings before it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+from skyrl_tx_server.errors import UserError
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, so that the scan is linear for every input
+_BRACKETS = b"[]{}"
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonBounds:
+    """How much a body may hold. Each value of a list and each member of an object counts as one value."""
+
+    values: int = 10_000
+    strings: int = 20_000  # names of members are strings as well
+    containers: int = 10_000  # lists and objects
+    depth: int = 32
+
+
+CONTROL_BOUNDS = JsonBounds()
+DATA_BOUNDS = JsonBounds(values=1 << 22, strings=200_000, containers=100_000)
+
+
+def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
+    """The body's value, {} for an empty body. UserError for what is not JSON or exceeds `bounds`."""
+    if not body:
+        return {}
+    if len(body) > bounds.depth:  # a shorter one cannot exceed any bound
+        _check(body, bounds)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"the body is not valid JSON: {error}") from None
+
+
+def _check(body: bytes, bounds: JsonBounds) -> None:
+    num_quotes = body.count(b'"') - body.count(b'\\"')  # at least half of the strings' ends, whatever stands in them
+    brackets = body.translate(None, _NOT_BRACKETS)
+    if body.count(b",") < bounds.values and num_quotes <= bounds.strings and len(brackets) <= bounds.depth:
+        return
+    bare, num_strings = _STRING.subn(b"", body)
+    if num_strings > bounds.strings:
+        raise _exceeds("strings", bounds.strings)
+    if bare.count(b",") >= bounds.values:
+        raise _exceeds("values", bounds.values)
+    steps = _STEPS[np.frombuffer(bare.translate(None, _NOT_BRACKETS), np.uint8)]
+    if int((steps > 0).sum()) > bounds.containers:
+        raise _exceeds("lists and objects", bounds.containers)
+    if steps.size and int(np.cumsum(steps, dtype=np.int32).max()) > bounds.depth:
+        raise _exceeds("levels", bounds.depth)
+
+
+def _exceeds(what: str, bound: int) -> UserError:
+    return UserError(f"the JSON body has more than {bound} {what}, which is this route's limit; send less in one request")

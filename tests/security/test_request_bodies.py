@@ -1,0 +1,317 @@
+"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no gap of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+
+from skyrl_tx_server.app import ENDPOINTS, build_app
+from skyrl_tx_server.errors import CapacityError, UserError
+from skyrl_tx_server.routes.bodies import CONTROL_BODY, BodyBudget, decompress
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
+from skyrl_tx_server.wire.openai_requests import parse_chat, parse_completion
+from skyrl_tx_server.wire.protobuf import parse_training_proto
+from skyrl_tx_server.wire.requests import Limits, parse_sample, parse_training_json
+from tests.fakes.server import fake_context, fake_engine
+
+JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
+LIMITS = Limits(vocab_size=512, max_context_length=4096, max_lora_rank=32)
+LONGEST_GAP_S = 0.5
+
+
+def packed(body: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=19).compress(body)
+
+
+def deep(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+BODIES = {
+    "deep objects": deep(900),
+    "deep lists": b'{"tags":' + b"[" * 900 + b"]" * 900 + b"}",
+    "unclosed lists": b"[" * 100_000,
+    "many empty lists": b'{"tags":[' + b"[]," * 200_000 + b"[]]}",
+    "many keys": b"{" + b",".join(b'"k%d":0' % i for i in range(60_000)) + b"}",
+    "a long key": b'{"' + b"k" * 900_000 + b'":1}',
+    "a long string": b'{"session_id":"' + b"s" * 900_000 + b'","model_id":"' + b"m" * 100_000 + b'"}',
+    "a number of 5000 digits": b'{"seq_id":' + b"9" * 5000 + b',"model_seq_id":' + b"9" * 5000 + b"}",
+    "a number above every float": b'{"seq_id":1e999}',
+    "an integer above 64 bits": b'{"session_id":"s","model_seq_id":' + b"9" * 30 + b',"seq_id":' + b"9" * 30 + b"}",
+    "not a number": b'{"seq_id":NaN}',
+    "half a surrogate pair": b'{"session_id":"\\ud800","model_id":"\\udfff"}',
+    "not UTF-8": b'{"session_id":"\xff\xfe"}',
+    "duplicate keys": b'{"model_id":"a","model_id":["b"]}',
+    "a list": b"[1]",
+    "a string": b'"model_id"',
+    "null": b"null",
+    "escaped quotes": b'{"model_id":"' + b'\\"' * 400_000 + b'"}',
+    "strings of one escape": b'{"tags":[' + b'"\\\\",' * 100_000 + b'""]}',
+    "unclosed escaped string": b'{"model_id":"' + b'\\"' * 400_000,
+    "large metadata": json.dumps({"session_id": "s", "user_metadata": {"k": "v" * 20_000}}).encode(),
+    "much metadata": json.dumps({"session_id": "s", "user_metadata": {f"k{i}": "v" for i in range(1000)}}).encode(),
+    "nested metadata": b'{"user_metadata":{"a":{"b":[1]}}}',
+    "above the limit": b" " * (40 << 20),
+}
+ROUTES = [endpoint for endpoint in ENDPOINTS if endpoint.method in ("POST", "PUT") and endpoint.path != "/api/v1/telemetry"]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[Context]:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None))
+    yield context
+    fake_engine(context).stop()
+
+
+@pytest.fixture
+async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        yield http
+
+
+class Ticker:
+    """The longest time between two turns of the event loop."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def run(self) -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            self.longest_s, last = max(self.longest_s, now - last), now
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        task = asyncio.create_task(self.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_hostile_body_is_refused_by_every_route_without_holding_the_loop(
+    name: str, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticker = Ticker()
+    with ticker.ticking(), caplog.at_level(logging.ERROR):
+        for endpoint in ROUTES:
+            path = endpoint.path.replace("{checkpoint_id:path}", "weights/w").replace("{", "").replace("}", "")
+            response = await http.request(endpoint.method, path, content=BODIES[name], headers=JSON)
+            assert response.status_code in {200, 204, *range(400, 500)}, (endpoint.path, response.text[:200])
+            assert len(response.content) < 10_000, "a message does not repeat what was sent"
+    assert not [record for record in caplog.records if record.exc_info], caplog.text[:2000]
+    assert ticker.longest_s < LONGEST_GAP_S
+
+
+@pytest.mark.parametrize("inner", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
+async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memory(inner: bytes, http: httpx.AsyncClient) -> None:
+    """Six kilobytes took 3.4 GiB and ten seconds."""
+    bomb = packed(b'{"tags":[' + inner * (60_000_000 // len(inner)) + b"1]}")
+    assert len(bomb) < 50_000
+    ticker = Ticker()
+    tracemalloc.start()
+    try:
+        with ticker.ticking():
+            for path in ("/api/v1/create_session", "/api/v1/asample", "/v1/chat/completions", "/api/v1/forward"):
+                response = await http.post(path, content=bomb, headers=JSON | {"content-encoding": "zstd"})
+                assert response.status_code == 400
+                assert "limit" in response.text or "compressed more than" in response.text
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    assert ticker.longest_s < LONGEST_GAP_S
+
+
+async def test_large_bodies_are_parsed_while_other_requests_are_answered(http: httpx.AsyncClient) -> None:
+    tokens = b"1," * 2_000_000 + b"1"
+    body = b'{"base_model":"local/fake","sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
+    answered: list[str] = []
+
+    async def large() -> None:
+        response = await http.post("/api/v1/asample", content=body, headers=JSON)
+        assert "exceeds the model's context window" in response.text
+        answered.append("large")
+
+    async def small() -> None:
+        await asyncio.sleep(0)
+        assert (await http.get("/api/v1/healthz")).status_code == 200
+        answered.append("small")
+
+    await asyncio.gather(large(), small())
+    assert answered == ["small", "large"]
+
+
+def hostile_protobufs() -> Iterator[bytes]:
+    yield b"\x1a\x00" * 500_000  # empty datums
+    yield b"\x1a\x84\x80\x08" + b"\x0a\x00" * 65_538  # one datum with empty chunks, many times
+    yield b"\x1a\x84\x80\x20" + b"\x0a\x00" * 262_146
+    yield b"\x78\x01" * 500_000  # unknown fields
+    yield b"\x2a\x00" * 500_000  # empty entries of a map
+    yield b"\x1a\xff\xff\xff\xff\x0f" + b"a" * 100_000  # longer than the body
+    yield b"\x0b" * 200_000  # groups that never end
+    yield b"\xff" * 200_000
+
+
+@pytest.mark.parametrize("body", list(hostile_protobufs()), ids=range(8))
+async def test_a_protobuf_of_many_small_fields_is_refused_before_it_is_parsed(body: bytes, http: httpx.AsyncClient) -> None:
+    ticker = Ticker()
+    with ticker.ticking():
+        response = await http.post("/api/v1/forward_backward", content=body, headers=PROTO)
+    assert response.status_code == 400 and "internal error" not in response.text
+    assert ticker.longest_s < LONGEST_GAP_S
+
+
+PARSERS: dict[str, Callable[[bytes], object]] = {
+    "asample": lambda body: parse_sample(parse_json(body, DATA_BOUNDS), LIMITS),
+    "forward": lambda body: parse_training_json(parse_json(body, DATA_BOUNDS), LIMITS, forward_only=True),
+    "forward_backward": lambda body: parse_training_proto(body, LIMITS),
+    "chat": lambda body: parse_chat(parse_json(body, DATA_BOUNDS), LIMITS),
+    "completions": lambda body: parse_completion(parse_json(body, DATA_BOUNDS), LIMITS),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, body in BODIES.items() if len(body) < 2 << 20])
+@pytest.mark.parametrize("route", PARSERS)
+def test_a_parser_refuses_with_nothing_but_a_user_error(route: str, name: str) -> None:
+    with pytest.raises(UserError):
+        PARSERS[route](BODIES[name])
+
+
+def test_one_long_string_among_numbers_does_not_widen_the_whole_list() -> None:
+    """numpy would give every element the width of the longest string."""
+    body = json.dumps({"prompt": {"chunks": [{"tokens": [1] * 20_000 + ["x" * 500_000]}]}, "sampling_params": {}}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="flat list of integers"):
+            PARSERS["asample"](body)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "exceeds"),
+    [
+        (b"[" * 5 + b"]" * 5, "levels"),
+        (b"[1,2,3,4,5,6,7,8,9,10,11]", "values"),
+        (b"[[],[],[],[],[],[]]", "lists and objects"),
+        (b'["a","b","c","d","e","f","g","h","i"]', "strings"),
+        (b'["[[[[[[[[[[[[[[,,,,,,,,,,,,"]', None),
+        (b'["\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\"\\""]', None),
+        (b"[1,2,3,4,5,6,7,8,9,10]", None),
+    ],
+)
+def test_bounds_count_what_is_built_and_not_what_strings_hold(body: bytes, exceeds: str | None) -> None:
+    bounds = JsonBounds(values=10, strings=8, containers=6, depth=4)
+    if exceeds is None:
+        assert parse_json(body, bounds) == json.loads(body)
+    else:
+        with pytest.raises(UserError, match=exceeds):
+            parse_json(body, bounds)
+
+
+def test_training_data_compresses_within_the_ratio_and_a_bomb_does_not() -> None:
+    data = bytes(range(256)) * 4096
+    assert decompress(packed(data[: 1 << 19]), 1 << 20) == data[: 1 << 19]
+    with pytest.raises(UserError, match="compressed more than 200 times"):
+        decompress(packed(bytes(50 << 20)), 64 << 20)
+
+
+def test_control_routes_take_a_mebibyte_and_only_data_routes_more() -> None:
+    larger = {endpoint.path for endpoint in ENDPOINTS if endpoint.body.max_bytes > CONTROL_BODY.max_bytes}
+    assert CONTROL_BODY.max_bytes == 1 << 20
+    assert larger == {
+        "/api/v1/forward_backward",
+        "/api/v1/forward",
+        "/api/v1/asample",
+        "/v1/chat/completions",
+        "/v1/completions",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"tags": ["t"] * 65}, "at most 64"),
+        ({"tags": ["t" * 257]}, "256 characters"),
+        ({"tags": [[]]}, "must be strings"),
+        ({"user_metadata": {f"k{i}": "v" for i in range(65)}}, "at most 64"),
+        ({"user_metadata": {"k" * 129: "v"}}, "too long a name"),
+        ({"user_metadata": {"k": "v" * (16 << 10)}}, "at most 16384"),
+        ({"user_metadata": {"k": {"a": 1}}}, "must be a string"),
+        ({"display_name": "n" * 257}, "at most 256"),
+    ],
+)
+async def test_what_the_server_keeps_of_a_client_is_small(body: dict[str, object], says: str, http: httpx.AsyncClient) -> None:
+    response = await http.post("/api/v1/create_session", json=body)
+    assert (response.status_code, says in response.json()["detail"]) == (400, True), response.text
+
+
+async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> None:
+    metadata = {f"k{i:02}": "v" * 200 for i in range(64)}
+    session = (await http.post("/api/v1/create_session", json={"tags": ["t" * 256], "user_metadata": metadata})).json()["session_id"]
+    assert (await http.get(f"/api/v1/sessions/{session}")).json()["user_metadata"] == metadata
+
+
+async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
+    budget, entered = BodyBudget(), []
+
+    async def hold(name: str, num_bytes: int, leave: asyncio.Event) -> None:
+        async with budget.reserve(num_bytes, capacity=100, timeout_s=60):
+            entered.append(name)
+            await leave.wait()
+
+    leaves = {name: asyncio.Event() for name in "abcd"}
+    tasks = [asyncio.create_task(hold(name, size, leaves[name])) for name, size in zip("abcd", (60, 60, 40, 1000), strict=True)]
+    await asyncio.sleep(0)
+    assert entered == ["a"] and budget.used_bytes == 60, "who came first is not overtaken by a smaller one"
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert entered == ["a", "c"]
+    leaves["a"].set()
+    leaves["c"].set()
+    leaves["d"].set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert entered == ["a", "c", "d"] and budget.used_bytes == 0
+
+
+async def test_a_body_that_finds_no_room_in_time_is_told_to_come_again() -> None:
+    budget = BodyBudget()
+    async with budget.reserve(100, capacity=100, timeout_s=60):
+        with pytest.raises(CapacityError, match="try again later"):
+            async with budget.reserve(1, capacity=100, timeout_s=0.01):
+                raise AssertionError("there was no room")
+    assert budget.used_bytes == 0
+
+
+async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: Path) -> None:
+    context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.2))
+
+    async def drips() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
+        response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
+    assert (response.status_code, "on average" in response.text) == (400, True)
+    assert context.bodies.used_bytes == 0
+    fake_engine(context).stop()
