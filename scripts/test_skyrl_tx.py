@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from src.probe.__main__ import main
+from src.process import leave
 from src.train import load_environment
 
 CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fresh", "seeds", "loads with optimizer")
@@ -21,4 +22,4 @@ CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fres
 if __name__ == "__main__":
     load_environment(["backend=skyrl-tx"])
     url = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKYRL_TX_URL", "http://localhost:8000")
-    sys.exit(main([url, f"only={','.join(CHECKS)}", "output="]))
+    leave(main([url, f"only={','.join(CHECKS)}", "output="]))

@@ -24,12 +24,13 @@ from src.console import Display
 from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
 from src.envs.registry import find, open_task_source
-from src.errors import ConfigError
+from src.errors import BackendError, ConfigError
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.results import RESULTS_FILE, compare, read_results, report, require_enough, results_of, write_json
 from src.evaluation import EvaluationSettings, evaluate
 from src.held_out import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.policy import Policy
+from src.process import deadline
 from src.record import checkpoints
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal
@@ -38,6 +39,7 @@ from src.record.run_folder import held
 from src.rollouts import Rollouts, RolloutSettings
 from src.run import closed, logging_to_file
 from src.trajectory import Task
+from src.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,7 @@ class Evaluated:
 
     policy: Policy
     source: TaskSource
+    watchdog: Watchdog | None = None  # that ends the evaluation when the endpoint is lost; None: none does
 
 
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
@@ -55,15 +58,21 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
+    limits = narrow(trials, WatchdogSettings)
     await asyncio.to_thread(find, trials.env)
     if config.base_url is not None:
-        async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
-            yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
+        limit_s = config.server_timeout_sec
+        async with AsyncExitStack() as stack:
+            async with deadline(limit_s, BackendError, f"{config.base_url} did not answer within server_timeout_sec={limit_s:g}"):
+                endpoint = await stack.enter_async_context(connect_endpoint(config.base_url, trials.model_name))
+            watchdog = await stack.enter_async_context(watching(_unprobed, limits))
+            source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
+            yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with connect(narrow(trials, BackendSettings)) as endpoint:
-        policy = await endpoint.open_policy(checkpoint)
+    async with connect(narrow(trials, BackendSettings)) as endpoint, watching(endpoint.check, limits) as watchdog:
+        policy = WatchedPolicy(await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog)
         chat = await asyncio.to_thread(load_chat, trials.tokenizer or trials.model_name)
-        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat))
+        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat), watchdog=watchdog)
 
 
 async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open = open_evaluated) -> None:
@@ -101,15 +110,9 @@ async def play(
             rollouts = Rollouts(evaluated.source, narrow(config.trials, RolloutSettings), finished)
             display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
-            result = await evaluate(
-                rollouts,
-                tasks,
-                evaluated.policy,
-                EvaluationSettings(group_size=config.n_samples, temperature=config.temperature),
-                step=0,
-                directory=jobs,
-                on_group=display.group,
-            )
+            settings = EvaluationSettings(group_size=config.n_samples, temperature=config.temperature)
+            evaluating = evaluate(rollouts, tasks, evaluated.policy, settings, step=0, directory=jobs, on_group=display.group)
+            result = await (evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating)
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
     results = await asyncio.to_thread(results_of, name, config, result)
@@ -117,6 +120,10 @@ async def play(
     report(results, display)
     require_enough(results, config, directory)
     return results
+
+
+async def _unprobed() -> None:
+    """OpenAI's API has no cheap route to probe: the deadline of each answer holds alone."""
 
 
 def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
