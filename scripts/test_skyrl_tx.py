@@ -2,6 +2,10 @@
 
     .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or .env.skyrl-tx), else http://localhost:8000
 
+The key of the server is TINKER_API_KEY's (the environment or .env). A server that `./run_skyrl_tx.sh` started has its key in a file:
+
+    TINKER_API_KEY=$(cat runs/RUN.server/api_key) .venv/bin/python scripts/test_skyrl_tx.py URL
+
 Exit status 0 when all hold.
 """
 

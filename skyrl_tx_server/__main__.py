@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print_help(help_text())
         return 0
     try:
-        config = parse(argv)
+        config = parse(with_key_from_environment(argv))
     except ConfigError as error:
         return _fail(error, status=2)
     _set_up_logging(config)
@@ -65,6 +65,13 @@ def main(argv: Sequence[str]) -> int:
     if config.num_processes > 1:
         _exit_now(status)  # jax would wait for the other processes first
     return status
+
+
+def with_key_from_environment(argv: Sequence[str]) -> list[str]:
+    """SKYRL_TX_API_KEY stands in for an api_key that was not given: unlike an argument, other users cannot read it."""
+    key = os.environ.pop("SKYRL_TX_API_KEY", None)
+    is_given = any(argument.startswith("api_key=") for argument in argv)
+    return [*argv, f"api_key={key}"] if key and not is_given else list(argv)
 
 
 def _run(config: ServerConfig) -> int:

@@ -34,6 +34,7 @@ from src.process import deadline
 from src.record import checkpoints
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal
+from src.record.private_folder import make_private, resolved
 from src.record.recorder import record_groups
 from src.record.run_folder import held
 from src.rollouts import Rollouts, RolloutSettings
@@ -168,10 +169,10 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
 
 def evaluation_folder(config: EvaluateConfig) -> Path:
     if config.log_path:
-        return Path(config.log_path).expanduser().resolve()
+        return resolved(Path(config.log_path))
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
     tasks = tasks_name(config.trials)
-    return (Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}").expanduser().resolve()
+    return resolved(Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
@@ -187,4 +188,5 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
     if before is None and directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
         raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
+    make_private(directory)
     write_json(path, identity)
