@@ -240,6 +240,8 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     finally:
         # The SDK's own context manager would wait on a dead server for minutes, on the event loop.
         try:
-            await asyncio.wait_for(service.close(status).result_async(), min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
+            # In a thread: a session that is still being opened holds the lock that closing it takes.
+            closing = in_thread(lambda: service.close(status).result())
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning("the session at %s did not close cleanly (%s); the server will drop it", url, type(error).__name__)

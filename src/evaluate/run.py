@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
+from pydantic import TypeAdapter
 
 from src.backend import BackendSettings, connect
 from src.chat import load_chat
@@ -35,6 +36,7 @@ from src.record import checkpoints
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal
 from src.record.private_folder import make_private, resolved
+from src.record.reading import read_document, same
 from src.record.recorder import record_groups
 from src.record.run_folder import held
 from src.rollouts import Rollouts, RolloutSettings
@@ -179,7 +181,7 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """A folder of its own, or that of the same evaluation, interrupted. ConfigError for any other."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
-    before = json.loads(path.read_text()) if path.is_file() else None
+    before = read_document(path, TypeAdapter(dict[str, Any]), same) if path.is_file() else None
     for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"):
         identity.pop(free)
         if before is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
+from pydantic import TypeAdapter
 
 from src.config import TrainerConfig
 from src.errors import ConfigError, StorageError
@@ -24,6 +25,7 @@ from src.record.durable import remove, replace_text, storage_boundary
 from src.record.finished import any_graded
 from src.record.journal import JOURNAL
 from src.record.private_folder import make_parents, make_private, resolved
+from src.record.reading import read_document, same
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ def _ask(path: Path) -> str:
 
 
 def _check_same_run(path: Path, config: TrainerConfig) -> None:
-    before = json.loads((path / CONFIG_FILE).read_text())
+    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:
         if name in before and before[name] != now[name]:
