@@ -38,7 +38,7 @@ Group = tuple[Count, str]
 
 
 class PlaceFields(TypedDict):
-    purpose: Literal["step", "eval"]
+    purpose: Annotated[str, Field(max_length=100)]  # step, eval, or that of a refill
     step: Count
     task: str
     member: Count
