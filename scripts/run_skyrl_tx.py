@@ -3,13 +3,14 @@
 Without `model_name` it is the quick start of a kind of environment, with a small model of ours and an embedded server on a free port:
 terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail). With `model_name` it is the full
 recipe. Options given on the command line win over the recipe's. A server started here is stopped when training ends, and dies with this
-process even if that is killed.
+process even if that is killed. It takes a random key of its own, which is in the file `api_key` beside its log.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,10 +26,12 @@ from dotenv import load_dotenv
 
 from src.command_line import parse
 from src.errors import ConfigError
+from src.record.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
 START_TIMEOUT_S = 1800.0
+KEY_FILE = "api_key"  # of an embedded server, beside its log
 PR_SET_PDEATHSIG = 1
 
 QUICKSTART_OPTIONS = {
@@ -138,6 +141,7 @@ def quick_start(given: dict[str, str]) -> int:
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     check_options(options)
     side_files = Path(options["log_path"] + ".server")
+    key = new_key()
     server = start_server(
         url,
         (
@@ -146,9 +150,10 @@ def quick_start(given: dict[str, str]) -> int:
             *QUICKSTART_SERVER,
             f"checkpoints_dir={side_files / 'checkpoints'}",
         ),
-        side_files / "server.log",
+        side_files,
+        key=key,
     )
-    status = train(options, server)
+    status = train(options, server, key=key)
     say(f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}")
     return status
 
@@ -163,7 +168,7 @@ def full_recipe(given: dict[str, str]) -> int:
     if Path(base_model).expanduser().is_dir():  # clients ask for org/name, never for a path
         options["model_name"] = f"local/{Path(base_model).expanduser().resolve().name}"
         options.setdefault("tokenizer", base_model)
-    server = None
+    server = key = None
     if healthy(url):
         say(f"using the server at {url}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
@@ -179,8 +184,9 @@ def full_recipe(given: dict[str, str]) -> int:
             f"max_context_length={options['context_limit']}",
             "stretch_context=true",
         )
-        server = start_server(url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}.log")
-    return train(options, server)
+        key = new_key()
+        server = start_server(url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}", key=key)
+    return train(options, server, key=key)
 
 
 def check_options(options: dict[str, str]) -> None:
@@ -198,17 +204,18 @@ def trainer_arguments(options: dict[str, str]) -> list[str]:
     return ["backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
 
 
-def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> int:
-    """Run the trainer to its end, passing on signals; then stop the server this process started."""
+def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, key: str | None) -> int:
+    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is `key`."""
     command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
     # Without this process there is soon no server either, so a trainer left alone could save nothing.
-    trainer = subprocess.Popen(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
+    environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
+    trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # The terminal sends Ctrl-C to the trainer as well; here it must only wait for the trainer's clean end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
     if server is not None:
-        say_programs(options["skyrl_tx_url"])
+        say_programs(options["skyrl_tx_url"], key=key or "")
         server.terminate()
         try:
             server.wait(20)
@@ -218,20 +225,31 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None) -> in
     return status if status >= 0 else 128 - status
 
 
-def say_programs(url: str) -> None:
+def say_programs(url: str, *, key: str) -> None:
     """How many XLA programs the run needed; a warm start reads them from the compilation cache."""
     try:
-        engine = httpx.get(f"{url}/api/v1/stats", timeout=5.0).json()["engine"]
+        engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
         return  # the server is gone, and the trainer has said so
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
     say(f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} from the cache")
 
 
-def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it can work; exits with the server's own error when it cannot."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    say(f"starting the server at {url} (log: {log_file})")
+def new_key() -> str:
+    """For a server of this process's own. Without one, every process of this machine could train on the server, a trial's too."""
+    return f"tml-{secrets.token_urlsafe(32)}"
+
+
+def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key: str) -> subprocess.Popen[bytes]:
+    """Start the server and wait until it can work; exits with the server's own error when it cannot. Its log and its key are in
+    `side_files`, which this user alone can read; it gets the key by its environment, because every user can read arguments."""
+    try:
+        make_private(side_files)
+    except ConfigError as error:
+        sys.exit(fail(str(error)))
+    log_file, key_file = side_files / "server.log", side_files / KEY_FILE
+    write_private(key_file, key + "\n")
+    say(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
     with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays
         starts_at = log.tell()
@@ -239,6 +257,7 @@ def start_server(url: str, arguments: tuple[str, ...], log_file: Path) -> subpro
             [sys.executable, "-m", "skyrl_tx_server", f"host={address.host}", f"port={address.port}", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=os.environ | {"SKYRL_TX_API_KEY": key},
             start_new_session=True,
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )

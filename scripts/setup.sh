@@ -3,8 +3,12 @@
 #
 #   scripts/setup.sh [PACKAGE ...]
 #
-# Packages are added to .venv, e.g. pyarrow; what is pinned stays as it is. (.venv has no pip of its own: `pip` is another Python's.)
-# uv is fetched from PyPI when it is not on PATH. With an NVIDIA driver present, JAX's CUDA build is added.
+# Each package of requirements.txt must have one of the hashes given there. What has none: a PACKAGE that you add, e.g. pyarrow (what is
+# pinned keeps its version and hashes), and JAX's CUDA build, which is added where there is an NVIDIA driver. uv is fetched from PyPI, in
+# the version and with the hashes of scripts/uv.txt, when it is not on PATH. (.venv has no pip of its own: `pip` is another Python's.)
+#
+# After a change of versions: uv pip compile requirements.txt --generate-hashes --no-deps --no-annotate --no-header --no-emit-index-url \
+#   --universal --python-version 3.12 -o requirements.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,7 +43,8 @@ if [ -z "$uv" ]; then
   command -v python3 >/dev/null || install_packages python3 python3-pip
   python3 -m pip --version >/dev/null 2>&1 || install_packages python3-pip
   say "fetching uv from PyPI"
-  python3 -m pip install -q --disable-pip-version-check --target .cache/uv uv 2>/dev/null || fail "could not fetch uv from PyPI; see https://docs.astral.sh/uv"
+  python3 -m pip install -q --disable-pip-version-check --no-deps --require-hashes --target .cache/uv -r scripts/uv.txt 2>/dev/null ||
+    fail "could not fetch the uv of scripts/uv.txt from PyPI, or its hash differs; see https://docs.astral.sh/uv"
   uv=$PWD/.cache/uv/bin/uv
 fi
 
@@ -60,9 +65,10 @@ if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.
   done
   [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
 fi
-say "installing $(wc -l <requirements.txt) pinned packages"
+say "installing $(grep -c == requirements.txt) pinned packages"
 # Bytecode now rather than at every import: where PYTHONDONTWRITEBYTECODE is set, `import jax` alone would take three seconds instead of one.
-"$uv" pip install -q --compile-bytecode --python .venv/bin/python -r requirements.txt
+"$uv" pip install -q --compile-bytecode --python .venv/bin/python --require-hashes -r requirements.txt ||
+  fail "could not install requirements.txt; a package whose hash differs is not the one that was tested"
 if [ $gpu = yes ]; then
   say "an NVIDIA GPU is here: adding JAX's CUDA build"
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt 'jax[cuda12]'

@@ -2,6 +2,10 @@
 
     .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or .env.skyrl-tx), else http://localhost:8000
 
+The key of the server is TINKER_API_KEY's (the environment or .env). A server that `./run_skyrl_tx.sh` started has its key in a file:
+
+    TINKER_API_KEY=$(cat runs/RUN.server/api_key) .venv/bin/python scripts/test_skyrl_tx.py URL
+
 Exit status 0 when all hold.
 """
 
@@ -14,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from src.probe.__main__ import main
+from src.process import leave
 from src.train import load_environment
 
 CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fresh", "seeds", "loads with optimizer")
@@ -21,4 +26,4 @@ CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fres
 if __name__ == "__main__":
     load_environment(["backend=skyrl-tx"])
     url = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKYRL_TX_URL", "http://localhost:8000")
-    sys.exit(main([url, f"only={','.join(CHECKS)}", "output="]))
+    leave(main([url, f"only={','.join(CHECKS)}", "output="]))

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
@@ -45,13 +45,16 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
         raise ConfigError(_bad_value(str(error), argv, options)) from None
 
 
-def with_secrets(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
     """`argv` with the keys that the environment and api_key_file name. What stands on the command line wins over the environment.
+
+    The keys are removed from `environ`, so that processes which the server starts do not inherit them.
 
     ConfigError when api_key and api_key_file are both given, or the file cannot be read.
     """
     given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
-    from_environment = {name: environ[variable] for name, variable in SECRETS.items() if name not in given and environ.get(variable)}
+    keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
+    from_environment = {name: key for name, key in keys.items() if key and name not in given}
     if (file := given.get("api_key_file")) is not None and file.lower() not in _NOTHING:
         if "api_key" in given:
             raise ConfigError("api_key and api_key_file: pass one of them")

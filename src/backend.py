@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,11 +16,13 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.errors import BackendError, ConfigError, ServerLost
 from src.policy import Policy, sdk_boundary
+from src.process import deadline, in_thread
 
 logger = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 10.0  # the SDK would try a dead server for minutes
+# Both are shorter where server_timeout_sec is.
+HEALTH_TIMEOUT_S = 5.0  # of one request that is sent by hand
+CLOSE_TIMEOUT_S = 5.0  # the SDK would try a dead server for minutes
 DUMMY_KEY = "tml-dummy"  # the SDK refuses to start without a key of this form; our server takes any
 _KEY_FORMS = ("tml-", "eyJ")
 
@@ -35,6 +37,7 @@ class BackendSettings:
     seed: int
     context_limit: int
     load_checkpoint_path: str | None  # a training state, optimizer included; None: a fresh adapter
+    server_timeout_sec: float
 
 
 class Backend(Protocol):
@@ -71,12 +74,11 @@ class TinkerBackend:
     """A Tinker endpoint with one LoRA training client."""
 
     def __init__(
-        self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, *, model_name: str, url: str, key: str | None
+        self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, settings: BackendSettings, *, key: str | None
     ) -> None:
         self.training_client = training_client
         self._service = service
-        self._model_name = model_name
-        self._url = url
+        self._settings = settings
         self._key = key
 
     async def policy(self, version: int) -> Policy:
@@ -85,7 +87,8 @@ class TinkerBackend:
 
     async def reference_policy(self) -> Policy:
         with sdk_boundary("opening the base model"):
-            return Policy(await self._service.create_sampling_client(base_model=self._model_name), 0)
+            name = self._settings.model_name
+            return Policy(await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0)
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):
@@ -95,17 +98,14 @@ class TinkerBackend:
 
     async def check(self) -> None:
         """Asks by hand, since the SDK would try again for minutes."""
-        await check_alive(self._url)
+        url, timeout_s = address(self._settings), health_timeout_s(self._settings)
+        await check_alive(url, timeout_s=timeout_s)
         if self._key is None:  # the SDK's stored credentials are its own
             return
-        try:
-            async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
-                request = {"type": "get_info", "model_id": self.training_client.model_id}
-                reply = await client.post(f"{self._url}/api/v1/get_info", json=request, headers={"X-API-Key": self._key})
-        except httpx.HTTPError as error:
-            raise BackendError(f"the server at {self._url} did not answer ({type(error).__name__})") from error
-        if reply.status_code in (404, 410):
-            raise ServerLost(f"the server at {self._url} no longer knows this run's weights; it was restarted, or ended the session")
+        request = {"type": "get_info", "model_id": self.training_client.model_id}
+        status = await asked(f"{url}/api/v1/get_info", key=self._key, request=request, timeout_s=timeout_s)
+        if status in (404, 410):
+            raise ServerLost(f"the server at {url} no longer knows this run's weights; it was restarted, or ended the session")
 
 
 def require_key(settings: BackendSettings) -> str | None:
@@ -125,12 +125,16 @@ def address(settings: BackendSettings) -> str:
     return (url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
 
 
-async def check_alive(url: str) -> None:
+def health_timeout_s(settings: BackendSettings) -> float:
+    return min(HEALTH_TIMEOUT_S, settings.server_timeout_sec)
+
+
+async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
     """BackendError within a few seconds unless a Tinker endpoint answers at `url`."""
     try:
-        async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         raise BackendError(f"no server answers at {url} ({type(error).__name__}); start it, or correct the address") from error
     if reply.status_code == 503:
         raise BackendError(f"the server at {url} is not ready yet; try again once it is")
@@ -138,10 +142,26 @@ async def check_alive(url: str) -> None:
         raise BackendError(f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address")
 
 
+async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
+    """The status of one request, a POST of `request` or a GET. BackendError unless the server answers in time and without an error of
+    its own. The timeout bounds the whole answer, so that a server that sends a byte now and then is not waited for."""
+    try:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s, headers={"X-API-Key": key}) as client:
+            reply = await (client.get(url) if request is None else client.post(url, json=request))
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise BackendError(f"{url} did not answer ({type(error).__name__})") from error
+    if reply.status_code >= 500:
+        raise BackendError(f"{url} answered {reply.status_code}")
+    return reply.status_code
+
+
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
-    with sdk_boundary("asking the server for its models"):
-        capabilities = await tinker.RestClient(base_url=address(settings), api_key=key).get_server_capabilities()
+    what, limit_s = f"asking the server at {address(settings)} for its models", settings.server_timeout_sec
+    with sdk_boundary(what):
+        async with deadline(limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"):
+            client = await in_thread(lambda: tinker.RestClient(base_url=address(settings), api_key=key))
+            capabilities = await client.get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     model = served.get(settings.model_name)
     if model is None:
@@ -152,12 +172,13 @@ async def check_model(settings: BackendSettings, *, key: str | None) -> None:
         raise ConfigError(f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it")
 
 
-async def _blame_a_dead_server(url: str, error: Exception) -> None:
+async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> None:
     """Whatever a run died of, a server that is gone is the likelier cause."""
     if isinstance(error, ServerLost):
         return
+    url = address(settings)
     try:
-        await check_alive(url)
+        await check_alive(url, timeout_s=health_timeout_s(settings))
     except BackendError as gone:
         raise ServerLost(f"the server at {url} no longer answers; start it again and resume (seen first: {error})") from gone
 
@@ -171,22 +192,32 @@ class Endpoint:
 
     async def open_training(self) -> TinkerBackend:
         """A training client: a fresh adapter, or the one of the checkpoint to load, optimizer included."""
-        settings = self._settings
-        if settings.load_checkpoint_path is not None:
-            with sdk_boundary(f"loading {settings.load_checkpoint_path}"):
-                client = await self._service.create_training_client_from_state_with_optimizer(settings.load_checkpoint_path)
+        settings, service = self._settings, self._service
+        path, model_name = settings.load_checkpoint_path, settings.model_name
+        # The SDK opens its session in these calls, and blocks its caller meanwhile.
+        if path is not None:
+            with sdk_boundary(f"loading {path}"):
+                client = await (await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path)))
         else:
-            with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {settings.model_name}"):
-                client = await self._service.create_lora_training_client(settings.model_name, rank=settings.lora_rank, seed=settings.seed)
-        return TinkerBackend(self._service, client, model_name=settings.model_name, url=address(settings), key=require_key(settings))
+            with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {model_name}"):
+                rank, seed = settings.lora_rank, settings.seed
+                client = await (await in_thread(lambda: service.create_lora_training_client(model_name, rank=rank, seed=seed)))
+        return TinkerBackend(service, client, settings, key=require_key(settings))
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
         """A saved sampler checkpoint, or the base model. Nothing is trained."""
-        what = sampler_path or self._settings.model_name
-        with sdk_boundary(f"opening {what}"):
+        service, base_model = self._service, self._settings.model_name
+        with sdk_boundary(f"opening {sampler_path or base_model}"):
             if sampler_path is not None:
-                return Policy(await self._service.create_sampling_client(model_path=sampler_path), 0)
-            return Policy(await self._service.create_sampling_client(base_model=self._settings.model_name), 0)
+                return Policy(await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))), 0)
+            return Policy(await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0)
+
+    async def check(self) -> None:
+        """BackendError within seconds when the endpoint does not answer, or only with errors of its own."""
+        url, timeout_s, key = address(self._settings), health_timeout_s(self._settings), require_key(self._settings)
+        await check_alive(url, timeout_s=timeout_s)
+        if key is not None:  # the SDK's stored credentials are its own
+            await asked(f"{url}/api/v1/get_server_capabilities", key=key, request=None, timeout_s=timeout_s)
 
 
 @asynccontextmanager
@@ -194,7 +225,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     """An endpoint that answers and serves the model; the server's session ends with the block."""
     key = require_key(settings)
     url = address(settings)
-    await check_alive(url)
+    await check_alive(url, timeout_s=health_timeout_s(settings))
     with sdk_boundary(f"connecting to {url}"):
         service = tinker.ServiceClient(base_url=url, api_key=key)
     status: Literal["success", "errored", "interrupted"] = "interrupted"
@@ -204,11 +235,13 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
         status = "success"
     except Exception as error:
         status = "errored"
-        await _blame_a_dead_server(url, error)
+        await _blame_a_dead_server(settings, error)
         raise
     finally:
         # The SDK's own context manager would wait on a dead server for minutes, on the event loop.
         try:
-            await asyncio.wait_for(service.close(status).result_async(), CLOSE_TIMEOUT_S)
+            # In a thread: a session that is still being opened holds the lock that closing it takes.
+            closing = in_thread(lambda: service.close(status).result())
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning("the session at %s did not close cleanly (%s); the server will drop it", url, type(error).__name__)

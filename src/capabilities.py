@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from src.config import TrainerConfig
 from src.errors import ConfigError
@@ -43,7 +43,7 @@ def read(path: str | Path) -> Capabilities:
     """ConfigError for a file that `src.probe` did not write."""
     try:
         return Capabilities.model_validate_json(Path(path).expanduser().read_text())
-    except (OSError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"capabilities={path}: {reason}; write it with python -m src.probe URL output={path}") from error
 

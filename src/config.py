@@ -53,7 +53,7 @@ NOT_NEGATIVE = (
     *("lr_warmup_steps", "max_staleness", "dynamic_sampling_max_batches", "proactive_summarization_threshold"),
     *("retry_wait_sec", "quarantine_after", "reconnect_timeout_sec", "taxonomy_alpha", "judge_prompt_price", "judge_completion_price"),
 )
-ABOVE_ZERO = ("learning_rate", "tis_cap", "trial_timeout_sec", "server_timeout_sec", "answer_timeout_sec")
+ABOVE_ZERO = ("learning_rate", "tis_cap", "trial_timeout_sec", "server_timeout_sec", "answer_timeout_sec", "stop_timeout_sec")
 
 
 @chz.chz
@@ -231,9 +231,13 @@ class TrainerConfig:
         default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
     )
     server_timeout_sec: float = chz.field(default=120, doc="Give the server up for lost after this long without a sign of life")
-    answer_timeout_sec: float = chz.field(default=3600, doc="Longest wait for one answer of the server, sampled, trained or saved")
+    answer_timeout_sec: float = chz.field(default=3600, doc="Longest wait for one answer of the server: opened, sampled, trained or saved")
     reconnect_timeout_sec: float = chz.field(
         default=600, doc="Wait this long for a lost server to come back, then go on from the last checkpoint; 0: stop at once"
+    )
+
+    stop_timeout_sec: float = chz.field(
+        default=120, doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step under way and save a checkpoint"
     )
 
     tau2_home: str | None = chz.field(

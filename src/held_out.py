@@ -7,8 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from src.errors import ConfigError
 from src.record.durable import replace_text
+from src.record.reading import Hashes, read_document, same
 from src.trajectory import Task
 
 HASHES_FILE = "train_tasks.json"  # of a run: task id -> content hash
@@ -55,7 +58,6 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 
 def read_hashes(log_path: Path) -> dict[str, str]:
     """What the run in `log_path` trained on. ConfigError where it does not say."""
-    try:
-        return json.loads((log_path / HASHES_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{log_path} holds no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks") from error
+    if not (log_path / HASHES_FILE).is_file():
+        raise ConfigError(f"{log_path} holds no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks")
+    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), same)

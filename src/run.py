@@ -35,6 +35,7 @@ from src.learning.kl_penalty import KlSettings
 from src.learning.learner import Learner, LearnerSettings
 from src.learning.preparation import PreparationSettings
 from src.pipeline import PipelineSettings, ScheduleSettings, schedule
+from src.process import in_thread
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal, RunState
 from src.record.run_folder import RunFolder, find_run_folder, held, run_path
@@ -75,7 +76,9 @@ async def open_parts(
             chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
             display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
             source = await asyncio.to_thread(open_task_source, config, chat)
-        yield Parts(source=source, backend=await endpoint.open_training())
+        async with watching(endpoint.check, narrow(config, WatchdogSettings)) as watchdog:
+            backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
+        yield Parts(source=source, backend=backend)
 
 
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
@@ -88,7 +91,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
         source_open.enter_context(held(run_path(config, name=name)))
-        folder = find_run_folder(config, name=name)
+        folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
         parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
         source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:

@@ -22,6 +22,7 @@ from src.learning.metrics import group_metrics
 from src.learning.preparation import PreparationSettings, prepare, streamed, streamed_metrics
 from src.pipeline import Batch
 from src.policy import Policy
+from src.process import deadline
 from src.record import checkpoints
 from src.record.checkpoints import Checkpoint
 from src.record.exports import dump_evaluation, dump_examples
@@ -36,8 +37,6 @@ from src.watchdog import Watchdog, WatchedPolicy
 
 logger = logging.getLogger(__name__)
 
-SAVE_ON_THE_WAY_OUT_S = 120.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
@@ -46,6 +45,7 @@ class LoopSettings:
     save_every: int
     eval_every: int
     eval_before_train: bool
+    stop_timeout_sec: float
     evaluation: EvaluationSettings
     groups: GroupSettings
     preparation: PreparationSettings
@@ -80,6 +80,7 @@ class Terminus2RLTrainer:
         self._display = display
         self._settings = settings
         self._epoch = 0
+        self._is_in_doubt = False  # whether an update was sent to the server and its answer did not come
         self._groups = StepGroups(
             source=source,
             rollouts=rollouts,
@@ -189,9 +190,11 @@ class Terminus2RLTrainer:
         metrics: dict[str, float],
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
+        self._is_in_doubt = True
         metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
         self._journal.trained(batch.step, groups=trained, state=self._groups.state())
         self.steps_done += 1
+        self._is_in_doubt = False
 
     async def _update(
         self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
@@ -255,10 +258,17 @@ class Terminus2RLTrainer:
 
     async def _save_on_the_way_out(self, *, final: bool) -> None:
         """For a failed or interrupted run. Its own failure must not hide the cause, nor may a dead server hold the process."""
+        limit_s = self._settings.stop_timeout_sec
+        if self._is_in_doubt:
+            self._display.say(f"no checkpoint is saved: nobody knows whether the server has trained step {self.steps_done + 1}")
+            return
         try:
-            async with asyncio.timeout(SAVE_ON_THE_WAY_OUT_S):
+            async with deadline(limit_s, BackendError, f"not saved within stop_timeout_sec={limit_s:g}"):
                 await self._backend.check()
                 await self._save(final=final)
+        except asyncio.CancelledError:
+            self._display.say(f"no checkpoint was saved after step {self.steps_done}: not saved within stop_timeout_sec={limit_s:g}")
+            raise
         except Exception as error:
             self._display.say(f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip())
             logger.debug("saving on the way out failed", exc_info=True)
@@ -280,5 +290,8 @@ async def _uninterrupted[T](work: Coroutine[object, object, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await task
+        try:
+            await task
+        except Exception as error:  # the stop goes on; what the work left behind is in doubt already
+            logger.warning("failed while stopping: %s: %s", type(error).__name__, error)
         raise

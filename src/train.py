@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dotenv import load_dotenv
 
 from src.command_line import help_text, parse, print_help
-from src.config import TrainerConfig
 from src.errors import INTERRUPTED, TrainerError
+from src.process import ended_by_signals, leave, until_signalled
 
 DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.learning.filters"}  # the seeds' -> who logs
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,9 +26,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        config = parse(with_judge_from_environment(with_server_from_environment(argv)))
-        return asyncio.run(_train(config))
-    except KeyboardInterrupt:  # before `until_signalled`: nothing has begun
+        with ended_by_signals():
+            config = parse(with_judge_from_environment(with_server_from_environment(argv)))
+            from src.console import Display, terminal
+            from src.run import run  # seconds of imports that --help and a typing mistake do not need
+
+            quieten()
+            display = Display(terminal())
+            work = run(config, display)
+            return asyncio.run(until_signalled(work, display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_sec))
+    except KeyboardInterrupt:  # nothing has begun
         return INTERRUPTED
     except TrainerError as error:
         if os.environ.get("TRAINER_DEBUG"):
@@ -65,15 +71,6 @@ def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     return [*argv, *(["taxonomy_feedback=true"] if is_on else []), *([f"taxonomy_alpha={alpha}"] if alpha else [])]
 
 
-async def _train(config: TrainerConfig) -> int:
-    from src.console import Display, terminal
-    from src.run import run  # seconds of imports that --help and a typing mistake do not need
-
-    quieten()
-    display = Display(terminal())
-    return await until_signalled(run(config, display), display.say)
-
-
 def quieten() -> None:
     """Our own loggers speak, third parties only of trouble; what DEBUG_SWITCHES name speaks of every answer where its switch is 1."""
     logging.getLogger().setLevel(logging.INFO)
@@ -84,34 +81,5 @@ def quieten() -> None:
             logging.getLogger(name).setLevel(logging.DEBUG)
 
 
-async def until_signalled(work: Coroutine[object, object, None], say: Callable[[str], None]) -> int:
-    """The exit status of `work`. The first SIGINT or SIGTERM cancels it, and it saves a checkpoint on its way out; the second ends
-    the process at once."""
-    task = asyncio.ensure_future(work)
-    interrupted = False
-
-    def on_signal() -> None:
-        nonlocal interrupted
-        if interrupted:
-            os._exit(INTERRUPTED)
-        interrupted = True
-        say("stopping: saving a checkpoint first (once more to stop at once)")
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for name in SIGNALS:
-        loop.add_signal_handler(name, on_signal)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not interrupted:
-            raise
-        return INTERRUPTED
-    finally:
-        for name in SIGNALS:
-            loop.remove_signal_handler(name)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

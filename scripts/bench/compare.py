@@ -7,10 +7,12 @@ CPU-seconds stand beside it because the machine may be shared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,8 +73,14 @@ class Side:
         return Took(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
 
 
+@functools.cache
+def log_folder() -> Path:
+    """BENCH_LOGS, or a new folder of this process that nobody else can have prepared."""
+    return Path(os.environ.get("BENCH_LOGS") or tempfile.mkdtemp(prefix="bench-"))
+
+
 def log_of(name: str) -> Path:
-    return Path(os.environ.get("BENCH_LOGS", "/tmp")) / f"bench-{name.replace(' ', '-')}-{os.getpid()}.log"
+    return log_folder() / f"bench-{name.replace(' ', '-')}-{os.getpid()}.log"
 
 
 @contextlib.contextmanager

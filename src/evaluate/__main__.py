@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from src.command_line import help_for, parse_as, print_help
 from src.errors import INTERRUPTED, TrainerError
 from src.evaluate.config import EvaluateConfig
+from src.process import ended_by_signals, leave, until_signalled
 from src.train import load_environment, quieten, with_server_from_environment
 
 TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
@@ -29,12 +30,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        config = parse_as(EvaluateConfig, with_server_from_environment(argv))
-        from src.console import Display, terminal
-        from src.evaluate.run import run  # seconds of imports that --help and a typing mistake do not need
+        with ended_by_signals():
+            config = parse_as(EvaluateConfig, with_server_from_environment(argv))
+            from src.console import Display, terminal
+            from src.evaluate.run import run  # seconds of imports that --help and a typing mistake do not need
 
-        quieten()
-        asyncio.run(run(config, Display(terminal())))
+            quieten()
+            display = Display(terminal())
+            return asyncio.run(until_signalled(run(config, display), display.say))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -42,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -71,6 +71,8 @@ class EvaluateConfig:
     trial_timeout_sec: float | None = _trainers("trial_timeout_sec")
     trial_attempts: int = _trainers("trial_attempts")
     retry_wait_sec: float = _trainers("retry_wait_sec")
+    server_timeout_sec: float = _trainers("server_timeout_sec")
+    answer_timeout_sec: float = _trainers("answer_timeout_sec", doc="Longest wait for one answer of the server: opened or sampled")
     max_failure_rate: float = chz.field(default=0.5, doc="Fail, results written, when more than this share of the trials had no grade")
 
     @property

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from pydantic import TypeAdapter
 
 from src.console import MAX_DOMAINS, Display
 from src.errors import ConfigError, RubbleError
@@ -16,10 +18,26 @@ from src.evaluate.config import EvaluateConfig
 from src.evaluation import Evaluation, tally
 from src.held_out import content_hash
 from src.record.durable import replace_text
+from src.record.reading import Count, read_document, same
 from src.trajectory import TrajectoryGroup
 
 RESULTS_FILE = "results.json"
 SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
+
+
+class TaskResult(TypedDict):
+    """What a comparison needs of a task."""
+
+    content: str
+    solved: Count
+    graded: Count
+
+
+class Results(TypedDict):
+    """What a comparison needs of results.json."""
+
+    evaluated: str
+    tasks: list[TaskResult]
 
 
 def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[str, Any]:
@@ -125,10 +143,10 @@ def shown(estimate: Estimate) -> str:
 
 def read_results(path: Path) -> Mapping[str, Any]:
     path = path.expanduser()
-    try:
-        return json.loads((path / RESULTS_FILE if path.is_dir() else path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} holds no {RESULTS_FILE} of an evaluation; give the folder of one") from error
+    file = path / RESULTS_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no {RESULTS_FILE} of an evaluation; give the folder of one")
+    return read_document(file, TypeAdapter(Results), same)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
+from pydantic import TypeAdapter
 
 from src.backend import BackendSettings, connect
 from src.chat import load_chat
@@ -24,20 +25,24 @@ from src.console import Display
 from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.envs.base import TaskSource
 from src.envs.registry import find, open_task_source
-from src.errors import ConfigError
+from src.errors import BackendError, ConfigError
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.results import RESULTS_FILE, compare, read_results, report, require_enough, results_of, write_json
 from src.evaluation import EvaluationSettings, evaluate
 from src.held_out import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.policy import Policy
+from src.process import deadline
 from src.record import checkpoints
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal
+from src.record.private_folder import make_private, resolved
+from src.record.reading import read_document, same
 from src.record.recorder import record_groups
 from src.record.run_folder import held
 from src.rollouts import Rollouts, RolloutSettings
 from src.run import closed, logging_to_file
 from src.trajectory import Task
+from src.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +51,7 @@ class Evaluated:
 
     policy: Policy
     source: TaskSource
+    watchdog: Watchdog | None = None  # that ends the evaluation when the endpoint is lost; None: none does
 
 
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
@@ -55,15 +61,21 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
+    limits = narrow(trials, WatchdogSettings)
     await asyncio.to_thread(find, trials.env)
     if config.base_url is not None:
-        async with connect_endpoint(config.base_url, trials.model_name) as endpoint:
-            yield Evaluated(policy=EndpointPolicy(endpoint), source=await asyncio.to_thread(open_task_source, trials, endpoint_chat()))
+        limit_s = config.server_timeout_sec
+        async with AsyncExitStack() as stack:
+            async with deadline(limit_s, BackendError, f"{config.base_url} did not answer within server_timeout_sec={limit_s:g}"):
+                endpoint = await stack.enter_async_context(connect_endpoint(config.base_url, trials.model_name))
+            watchdog = await stack.enter_async_context(watching(_unprobed, limits))
+            source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
+            yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with connect(narrow(trials, BackendSettings)) as endpoint:
-        policy = await endpoint.open_policy(checkpoint)
+    async with connect(narrow(trials, BackendSettings)) as endpoint, watching(endpoint.check, limits) as watchdog:
+        policy = WatchedPolicy(await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog)
         chat = await asyncio.to_thread(load_chat, trials.tokenizer or trials.model_name)
-        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat))
+        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat), watchdog=watchdog)
 
 
 async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open = open_evaluated) -> None:
@@ -101,15 +113,9 @@ async def play(
             rollouts = Rollouts(evaluated.source, narrow(config.trials, RolloutSettings), finished)
             display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
-            result = await evaluate(
-                rollouts,
-                tasks,
-                evaluated.policy,
-                EvaluationSettings(group_size=config.n_samples, temperature=config.temperature),
-                step=0,
-                directory=jobs,
-                on_group=display.group,
-            )
+            settings = EvaluationSettings(group_size=config.n_samples, temperature=config.temperature)
+            evaluating = evaluate(rollouts, tasks, evaluated.policy, settings, step=0, directory=jobs, on_group=display.group)
+            result = await (evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating)
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
     results = await asyncio.to_thread(results_of, name, config, result)
@@ -117,6 +123,10 @@ async def play(
     report(results, display)
     require_enough(results, config, directory)
     return results
+
+
+async def _unprobed() -> None:
+    """OpenAI's API has no cheap route to probe: the deadline of each answer holds alone."""
 
 
 def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
@@ -161,17 +171,17 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
 
 def evaluation_folder(config: EvaluateConfig) -> Path:
     if config.log_path:
-        return Path(config.log_path).expanduser().resolve()
+        return resolved(Path(config.log_path))
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
     tasks = tasks_name(config.trials)
-    return (Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}").expanduser().resolve()
+    return resolved(Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """A folder of its own, or that of the same evaluation, interrupted. ConfigError for any other."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
-    before = json.loads(path.read_text()) if path.is_file() else None
+    before = read_document(path, TypeAdapter(dict[str, Any]), same) if path.is_file() else None
     for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"):
         identity.pop(free)
         if before is not None:
@@ -180,4 +190,5 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
     if before is None and directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
         raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
+    make_private(directory)
     write_json(path, identity)

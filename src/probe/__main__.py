@@ -1,6 +1,9 @@
 """python -m src.probe URL: what a Tinker-compatible endpoint honours, as a table and as capabilities.json.
 
     python -m src.probe URL [model_name=NAME] [output=capabilities.json, or nothing] [tolerance=0.02] [only=CHECK,CHECK]
+                            [answer_timeout_sec=600]
+
+`answer_timeout_sec` bounds the wait for the list of models, for each check and for the end of the session.
 
 Exit status 0 when all holds that every run needs, 1 when something does not, 2 when the endpoint could not be asked.
 """
@@ -9,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import tinker
@@ -23,13 +28,15 @@ from src.backend import DUMMY_KEY, check_alive
 from src.capabilities import CAPABILITIES, Capabilities, Finding
 from src.command_line import print_help
 from src.console import terminal
-from src.errors import INTERRUPTED, ConfigError, TrainerError
+from src.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
 from src.policy import sdk_boundary
 from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
+from src.process import deadline, ended_by_signals, in_thread, leave, until_signalled
 from src.train import load_environment
 
-OPTIONS = ("model_name", "output", "tolerance", "only")
+OPTIONS = ("model_name", "output", "tolerance", "only", "answer_timeout_sec")
 TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
+ANSWER_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,18 +47,22 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
     console = terminal()
     try:
-        url, options = arguments(argv)
-        asyncio.run(check_alive(url))
-        found = probe(url, options, on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False))
+        with ended_by_signals():
+            url, options = arguments(argv)
+            found: list[Capabilities] = []
+            probing = _probe(url, options, found, on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False))
+            status = asyncio.run(until_signalled(probing, console.print))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
         print(f"probe: {error}", file=sys.stderr)
         return 2
-    show(found, console)
+    if status != 0:
+        return status
+    show(found[0], console)
     if options["output"]:
-        Path(options["output"]).write_text(found.model_dump_json(indent=2) + "\n")
-    return 0 if found.trains else 1
+        Path(options["output"]).write_text(found[0].model_dump_json(indent=2) + "\n")
+    return 0 if found[0].trains else 1
 
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -65,10 +76,13 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
     options = {"output": CAPABILITIES} | {name: value for name, _, value in pairs}
-    try:
-        float(options.get("tolerance", TOLERANCE))
-    except ValueError as error:
-        raise ConfigError(f"tolerance={options['tolerance']} is not a number") from error
+    for name in ("tolerance", "answer_timeout_sec"):
+        try:
+            value = float(options.get(name, 1.0))
+        except ValueError as error:
+            raise ConfigError(f"{name}={options[name]} is not a number") from error
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0, not {options[name]}")
     if options["output"] and not Path(options["output"]).parent.is_dir():
         raise ConfigError(f"output={options['output']}: there is no such folder")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*NEEDED, *WHERE_ASKED_FOR}
@@ -77,11 +91,27 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     return urls[0].rstrip("/"), options
 
 
-def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None) -> Capabilities:
-    """Every check, or those in `only`. ConfigError when the endpoint does not serve the model."""
+async def _probe(
+    url: str, options: Mapping[str, str], found: list[Capabilities], *, on_finding: Callable[[Finding], None] = lambda finding: None
+) -> None:
+    await check_alive(url)
+    found.append(await probe(url, options, on_finding=on_finding))
+
+
+async def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None) -> Capabilities:
+    """Every check, or those in `only`. ConfigError when the endpoint does not serve the model. The SDK's calls block: each runs in a
+    thread that is abandoned at its deadline."""
+    limit_s = float(options.get("answer_timeout_sec", ANSWER_TIMEOUT_S))
+
+    async def answered[T](what: str, function: Callable[[], T]) -> T:
+        async with deadline(limit_s, BackendError, f"{what}: no answer within answer_timeout_sec={limit_s:g}"):
+            return await in_thread(function)
+
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
-    with sdk_boundary("asking the server for its models"):
-        served = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models
+    what = f"asking the server at {url} for its models"
+    with sdk_boundary(what):
+        rest = lambda: tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result()  # noqa: E731
+        served = (await answered(what, rest)).supported_models
     models = {model.model_name: model for model in served if model.model_name}
     name = options.get("model_name") or next(iter(models), "")
     if name not in models:
@@ -90,11 +120,12 @@ def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding
     checks = {check: function for check, function in {**NEEDED, **WHERE_ASKED_FOR}.items() if not only or check in only}
     limit = models[name].max_context_length
     findings = []
-    with tinker.ServiceClient(base_url=url, api_key=key) as service:
-        tools = Probe(service=service, model_name=name, max_context_length=limit, tolerance=float(options.get("tolerance", TOLERANCE)))
-        for check, function in checks.items():
-            findings.append(finding_of(check, function, tools))
-            on_finding(findings[-1])
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    tools = Probe(service=service, model_name=name, max_context_length=limit, tolerance=float(options.get("tolerance", TOLERANCE)))
+    for check, function in checks.items():
+        findings.append(await answered(f"check {check!r}", partial(finding_of, check, function, tools)))
+        on_finding(findings[-1])
+    await answered("ending the session", lambda: service.close("success").result())
     return Capabilities(url=url, model_name=name, max_context_length=limit, findings=findings)
 
 
@@ -131,4 +162,4 @@ def show(found: Capabilities, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

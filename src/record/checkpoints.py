@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from src.errors import ConfigError
-from src.record.durable import append_record, mend, records
+from pydantic import TypeAdapter
+
+from src.record.durable import append_record, mend
+from src.record.reading import Count, read_lines, same
 
 JOURNAL = "checkpoints.jsonl"
 
@@ -17,8 +18,8 @@ class Checkpoint:
     """One line of the journal. Task order, seeds and step count follow from `batch` and the config, so nothing else is run state."""
 
     name: str
-    batch: int  # steps done
-    epoch: int
+    batch: Count  # steps done
+    epoch: Count
     final: bool
     state_path: str  # weights and optimizer
     sampler_path: str
@@ -31,12 +32,6 @@ def append(log_path: Path, checkpoint: Checkpoint) -> None:
 
 
 def last(log_path: Path) -> Checkpoint | None:
-    """The newest readable entry; None for a run that has saved nothing yet."""
-    checkpoint = None
-    for fields in records(log_path / JOURNAL):
-        known = {name: fields[name] for name in Checkpoint.__dataclass_fields__ if name in fields}
-        try:
-            checkpoint = Checkpoint(**known)
-        except TypeError as error:
-            raise ConfigError(f"{log_path / JOURNAL} holds a line that is no checkpoint: {json.dumps(fields)[:100]}") from error
-    return checkpoint
+    """The newest entry; None for a run that has saved nothing yet. ConfigError for a line that is damaged."""
+    found = [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), same)]
+    return found[-1] if found else None

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from src.errors import StorageError
 
@@ -35,23 +34,6 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
                 raise
         finally:
             os.close(descriptor)
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Every whole JSON line; what a crash cut short is passed over."""
-    return list(each_record(path))
-
-
-def each_record(path: Path) -> Iterator[dict[str, Any]]:
-    """The records one by one, for files that grow with every trial of a run."""
-    if not path.exists():
-        return
-    with path.open() as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
 
 
 def mend(path: Path) -> None:

@@ -15,17 +15,69 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from src.learning.datums import extends
-from src.record.durable import append_record, mend, records, remove
+from src.record.durable import append_record, mend, remove
 from src.record.journal import Journal, Place
+from src.record.reading import Count, Finite, Whole, read_lines, same
 from src.token_ids import TokenIds
 from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
 
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
+LARGEST = 2**30  # bytes of a packed array; more is no rollout
+PACKINGS = ("<i4", "<i8", "<f4", "<f8")
+
+
+class TurnFields(TypedDict):
+    """A turn on disk."""
+
+    prompt_ids: str
+    completion_ids: str
+    logprobs: str
+    stop_reason: StopReason
+    policy_version: Whole
+    after: NotRequired[Count]
+    shared: NotRequired[Count]
+
+
+class TrajectoryFields(TypedDict):
+    """A trajectory on disk. Metrics may hold what is no number."""
+
+    task_id: str
+    turns: list[TurnFields]
+    reward: Whole | Finite
+    stop_reason: StopReason
+    trial_name: str
+    metrics: dict[str, Whole | float]
+    turn_rewards: list[Whole | Finite]
+    conversation: list[dict[str, Any]]
+    bonus: Whole | Finite
+
+
+class FailureFields(TypedDict):
+    """A failure on disk."""
+
+    task_id: str
+    kind: FailureKind
+    message: str
+    trial_name: str
+
+
+class FinishedLine(TypedDict):
+    """One rollout."""
+
+    task: str
+    member: Count
+    seed: Whole
+    attempts: Count
+    result: TrajectoryFields | FailureFields
+
+
+LINE: TypeAdapter[Any] = TypeAdapter(FinishedLine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +102,12 @@ class FinishedRollouts:
     def load(self, purpose: str, step: int) -> dict[Place, FinishedRollout]:
         """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""
         found: dict[Place, FinishedRollout] = {}
-        for record in records(self._path(purpose, step)):
-            rollout = FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
-            found[Place(purpose=purpose, step=step, task=record["task"], member=record["member"])] = rollout
+
+        def rollout_of(record: dict[str, Any]) -> tuple[Place, FinishedRollout]:
+            place = Place(purpose=purpose, step=step, task=record["task"], member=record["member"])
+            return place, FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
+
+        found.update(read_lines(self._path(purpose, step), LINE, rollout_of))
         return {
             place: rollout for place, rollout in found.items() if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
         }
@@ -79,7 +134,7 @@ class FinishedRollouts:
 
 def any_graded(log_path: Path) -> bool:
     """Whether anything would be lost with the folder."""
-    return any("turns" in record["result"] for path in (log_path / "finished").glob("*.jsonl") for record in records(path))
+    return any("turns" in record["result"] for path in (log_path / "finished").glob("*.jsonl") for record in read_lines(path, LINE, same))
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
@@ -110,7 +165,11 @@ def packed(numbers: Sequence[float]) -> str:
 
 def unpacked(text: str) -> list[Any]:
     kind, _, content = text.partition(":")
-    return np.frombuffer(zlib.decompress(base64.b64decode(content)), dtype=kind).tolist()
+    inflater = zlib.decompressobj()
+    raw = inflater.decompress(base64.b64decode(content), LARGEST)
+    if kind not in PACKINGS or not inflater.eof:
+        raise ValueError("is no packed array")
+    return np.frombuffer(raw, dtype=kind).tolist()
 
 
 def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
@@ -139,14 +198,19 @@ def num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """ValueError, and others that `reading` attributes to the line, for what `_encoded_turns` has not written."""
     turns: list[Turn] = []
     for value in values:
         changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name not in ("after", "shared")}
         if "after" in value:
+            if value["after"] >= len(turns):
+                raise ValueError("a turn continues one that does not stand before it")
             earlier = turns[value["after"]]
             changed["prompt_ids"] = TokenIds.of(earlier.prompt_ids).extended([*earlier.completion_ids, *changed["prompt_ids"]])
         else:
             shared = turns[-1].prompt_ids[: value["shared"]] if "shared" in value else []
             changed["prompt_ids"] = TokenIds([*shared, *changed["prompt_ids"]])
+        if len(changed["logprobs"]) != len(changed["completion_ids"]) or not all(isinstance(t, int) for t in changed["completion_ids"]):
+            raise ValueError("a turn has other than one log-probability for each token")
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

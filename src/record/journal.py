@@ -22,10 +22,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from src.errors import ConfigError
-from src.record.durable import append_record, each_record, mend
+from src.record.durable import append_record, mend
+from src.record.reading import JournalLine, read_lines, same
 
 JOURNAL = "journal.jsonl"
+LINE: TypeAdapter[Any] = TypeAdapter(JournalLine)
 
 
 class RunState(StrEnum):
@@ -64,7 +68,7 @@ class Journal:
         self.progress = 0  # what was done for the first time and never needs to be done again
         self._groups: dict[int, list[GroupKey]] = {}
         self._learned_in: dict[GroupKey, int] = {}
-        for record in each_record(self._path):
+        for record in read_lines(self._path, LINE, same):
             self._recall(record)
 
     def started(self, *, resumed_from: int) -> None:
@@ -132,7 +136,7 @@ class Journal:
 
     def states_until(self, step: int) -> list[Mapping[str, Any]]:
         """What was said after each step up to this one, in order. Read again: it may be much, and is needed when a run is taken up."""
-        past = (record for record in (each_record(self._path) if step else ()) if record["event"] == "trained")
+        past = (record for record in (read_lines(self._path, LINE, same) if step else ()) if record["event"] == "trained")
         found = {record["step"]: record["state"] for record in past if record["step"] <= step}
         return [found[number] for number in sorted(found)]
 

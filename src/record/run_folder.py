@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import chz
+from pydantic import TypeAdapter
 
 from src.config import TrainerConfig
 from src.errors import ConfigError, StorageError
 from src.record import checkpoints
 from src.record.checkpoints import Checkpoint
-from src.record.durable import remove, replace_text
+from src.record.durable import remove, replace_text, storage_boundary
 from src.record.finished import any_graded
 from src.record.journal import JOURNAL
+from src.record.private_folder import make_parents, make_private, resolved
+from src.record.reading import read_document, same
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +56,13 @@ class RunFolder:
         elif not self.resumed:
             for left in (JOURNAL, "finished"):  # of a run that stopped before its first result
                 remove(self.path / left)
+        with storage_boundary(self.path):
+            make_private(self.path)
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
 def run_path(config: TrainerConfig, *, name: str) -> Path:
-    return Path(config.log_path or Path(config.logs_dir) / name).expanduser().resolve()
+    return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
 @contextmanager
@@ -68,7 +73,7 @@ def held(path: Path) -> Iterator[None]:
     process. A file system without locks has none.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_parents(path)
         lock = path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK) else path / ".lock"
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -114,7 +119,7 @@ def _ask(path: Path) -> str:
 
 
 def _check_same_run(path: Path, config: TrainerConfig) -> None:
-    before = json.loads((path / CONFIG_FILE).read_text())
+    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:
         if name in before and before[name] != now[name]:

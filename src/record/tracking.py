@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import TypeAdapter
 
 from src.errors import ConfigError
-from src.record.durable import append_record, records, replace_text
+from src.record.durable import append_record, replace_text
 from src.record.metric_names import ALL_TASKS, with_aliases
+from src.record.reading import MetricsLine, read_lines, read_word, same
 
 if TYPE_CHECKING:
     import wandb
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 WANDB_ID_FILE = "wandb_id.txt"
 TRACKIO_NAME_FILE = "trackio_name.txt"
 FINISH_S = 120.0
+LINE: TypeAdapter[Any] = TypeAdapter(MetricsLine)
 JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
 
@@ -123,6 +127,11 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. ConfigError for one that is damaged."""
+    return list(read_lines(path, LINE, same))
+
+
 def recorded(path: Path, name: str) -> dict[int, float]:
     """The values of one metric by step."""
     return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
@@ -165,7 +174,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
             name=name,
             config=dict(config),
             dir=str(log_path),
-            id=id_file.read_text().strip(),
+            id=read_word(id_file),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -184,4 +193,4 @@ def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str
     if not name_file.exists():
         replace_text(name_file, name + "\n")
     with redirect_stdout(io.StringIO()):  # it greets at length
-        return trackio.init(project=project, name=name_file.read_text().strip(), config=dict(config), resume="allow", embed=False)
+        return trackio.init(project=project, name=read_word(name_file), config=dict(config), resume="allow", embed=False)

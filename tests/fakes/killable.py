@@ -21,11 +21,11 @@ from pathlib import Path
 
 from src.backend import BackendSettings
 from src.config import TrainerConfig
-from src.record.durable import records
 from src.run import Parts
 from src.trajectory import FailureKind
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
+from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 OPTIONS = (

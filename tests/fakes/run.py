@@ -15,10 +15,10 @@ from src.backend import BackendSettings
 from src.command_line import parse
 from src.config import TrainerConfig
 from src.console import Display
-from src.record.durable import records
 from src.record.journal import JOURNAL, GroupKey
 from src.record.tracking import is_wall_clock
 from src.run import Parts, run
+from tests.fakes.run_files import records
 
 OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 

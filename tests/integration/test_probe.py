@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -192,7 +193,7 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
         server.before, server.after = keeper.before, keeper.after
     if defect == "samples with stale weights":
         server.after = Stale().after
-    found = probe(url, {"only": check})
+    found = asyncio.run(probe(url, {"only": check}))
     assert [finding.name for finding in found.findings] == [check]
     assert not found.findings[0].holds, found.findings[0].seen
     assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), "found by its effect, not by a call that failed"
@@ -204,7 +205,7 @@ def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, D
     server.heal()
     for module in ("requests", "protobuf"):
         monkeypatch.setattr(f"skyrl_tx_server.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings())
-    assert not probe(url, {"only": "refuses the unknown"}).findings[0].holds
+    assert not asyncio.run(probe(url, {"only": "refuses the unknown"})).findings[0].holds
 
 
 def test_a_prompt_beyond_the_limit_that_is_answered_is_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +213,7 @@ def test_a_prompt_beyond_the_limit_that_is_answered_is_found(endpoint: tuple[str
     url, server = endpoint
     server.heal()
     monkeypatch.setattr("src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300})))
-    found = probe(url, {"only": "context limit"}).findings[0]
+    found = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
     assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
 
 

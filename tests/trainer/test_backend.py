@@ -41,6 +41,7 @@ def settings(url: str, **changes) -> BackendSettings:
         "seed": 1,
         "context_limit": 64,
         "load_checkpoint_path": None,
+        "server_timeout_sec": 60.0,
     }
     return BackendSettings(**(options | changes))
 

@@ -14,13 +14,13 @@ import tinker
 
 from src.errors import ServerLost, TrainerError
 from src.policy import sdk_boundary
-from src.record.durable import records
 from src.record.journal import RunState
 from src.run import Parts, end_state
 from src.trajectory import FailureKind
 from src.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
+from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 DEADLINE_S = 20

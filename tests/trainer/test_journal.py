@@ -3,9 +3,9 @@ import os
 import pytest
 
 from src.errors import ConfigError
-from src.record.durable import records
 from src.record.journal import JOURNAL, Journal, Place, RunState
 from tests.fakes.run import groups_trained
+from tests.fakes.run_files import records
 
 HERE = Place(purpose="step", step=1, task="a", member=0)
 

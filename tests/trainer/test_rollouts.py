@@ -4,11 +4,11 @@ import pytest
 
 from src.errors import BackendError, TrainerError
 from src.policy import Policy
-from src.record.durable import records
 from src.record.finished import FinishedRollouts
 from src.record.journal import Journal
 from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, back_off, require_some_graded, trial_seed
 from src.trajectory import FailureKind, TrajectoryGroup
+from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 A, B = task("a"), task("b")

@@ -16,12 +16,12 @@ from src.learning.dynamic_sampling import DynamicSamplingSettings
 from src.learning.filters import FilterSettings
 from src.pipeline import Batch, PipelineSettings
 from src.policy import Policy
-from src.record.durable import records
 from src.record.finished import FinishedRollout, FinishedRollouts
 from src.record.journal import Journal
 from src.rollouts import Rollouts, RolloutSettings
 from src.step_groups import Gathered, GroupSettings, StepGroups
 from src.watchdog import Watchdog, WatchdogSettings
+from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 TRIALS = 3  # of a group

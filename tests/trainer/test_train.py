@@ -11,10 +11,10 @@ import pytest
 from src.command_line import parse
 from src.errors import INTERRUPTED
 from src.probe import __main__ as probe
+from src.process import until_signalled
 from src.train import (
     load_environment,
     main,
-    until_signalled,
     with_judge_from_environment,
     with_server_from_environment,
 )
@@ -118,13 +118,13 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
 
     assert await asyncio.wait_for(until_signalled(work(), said.append), 10) == INTERRUPTED
     assert cleaned == [True]
-    assert said == ["stopping: saving a checkpoint first (once more to stop at once)"]
+    assert said == ["stopping (once more to stop at once)"]
 
 
 def test_the_second_signal_ends_the_process_at_once():
     script = """
         import asyncio, os, signal
-        from src.train import until_signalled
+        from src.process import until_signalled
         async def stubborn():
             os.kill(os.getpid(), signal.SIGINT)
             try:

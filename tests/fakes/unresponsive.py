@@ -1,0 +1,139 @@
+"""A server that answers some requests badly, programs that meet it, and the environment they play.
+
+    python -m tests.fakes.unresponsive        starts programs as forks of a process that has imported them: a start takes milliseconds
+
+Each line of its input is a JSON object of `module`, `argv` and `log`; each line of its output is one of `number` and `status`. It says
+`{"number": n, "pid": p}` when program n has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+import uvicorn
+
+from src.chat import Chat
+from src.config import TrainerConfig
+from src.policy import Policy
+from src.trajectory import Trajectory
+from tests.fakes.trials import FakeTasks, task, trajectory
+
+START = ("/healthz", "/client/config", "/client/dynamic_config", "/get_server_capabilities", "/create_session", "/session_heartbeat")
+
+
+class Manner(StrEnum):
+    """How a request is answered that is not answered well."""
+
+    HANGS = "hangs"
+    FAILS = "answers 500"
+    TRICKLES = "sends a byte per second"
+
+
+class Unresponsive:
+    """An ASGI application before another. `reached` is set once a request was answered badly."""
+
+    def __init__(self, app: Callable, manner: Manner, is_bad: Callable[[str], bool]) -> None:
+        self.reached = threading.Event()
+        self._app = app
+        self._manner = manner
+        self._is_bad = is_bad
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http" or not self._is_bad(scope["path"].removeprefix("/api/v1")):
+            await self._app(scope, receive, send)
+            return
+        self.reached.set()
+        if self._manner is Manner.HANGS:
+            await asyncio.Event().wait()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"100000" if self._manner is Manner.TRICKLES else b"2")]
+        await send({"type": "http.response.start", "status": 500 if self._manner is Manner.FAILS else 200, "headers": headers})
+        while self._manner is Manner.TRICKLES:
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            await asyncio.sleep(1)
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@contextlib.contextmanager
+def unresponsive(root: Path, manner: Manner, is_bad: Callable[[str], bool]) -> Iterator[tuple[str, threading.Event]]:
+    """The URL of a server, and what is set once it was asked what it answers badly."""
+    from skyrl_tx_server.app import build_app
+    from skyrl_tx_server.routes.border import Lobby
+    from tests.fakes.server import LoopbackServer, fake_context, fake_engine
+
+    context = fake_context(root)
+    engine = fake_engine(context)
+    engine.info = replace(engine.info, max_context_length=4096)
+    app = Unresponsive(build_app(Lobby(context=context)), manner, is_bad)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        server = LoopbackServer(uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0, ws="none"))
+        with server.in_thread(listener):
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.reached
+    engine.stop()
+
+
+def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
+    """Tasks of one answer, whose reward is the parity of the trial's seed and place."""
+
+    async def play(trial, policy: Policy) -> Trajectory:
+        turn = await policy.sample([1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[])
+        return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
+
+    return FakeTasks(train=[task(f"t{number}") for number in range(4)], play=play)
+
+
+def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
+    """An environment that does not come to an end of its opening."""
+    with urllib.request.urlopen(f"{config.skyrl_tx_url}/opening") as reply:
+        reply.read()
+    raise AssertionError("the server answered")
+
+
+def main() -> None:
+    import src.evaluate.__main__
+    import src.evaluate.run
+    import src.probe.__main__
+    import src.run
+    import src.train
+    from src.process import leave
+
+    programs = {"train": src.train.main, "evaluate": src.evaluate.__main__.main, "probe": src.probe.__main__.main}
+    assert threading.active_count() == 1, "a process with threads cannot be forked"
+    numbers: dict[int, int] = {}
+
+    def reap(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = os.waitstatus_to_exitcode(ended[1])
+                os.write(1, (json.dumps({"number": numbers[ended[0]], "status": status}) + "\n").encode())
+
+    signal.signal(signal.SIGCHLD, reap)
+    for number, line in enumerate(sys.stdin):
+        order = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            leave(programs[order["module"]](order["argv"]))
+        numbers[pid] = number
+        os.write(1, (json.dumps({"number": number, "pid": pid}) + "\n").encode())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The server that `run_skyrl_tx` starts takes a key that nobody but its user can read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import run_skyrl_tx
+from skyrl_tx_server.command_line import with_secrets
+
+
+class Started:
+    """Stands in for a process that was started: keeps how."""
+
+    calls: list[tuple[list[str], dict[str, str]]]
+    returncode = 0
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        Started.calls.append((command, env))
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def terminate(self) -> None:
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """How the server and the trainer of a quick start are started."""
+    Started.calls = []
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(run_skyrl_tx, "healthy", lambda url: True)
+    monkeypatch.setattr(run_skyrl_tx.signal, "signal", lambda *_: None)
+    return Started.calls
+
+
+def quick_start(path: Path) -> str:
+    """The key of a quick start whose run folder is `path`."""
+    assert run_skyrl_tx.main([f"log_path={path}"]) == 0
+    return (path.with_name("run.server") / "api_key").read_text().strip()
+
+
+def test_the_key_is_in_a_private_file_and_in_no_argument(
+    tmp_path: Path, started: list[tuple[list[str], dict[str, str]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = quick_start(tmp_path / "run")
+    assert key.startswith("tml-") and len(key) >= 40
+    files = tmp_path / "run.server"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (files, files / "api_key")] == [0o700, 0o600]
+    (server, of_server), (trainer, of_trainer) = started
+    assert "skyrl_tx_server" in server and of_server["SKYRL_TX_API_KEY"] == key
+    assert "src.train" in trainer and of_trainer["TINKER_API_KEY"] == key
+    assert not any(key in argument for argument in (*server, *trainer))
+    said = capfd.readouterr()
+    assert key not in said.out + said.err and str(files / "api_key") in said.out
+    assert key not in os.environ.values()
+
+
+def test_every_server_has_a_key_of_its_own(tmp_path: Path, started: list[tuple[list[str], dict[str, str]]]) -> None:
+    assert quick_start(tmp_path / "run") != quick_start(tmp_path / "run")
+
+
+def test_the_server_takes_its_key_from_the_environment() -> None:
+    environment = {"SKYRL_TX_API_KEY": "tml-a"}
+    assert with_secrets(["base_model=m"], environment) == ["base_model=m", "api_key=tml-a"]
+    assert not environment  # processes that the server starts must not inherit the key
+    assert with_secrets(["api_key=tml-b"], {"SKYRL_TX_API_KEY": "tml-a"}) == ["api_key=tml-b"]
+    assert with_secrets(["base_model=m"], environment) == ["base_model=m"]

@@ -1,0 +1,136 @@
+"""What is installed, where files are put, and who can read them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from src.command_line import parse
+from src.config import TrainerConfig
+from src.errors import ConfigError
+from src.record.private_folder import make_parents, make_private, resolved, write_private
+from src.record.run_folder import RunFolder, find_run_folder, held, run_path
+
+ROOT = Path(__file__).resolve().parents[2]
+PINNED = ("requirements.txt", "scripts/uv.txt")
+HOSTS = re.compile(r"https?://|--index-url|--extra-index-url|--find-links|@ ")
+IN_TEMPORARY_FOLDER = re.compile(r"""["'= ]/(?:var/)?tmp/[\w$]""")
+SHIPPED = [
+    *(ROOT / "scripts").rglob("*.py"),
+    *(ROOT / "scripts").rglob("*.sh"),
+    *(ROOT / "scripts").rglob("*.args"),
+    *ROOT.glob("*.sh"),
+]
+
+
+def config(path: Path, **changes: object) -> TrainerConfig:
+    options = {"model_name": "m", "tasks_dir": "t", "backend": "skyrl-tx", "skyrl_tx_url": "http://h:1", "log_path": path} | changes
+    return parse([f"{name}={value}" for name, value in options.items()])
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_every_requirement_has_one_version_and_a_hash_and_names_no_host(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not HOSTS.search(text)
+    requirements = text.replace("\\\n", " ").splitlines()
+    assert requirements
+    for requirement in requirements:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[^\s=]+( +--hash=sha256:[0-9a-f]{64})+ *", requirement), requirement[:80]
+
+
+def test_setup_installs_by_hash() -> None:
+    lines = (ROOT / "scripts" / "setup.sh").read_text().replace("\\\n", " ").splitlines()
+    installs = [line for line in lines if re.search(r"pip install .* -r ", line) and not line.lstrip().startswith("#")]
+    assert len(installs) == len(PINNED)
+    assert all("--require-hashes" in line for line in installs)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_script_writes_to_a_name_in_the_temporary_folder_that_others_can_take(path: Path) -> None:
+    assert not IN_TEMPORARY_FOLDER.search(path.read_text())
+    assert not re.search(r"""["']/tmp["']|gettempdir|mktemp\(""", path.read_text())
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777], ids=oct)
+def test_a_run_folder_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    options = config(tmp_path / "run")
+    before = os.umask(umask)
+    try:
+        RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=False).create(options)
+        RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=True).create(options)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "run") == 0o700
+
+
+def test_a_run_folder_that_others_can_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(0o755)
+    RunFolder(path=path, checkpoint=None, delete_first=False).create(config(path))
+    assert "can be read by other users (mode 755)" in caplog.text
+    assert mode(path) == 0o755
+
+
+@pytest.fixture
+def open_to_all(tmp_path: Path) -> Path:
+    """As the temporary folder is."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_the_default_parent_of_runs_is_made_for_this_user_alone(open_to_all: Path) -> None:
+    options = config(Path("unused"), log_path=None, logs_dir=open_to_all / "runs")
+    path = run_path(options, name="a")
+    with held(path):
+        find_run_folder(options, name="a").create(options)
+    assert (mode(path.parent), mode(path)) == (0o700, 0o700)
+
+
+def test_a_name_that_somebody_else_took_is_refused(open_to_all: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (open_to_all / "linked").symlink_to(tmp_path / "mine")
+    (open_to_all / "file").touch()
+    for name, reason in (("linked", "is a symbolic link"), ("file", "is no folder")):
+        for path in (open_to_all / name, open_to_all / name / "run"):
+            with pytest.raises(ConfigError, match=f"{reason}.*give another log_path or logs_dir"):
+                run_path(config(path), name="a")
+            with pytest.raises(ConfigError, match=reason):
+                make_parents(path)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else's")
+def test_a_folder_of_another_user_is_refused(open_to_all: Path) -> None:
+    (open_to_all / "theirs").mkdir()
+    os.chown(open_to_all / "theirs", 65534, 65534)
+    with pytest.raises(ConfigError, match="theirs belongs to another user"):
+        make_private(open_to_all / "theirs" / "run")
+
+
+def test_a_link_of_ones_own_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    assert resolved(tmp_path / "runs" / "a") == tmp_path.resolve() / "disk" / "a"
+
+
+def test_a_private_file_is_private_and_replaces_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "key").symlink_to(tmp_path / "other")
+    before = os.umask(0)
+    try:
+        write_private(tmp_path / "key", "secret")
+    finally:
+        os.umask(before)
+    assert (mode(tmp_path / "key"), (tmp_path / "key").read_text()) == (0o600, "secret")
+    assert (tmp_path / "other").read_text() == "kept"

@@ -1,0 +1,142 @@
+"""Whatever has become of a run's files: a resume works, or ends with one line that names the file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from src.errors import ConfigError, StorageError
+from src.run import Parts
+from tests.fakes.backend import BanditBackend
+from tests.fakes.run import FakeRun
+from tests.fakes.trials import FakeTasks, say_a_token, task
+
+OPTIONS = (
+    *("tasks_dir=t", "temperature=1", "learning_rate=0.1", "behavior_if_log_dir_exists=resume", "eval_before_train=true"),
+    *("batch_size=2", "group_size=2", "n_epochs=2", "save_every=1", "eval_every=2", "eval_group_size=1", "kl_penalty_coef=0"),
+    *("task_sampling=signal", "max_failure_rate=1", "dump_eval_results=false"),
+)
+READ = ("journal.jsonl", "checkpoints.jsonl", "metrics.jsonl", "config.json", "finished/step_000002.jsonl")
+WORDS: list[Any] = [
+    *("seven", "", None, True, [], {}, -1, 0, 2**53, 2**70, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), [[]], {"a": {"b": 1}}),
+    *("<i4:", "<i4:AAAA", "|O:eJwDAAAAAAE=", "<f8:eJwDAAAAAAE=", "\x00\ud800"),
+]
+RUBBISH = [b"\xff\xfe\x00", b"[" * 100_000, b"{" * 5, b'{"step": ' + b"9" * 5000 + b"}", b"null", b"[]", b"\x00" * 50, b'{"a": 1e999}']
+
+
+class Resumable(FakeRun):
+    """A run of the bandit, which takes up whatever checkpoint it is given."""
+
+    def __init__(self, path: Path) -> None:
+        source = FakeTasks(train=[task(f"say-{n}") for n in range(4)], eval=[task("held-0"), task("held-1")], play=say_a_token)
+        super().__init__(path, lambda config, settings: Parts(source=source, backend=BanditBackend()))
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has two of its four steps behind it. The second one's checkpoint was lost, so it is trained from disk."""
+    path = tmp_path_factory.mktemp("half") / "run"
+    asyncio.run(Resumable(path).go(*OPTIONS, "max_steps=2"))
+    first, _ = (path / "checkpoints.jsonl").read_text().splitlines(keepends=True)
+    (path / "checkpoints.jsonl").write_text(first)
+    assert all((path / name).is_file() for name in READ)
+    return path
+
+
+def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
+    """What the resume of a copy whose file was changed says; nothing where it works."""
+    copy = tmp_path / "run"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(half_done, copy)
+    (copy / name).write_bytes(change((copy / name).read_bytes()))
+    try:
+        asyncio.run(Resumable(copy).go(*OPTIONS))
+    except (ConfigError, StorageError) as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+        return str(error)
+    return ""
+
+
+@st.composite
+def changed_values(draw: st.DrawFn) -> Any:
+    """A change of one value of one line, at any depth."""
+    at, path, word = draw(st.integers(0, 40)), draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)), draw(st.sampled_from(WORDS))
+    is_removed = draw(st.booleans())
+
+    def change(content: bytes) -> bytes:
+        lines = content.splitlines(keepends=True) if b"\n{" in content[:-1] and not content.startswith(b"{\n") else [content]
+        at_line = at % len(lines)
+        value = json.loads(lines[at_line])
+        parent = value
+        for number, index in enumerate(path):
+            keys = [*parent] if isinstance(parent, dict) else [*range(len(parent))]
+            if not keys:
+                break
+            key = keys[index % len(keys)]
+            if number == len(path) - 1 or not isinstance(parent[key], dict | list) or not parent[key]:
+                if is_removed:
+                    del parent[key]
+                else:
+                    parent[key] = word
+                break
+            parent = parent[key]
+        lines[at_line] = json.dumps(value).encode() + b"\n"
+        return b"".join(lines)
+
+    return change
+
+
+def bytes_changed(at: float, what: bytes) -> Any:
+    def change(content: bytes) -> bytes:
+        place = int(at * len(content))
+        return content[:place] + what + content[place + len(what) :]
+
+    return change
+
+
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@QUICK
+@given(name=st.sampled_from(READ), change=changed_values())
+def test_a_changed_value_is_one_line_of_error_or_of_no_consequence(half_done: Path, tmp_path: Path, name: str, change: Any) -> None:
+    resumed(half_done, tmp_path, name, change)
+
+
+@QUICK
+@given(name=st.sampled_from(READ), at=st.floats(0, 1), what=st.binary(min_size=1, max_size=20))
+def test_changed_bytes_are_one_line_of_error_or_of_no_consequence(
+    half_done: Path, tmp_path: Path, name: str, at: float, what: bytes
+) -> None:
+    resumed(half_done, tmp_path, name, bytes_changed(at, what))
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda rubbish: repr(rubbish[:12]))
+@pytest.mark.parametrize("name", READ)
+def test_a_line_that_is_no_record_is_named(half_done: Path, tmp_path: Path, name: str, rubbish: bytes) -> None:
+    said = resumed(half_done, tmp_path, name, lambda content: rubbish + b"\n" + content)
+    where = name if name == "config.json" else f"{name}, line 1: "
+    assert where in said and "restore the file from a copy" in said
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
+def test_a_last_line_that_a_crash_cut_short_is_passed_over(half_done: Path, tmp_path: Path, name: str) -> None:
+    assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
+
+
+def test_a_word_for_a_number_is_named_with_its_line_and_field(half_done: Path, tmp_path: Path) -> None:
+    def change(content: bytes) -> bytes:
+        first, *rest = content.splitlines(keepends=True)
+        return b"".join([json.dumps(json.loads(first) | {"resumed_from": "seven"}).encode() + b"\n", *rest])
+
+    said = resumed(half_done, tmp_path, "journal.jsonl", change)
+    assert "journal.jsonl, line 1: started.resumed_from: Input should be a valid integer" in said

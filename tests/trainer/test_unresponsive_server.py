@@ -1,0 +1,216 @@
+"""A server whose health is fine and whose other routes hang, fail or trickle: what waits for it has a deadline, and obeys signals.
+
+Real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time, because each spends its time waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from src.errors import INTERRUPTED
+from tests.fakes.unresponsive import START, Manner, unresponsive
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "datasets" / "quickstart" / "model"
+AT_ONCE = 8
+PATIENCE_S = 60.0  # the deadlines below are of 2 to 4 s; without them a wait lasts 340 s
+OPTIONS = (
+    *("model_name=local/fake", f"tokenizer={TOKENIZER}", "env=tests.fakes.unresponsive:open_one_answer", "backend=skyrl-tx"),
+    *("max_tokens=4", "context_limit=64", "trial_attempts=1", "server_timeout_sec=4", "answer_timeout_sec=3"),
+)
+TRAIN = (
+    *("reconnect_timeout_sec=0", "stop_timeout_sec=2", "batch_size=2", "group_size=2", "lora_rank=4", "max_steps=2", "save_every=1"),
+    *("eval_split=0", "enable_summarize=false"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which requests are answered badly, how, and what a program that is not stopped says."""
+
+    is_bad: Callable[[str], bool]
+    says: str
+    manner: Manner = Manner.HANGS
+    module: str = "train"
+    options: tuple[str, ...] = ()
+
+
+def path_of(*names: str) -> Callable[[str], bool]:
+    return lambda path: path.startswith(names)
+
+
+def all_but(*names: str) -> Callable[[str], bool]:
+    return lambda path: not path.startswith(names)
+
+
+NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within answer_timeout_sec=3"
+NO_MODELS = r"asking the server at \S+ for its models: no usable answer within server_timeout_sec=4"
+PLACES = {
+    "everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS),
+    "everything fails": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.FAILS),
+    "everything trickles": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.TRICKLES),
+    "health trickles": Place(is_bad=path_of("/healthz"), says=r"no server answers at \S+ \(TimeoutError\)", manner=Manner.TRICKLES),
+    "opening the environment": Place(is_bad=path_of("/opening"), says="", options=("env=tests.fakes.unresponsive:open_never",)),
+    "creating the session": Place(
+        is_bad=path_of("/create_session"), says="opening the training client: no answer within answer_timeout_sec=3"
+    ),
+    "creating the adapter": Place(is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3"),
+    "opening fails": Place(
+        is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3", manner=Manner.FAILS
+    ),
+    "sampling": Place(
+        is_bad=path_of("/asample"),
+        says=NO_SAMPLES,
+    ),
+    "forward_backward": Place(
+        is_bad=path_of("/forward_backward"), says="training step 1: no answer within answer_timeout_sec=3; start it again and resume"
+    ),
+    "saving": Place(is_bad=lambda path: path == "/save_weights", says="saving checkpoint 000001: no answer within answer_timeout_sec=3"),
+    "evaluate: everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS, module="evaluate"),
+    "evaluate: opening": Place(is_bad=all_but(*START), says="opening the policy: no answer within answer_timeout_sec=3", module="evaluate"),
+    "evaluate: sampling": Place(is_bad=path_of("/asample"), says=NO_SAMPLES, module="evaluate"),
+    "probe: everything hangs": Place(
+        is_bad=all_but("/healthz"), says=r"asking the server at \S+ for its models: no answer within answer_timeout_sec=3", module="probe"
+    ),
+    "probe: forward": Place(
+        is_bad=path_of("/forward"), says="check 'logprobs agree': no answer within answer_timeout_sec=3", module="probe"
+    ),
+}
+ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
+WITH_SIGINT = ("everything hangs", "forward_backward", "probe: everything hangs")  # the same code handles both
+SAME_WAIT = ("everything fails", "health trickles", "opening fails", "evaluate: opening")  # as in another scenario, for a signal
+NEVER_ENDS = ("opening the environment",)  # it waits for what is not the back end
+SCENARIOS = [
+    (place, end)
+    for place in PLACES
+    for end in ENDS
+    if not (end == "SIGINT" and place not in WITH_SIGINT)
+    if not (end == "SIGTERM" and place in SAME_WAIT)
+    if not (end == "by itself" and place in NEVER_ENDS)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    status: int
+    said: str
+    took_s: float  # since the signal, or since the first request that was answered badly
+
+
+class Programs:
+    """Forks of one process that has everything imported."""
+
+    def __init__(self, home: Path) -> None:
+        environment = os.environ | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+        for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "SKYRL_TX_URL"):
+            environment.pop(name, None)
+        command = [sys.executable, "-m", "tests.fakes.unresponsive"]
+        self._process = subprocess.Popen(command, cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._heard = threading.Condition()
+        self._pids: dict[int, int] = {}
+        self._statuses: dict[int, int] = {}
+        self._count = 0
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def start(self, module: str, argv: list[str], log: Path) -> tuple[int, int]:
+        """Its number and process id."""
+        assert self._process.stdin is not None
+        with self._heard:
+            number, self._count = self._count, self._count + 1
+            self._process.stdin.write(json.dumps({"module": module, "argv": argv, "log": str(log)}) + "\n")
+            self._process.stdin.flush()
+            assert self._heard.wait_for(lambda: number in self._pids, PATIENCE_S)
+            return number, self._pids[number]
+
+    def wait(self, number: int) -> int | None:
+        """Its exit status; None when it does not end."""
+        with self._heard:
+            self._heard.wait_for(lambda: number in self._statuses, PATIENCE_S)
+            return self._statuses.get(number)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        for number, pid in self._pids.items():
+            if number not in self._statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._listener.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            with self._heard:
+                (self._pids if "pid" in told else self._statuses)[told["number"]] = told.get("pid", told.get("status"))
+                self._heard.notify_all()
+
+
+def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | None) -> Ended | str:
+    """One scenario from its start to its end, or what went wrong."""
+    with unresponsive(root / "checkpoints", place.manner, place.is_bad) as (url, reached):
+        argv = {
+            "train": [*OPTIONS, *TRAIN, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
+            "evaluate": [*OPTIONS, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
+            "probe": [url, "answer_timeout_sec=3", "only=logprobs agree", "output=", *place.options],
+        }[place.module]
+        number, pid = programs.start(place.module, argv, root / "log")
+        if not reached.wait(PATIENCE_S):
+            return f"the server was not asked: {(root / 'log').read_text()}"
+        started = time.monotonic()
+        if sent is not None:
+            os.kill(pid, sent)
+        status = programs.wait(number)
+        if status is None:
+            return f"still running after {PATIENCE_S:g} s: {(root / 'log').read_text()}"
+        return Ended(status=status, said=(root / "log").read_text(), took_s=time.monotonic() - started)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ended | str]:
+    """How every scenario ended."""
+    home = tmp_path_factory.mktemp("home")
+    programs = Programs(home)
+    found: dict[tuple[str, str], Ended | str] = {}
+
+    def run(scenario: tuple[str, str], root: Path) -> None:
+        place, end = scenario
+        found[scenario] = play(programs, root, PLACES[place], ENDS[end])
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(run, SCENARIOS, [tmp_path_factory.mktemp("scenario") for _ in SCENARIOS]))
+    programs.close()
+    return found
+
+
+@pytest.mark.parametrize(("place", "end"), SCENARIOS, ids=[" - ".join(scenario) for scenario in SCENARIOS])
+def test_a_wait_ends_at_its_deadline_or_at_a_signal(ended: dict[tuple[str, str], Ended | str], place: str, end: str) -> None:
+    found = ended[place, end]
+    assert isinstance(found, Ended), found
+    print(place, end, found)
+    assert "Traceback" not in found.said
+    last = found.said.strip().splitlines()[-1]
+    if ENDS[end] is None:
+        assert found.status == (2 if PLACES[place].module == "probe" else 1), found.said
+        assert re.search(PLACES[place].says, last), found.said
+    else:
+        assert found.status == INTERRUPTED, found.said
+        assert sum("stopping" in line for line in found.said.splitlines()) == 1, found.said
