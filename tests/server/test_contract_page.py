@@ -23,7 +23,7 @@ def test_the_page_lists_the_applications_routes():
 def test_every_route_of_the_installed_sdk_is_answered_by_name():
     """Those of the SDK's own calls that this server does not implement are refused in `routes/refused.py`, each with what to do instead."""
     sources = [path.read_text() for path in Path(tinker.__file__).parent.rglob("*.py")]
-    routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\\s]+)["']""", text)}
+    routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\s]+)["']""", text)}
     assert len(routes) > 30
     answered = [route for route in app.build_app(Lobby()).routes if isinstance(route, Route)]
     unknown = {path for path in routes if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a/b", path)) for route in answered)}
