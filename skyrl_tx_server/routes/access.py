@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from starlette.requests import Request
 
 from skyrl_tx_server.errors import ForbiddenError
+
+_MARKS = frozenset({b"host", b"origin", b"sec-fetch-site"})
 
 
 class HostNames(Enum):
@@ -51,27 +55,25 @@ def _split(names: str | None) -> list[str]:
 
 def check_access(policy: AccessPolicy, request: Request) -> None:
     """ForbiddenError for a request that a web page made, or that was sent to a name which is not the server's."""
-    hosts: list[bytes] = []
-    origin = fetch_site = b""
-    for name, value in request.scope["headers"]:
-        if name == b"host":
-            hosts.append(value)
-        elif name == b"origin":
-            origin = value
-        elif name == b"sec-fetch-site":
-            fetch_site = value
-    if origin and origin.decode("latin-1").lower() not in policy.allowed_origins:
-        raise ForbiddenError(
-            f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with allowed_origins=ORIGIN to accept them"
-        )
-    if fetch_site not in (b"", b"none", b"same-origin") and not origin:
-        raise ForbiddenError(f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site)})")
-    if policy.host_names is HostNames.ANY:
-        return
-    if len(hosts) != 1 or not _is_allowed(policy, host_name(hosts[0].decode("latin-1"))):
+    marks = [mark for mark in request.scope["headers"] if mark[0] in _MARKS]
+    hosts = [value for name, value in marks if name == b"host"]
+    if len(hosts) < len(marks):
+        _check_page(policy, dict(marks))
+    if policy.host_names is not HostNames.ANY and (len(hosts) != 1 or not _is_served(policy, hosts[0])):
         raise ForbiddenError(
             f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with allowed_hosts=NAME, or with an API key"
         )
+
+
+def _check_page(policy: AccessPolicy, marks: Mapping[bytes, bytes]) -> None:
+    origin, fetch_site = marks.get(b"origin"), marks.get(b"sec-fetch-site")
+    if origin is not None:
+        if origin.decode("latin-1").lower() not in policy.allowed_origins:
+            raise ForbiddenError(
+                f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with allowed_origins=ORIGIN to accept them"
+            )
+    elif fetch_site not in (None, b"none", b"same-origin"):
+        raise ForbiddenError(f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})")
 
 
 def host_name(host: str) -> str:
@@ -86,7 +88,9 @@ def host_name(host: str) -> str:
     return host.partition(":")[0].removesuffix(".")
 
 
-def _is_allowed(policy: AccessPolicy, name: str) -> bool:
+@lru_cache(maxsize=256)
+def _is_served(policy: AccessPolicy, host: bytes) -> bool:
+    name = host_name(host.decode("latin-1"))
     if name in policy.allowed_hosts or _is_loopback(name):
         return True
     return policy.host_names is HostNames.ADDRESSES and _address(name) is not None

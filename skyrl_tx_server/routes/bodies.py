@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -115,15 +115,16 @@ async def read_parsed[T](
 ) -> T:
     """`parse` of the decompressed body. Large and compressed bodies are decompressed and parsed in a thread."""
     limit = min(limits.max_bytes, max_bytes)
-    encoding = request.headers.get("content-encoding", "").lower()
-    num_bytes = _reserved_bytes(request, limit, compressed=encoding not in ("", "identity"))
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+    num_bytes = _reserved_bytes(headers, limit, compressed=encoding not in ("", "identity"))
     if num_bytes <= SMALL_BYTES:
         body = await _receive(request, limit, stalled_s)
-        _check_media_type(request, limits, body)
+        _check_media_type(headers, limits, body)
         return parse(body)
     async with budget.reserve(num_bytes, capacity=BODIES_IN_FLIGHT * max_bytes, timeout_s=stalled_s):
         body = await _receive(request, limit, stalled_s)
-        _check_media_type(request, limits, body)
+        _check_media_type(headers, limits, body)
         match encoding:
             case "" | "identity":
                 work = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
@@ -134,12 +135,12 @@ async def read_parsed[T](
         return parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
 
 
-def _reserved_bytes(request: Request, limit: int, *, compressed: bool) -> int:
+def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
     """As much as the body may take: a body without a length, or with one that says little, may take the route's limit."""
-    length = request.headers.get("content-length", "")
-    if compressed or (not length and "transfer-encoding" in request.headers):
+    length = headers.get(b"content-length", b"")
+    if compressed or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)
-    return min(int(length), limit) if length.isdecimal() and len(length) < 20 else 0
+    return min(int(length), limit) if length.isdigit() and len(length) < 20 else 0
 
 
 async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
@@ -168,11 +169,11 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
     return b"".join(chunks)
 
 
-def _check_media_type(request: Request, limits: BodyLimits, body: bytes) -> None:
+def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: bytes) -> None:
     """A web page may send text/plain or a form to any address without being asked, but not these types."""
     if not body:
         return
-    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    sent = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if sent not in limits.media_types:
         accepted = " or ".join(limits.media_types)
         raise UnsupportedMediaTypeError(

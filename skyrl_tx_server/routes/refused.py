@@ -57,6 +57,8 @@ ENDPOINTS = (
     ),
     Endpoint(method="POST", path="/api/v1/retrieve_futures", handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future")),
     Endpoint(method="POST", path="/api/v1/join_sampling_session", handler=_refuse(f"join_sampling_session: {_FLAG}")),
+    Endpoint(method="GET", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
+    Endpoint(method="DELETE", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
     Endpoint(
         method="POST",
         path="/api/v1/auth/token",

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
+import chz
 import jax
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ import pytest
 from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.command_line import help_text, parse
-from skyrl_tx_server.config import ServerConfig
+from skyrl_tx_server.config import BOUNDS, ServerConfig
+from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.memory.cache_size import fitting_cache
 from skyrl_tx_server.memory.memory_plan import plan_memory
 from skyrl_tx_server.model.config_json import load_model_config
@@ -28,6 +31,9 @@ from skyrl_tx_server.served_model import served_model
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
+NUMBERS = {
+    name: field for name, field in chz.chz_fields(ServerConfig).items() if {int, float} & {field.final_type, *get_args(field.final_type)}
+}
 TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
 
 
@@ -44,6 +50,14 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", "port=99999"], "between 0 and 65535"),
         (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
         (["base_model=x", "tensor_parallel=0"], "tensor_parallel=0: must be above 0"),
+        (["base_model=x", "max_snapshots=1000000"], "max_snapshots=1000000: must be above 0 and at most 10000"),
+        (["base_model=x", "checkpoint_quota_gb=nan"], "checkpoint_quota_gb=nan: must be above 0"),
+        (["base_model=x", "session_timeout_s=nan"], "session_timeout_s=nan: must be above 0"),
+        (["base_model=x", "api_key=tml-with space"], "without spaces"),
+        (
+            [f"base_model={FIXTURES / 'tied'}", "max_snapshots=10000", "max_lora_rank=4096", "port=0"],
+            "lower max_snapshots or max_lora_rank",
+        ),
         (["base_model=x", "max_lora_rank=0"], "max_lora_rank=0: must be above 0"),
         (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
         (["base_model=x", "checkpoints_dir=/proc/nowhere"], "checkpoints_dir=/proc/nowhere"),
@@ -72,6 +86,19 @@ def test_a_mistake_is_one_line_and_status_2(argv: list[str], message: str, capsy
     assert printed.out == ""
     assert printed.err.startswith("skyrl-tx server: ") and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+def test_every_numeric_option_declares_its_bounds() -> None:
+    assert NUMBERS and all(BOUNDS in (field.metadata or {}) for field in NUMBERS.values())
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_numeric_option_takes_what_is_not_finite_or_out_of_its_bounds(name: str) -> None:
+    is_float = float in {NUMBERS[name].final_type, *get_args(NUMBERS[name].final_type)}
+    for value in ("nan", "inf", "-inf", "1e300") if is_float else ("9" * 30, "-1"):
+        given = {} if name == "port" else {"port": "0"}
+        with pytest.raises(ConfigError, match=rf"^{name}=.*: must "):
+            parse(["base_model=x", f"{name}={value}", *(f"{key}={number}" for key, number in given.items())])
 
 
 def test_a_port_in_use_is_known_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

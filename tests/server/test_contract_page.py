@@ -3,7 +3,12 @@
 import re
 from pathlib import Path
 
+import tinker
+from starlette.routing import Route
+
+from skyrl_tx_server import app
 from skyrl_tx_server.app import ENDPOINTS
+from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.weights import CHECKPOINT
 
 PAGE = Path(__file__).parents[2] / "docs" / "server-contract.md"
@@ -13,3 +18,14 @@ def test_the_page_lists_the_applications_routes():
     section = PAGE.read_text().split("## Routes", 1)[1].split("\n## ", 1)[0]
     listed = re.findall(r"`((?:GET|POST|PUT|DELETE) [^`]+)`", section)
     assert sorted(route.replace("CHECKPOINT", CHECKPOINT) for route in listed) == sorted(f"{e.method} {e.path}" for e in ENDPOINTS)
+
+
+def test_every_route_of_the_installed_sdk_is_answered_by_name():
+    """Those of the SDK's own calls that this server does not implement are refused in `routes/refused.py`, each with what to do instead."""
+    sources = [path.read_text() for path in Path(tinker.__file__).parent.rglob("*.py")]
+    routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\s]+)["']""", text)}
+    assert len(routes) > 30
+    answered = [route for route in app.build_app(Lobby()).routes if isinstance(route, Route)]
+    unknown = {path for path in routes if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a/b", path)) for route in answered)}
+    unknown = {path for path in unknown if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a", path)) for route in answered)}
+    assert unknown == set()

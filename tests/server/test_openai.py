@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
+import litellm
 import numpy as np
 import openai
 import pytest
@@ -292,3 +294,71 @@ def test_tools_are_refused_where_the_template_has_no_place_for_them(
     with serving(Lobby(context=plain)) as url:
         reply = httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]})
     assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of LiteLLM's own types
+def test_litellm_sends_its_own_answer_back_in_a_second_turn(client: openai.OpenAI, engine: TextEngine) -> None:
+    """It adds provider_specific_fields and more to every assistant message."""
+    engine.texts = [f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"]
+
+    def turn(messages: list[object]) -> Any:
+        """`extra_body`: LiteLLM's own handling of tools imports a package that is not installed here."""
+        where = {"model": f"openai/{MODEL}", "api_base": str(client.base_url), "api_key": "none", "extra_body": {"tools": [LS]}}
+        reply: Any = litellm.completion(messages=messages, **where)
+        return reply.choices[0].message
+
+    first = turn([*HELLO])
+    assert first.tool_calls and first.reasoning_content
+    engine.texts = ["Done."]
+    messages = [*HELLO, first.model_dump(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
+    assert turn(messages).content == "Done."
+    assert "I look." in engine.prompt_text() and "a b" in engine.prompt_text()
+    as_it_was = [*HELLO, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
+    assert turn(as_it_was).content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("provider_specific_fields", {"refusal": None}),
+        ("annotations", []),
+        ("audio", None),
+        ("images", []),
+        ("refusal", None),
+        ("function_call", None),
+        ("thinking_blocks", None),
+        ("thinking_blocks", []),
+    ],
+)
+def test_what_clients_send_back_and_no_model_reads_is_taken(client: openai.OpenAI, field: str, value: object) -> None:
+    messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", field: value}, *HELLO]
+    assert client.chat.completions.create(model=MODEL, messages=messages).choices
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"refusal": "I cannot."}, "put its text into content"),
+        ({"audio": {"id": "a"}}, "audio"),
+        ({"images": [{"image_url": "a"}]}, "images"),
+        ({"function_call": {"name": "ls"}}, "use tool_calls"),
+        ({"thinking_blocks": [{"thinking": "Hm."}]}, "send the text as reasoning_content"),
+        ({"reasoning": "Hm.", "reasoning_content": "So."}, "differ"),
+        ({"unheard_of": 1}, "unknown field unheard_of"),
+    ],
+)
+def test_what_would_change_the_prompt_is_refused_in_an_assistant_message(
+    client: openai.OpenAI, fields: dict[str, object], says: str
+) -> None:
+    messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", **fields}]
+    with pytest.raises(openai.BadRequestError, match=says):
+        client.chat.completions.create(model=MODEL, messages=messages)
+
+
+def test_an_unknown_route_and_a_refusal_of_the_border_have_openais_shape(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server has no POST /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="text")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input="text")
+    reply = httpx.post(f"{client.base_url}chat/completions", content=b"{}")
+    assert reply.status_code == 415 and reply.json()["error"]["type"] == "invalid_request_error"

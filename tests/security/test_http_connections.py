@@ -1,0 +1,176 @@
+"""Clients that hold connections, and a shortage of file descriptors, do not keep others from being served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.command_line import parse, with_secrets
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.listening import BoundedServer, connection_limit, raise_file_limit
+from skyrl_tx_server.routes.border import Lobby
+from tests.fakes.server import fake_context, fake_engine
+
+type Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.asynccontextmanager
+async def serving(root: Path, *, max_connections: int = 8, head_timeout_s: float = 60.0) -> AsyncIterator[tuple[str, int]]:
+    context = fake_context(root)
+    config = uvicorn.Config(build_app(Lobby(context=context)), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
+    server = BoundedServer(config, max_connections, head_timeout_s=head_timeout_s)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield address
+        finally:
+            server.should_exit = True
+            await task
+            fake_engine(context).stop()
+
+
+async def is_healthy(address: tuple[str, int]) -> bool:
+    async with httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=30) as http:
+        return (await http.get("/api/v1/healthz")).status_code == 200
+
+
+async def half_open(address: tuple[str, int], sent: bytes = b"POST /api/v1/crea") -> Stream:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(sent)
+    await writer.drain()
+    return reader, writer
+
+
+async def ended(stream: Stream) -> bytes:
+    """What the server still sent before it closed the connection."""
+    try:
+        async with asyncio.timeout(30):
+            return await stream[0].read()
+    except ConnectionError:
+        return b""
+    finally:
+        stream[1].close()
+
+
+async def test_half_open_connections_make_way_for_a_request(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_connections=8) as address:
+        streams = [await half_open(address) for _ in range(40)]
+        assert await is_healthy(address)
+        assert await ended(streams[0]) == b"", "the one that was idle for longest is closed"
+        for _, writer in streams:
+            writer.close()
+
+
+async def test_a_head_that_never_ends_is_closed(tmp_path: Path) -> None:
+    async with serving(tmp_path, head_timeout_s=0.1) as address:
+        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
+            assert await ended(await half_open(address, sent)) == b""
+        after_an_answer = await half_open(address, b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert b"200 OK" in await after_an_answer[0].readuntil(b"}")
+        after_an_answer[1].write(b"GET /")
+        assert await ended(after_an_answer) == b""
+
+
+async def test_a_request_in_progress_is_not_cut_off_by_the_deadline_of_its_head(tmp_path: Path) -> None:
+    async with serving(tmp_path, head_timeout_s=0.1) as address:
+        headers = b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+        stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
+        await asyncio.sleep(0.3)  # longer than the deadline: nothing else can show that it does not count here
+        stream[1].write(b"{}")
+        assert b"session_id" in await ended(stream)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: 1\r\n" % i for i in range(1000)),
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 200_000,
+        b"GET /" + b"a" * 200_000,
+    ],
+    ids=["many headers", "a long header", "a long url"],
+)
+async def test_a_head_is_bounded(head: bytes, tmp_path: Path) -> None:
+    async with serving(tmp_path) as address:
+        reply = await ended(await half_open(address, head + b"\r\n\r\n"))
+        assert not reply or reply.startswith(b"HTTP/1.1 400")  # a reset may overtake the reply
+        assert await is_healthy(address)
+
+
+async def test_no_descriptor_for_a_connection_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as address:
+        loop, failures = asyncio.get_running_loop(), [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+        accept = loop.sock_accept
+
+        async def failing(listener: socket.socket) -> object:
+            if failures:
+                raise OSError(failures.pop(), "no descriptor")
+            return await accept(listener)
+
+        monkeypatch.setattr(loop, "sock_accept", failing)
+        assert await is_healthy(address), "the accept under way"
+        assert await is_healthy(address)
+        assert not failures
+
+
+def test_the_limit_on_open_files_is_raised_and_some_are_kept_back() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+        assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(256, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (connection_limit(4096, 1 << 20), connection_limit(4096, 256)) == (4096, 128)
+    with pytest.raises(ConfigError, match="raise it to 1024 or more"):
+        connection_limit(4096, 130)
+
+
+def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("tml-from-file\n")
+    environ = {"SKYRL_TX_API_KEY": "tml-from-environment"}
+    for argv, key in (
+        ([], "tml-from-environment"),
+        ([f"api_key_file={file}"], "tml-from-file"),
+        (["api_key=tml-given"], "tml-given"),
+    ):
+        assert parse(with_secrets(["base_model=x", *argv], environ)).api_key == key
+    for content, says in ((b"", "empty"), (b"\xff", "not ASCII")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=says):
+            with_secrets([f"api_key_file={file}"], {})
+    with pytest.raises(ConfigError, match="pass one of them"):
+        with_secrets([f"api_key_file={file}", "api_key=tml-a"], {})
+    with pytest.raises(ConfigError, match="No such file"):
+        with_secrets([f"api_key_file={tmp_path / 'none'}"], {})
+    assert "tml-given" not in repr(parse(["base_model=x", "api_key=tml-given"]))
+
+
+def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> None:
+    """The program waits for a file that nobody writes, so that it is there to be looked at."""
+    fifo = tmp_path / "key"
+    os.mkfifo(fifo)
+    argv = [sys.executable, "-m", "skyrl_tx_server", "base_model=x", "sampler_api_key=secret-of-the-sampler", f"api_key_file={fifo}"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
+        try:
+            with fifo.open("wb") as writer:  # opens once the program reads it, which is after it has started again
+                shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+                writer.write(b"wrong\n")
+            _, said = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert b"base_model=x" in shown and b"secret-of-the-sampler" not in shown
+    assert b"sampler_api_key= was visible" in said and b"secret-of" not in said and server.returncode == 2
