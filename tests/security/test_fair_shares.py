@@ -147,7 +147,7 @@ def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine:
 
 def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(tmp_path: Path, engine: Engine) -> None:
     """A cache with room for two contexts of the large requests and many tenants: all get what they get where there is room for all."""
-    requests = [request(200 + number, num_samples=3, max_tokens=200) for number in range(6)]
+    requests = [request(200 + number, num_samples=3, max_tokens=150) for number in range(6)]
     alone = [result(engine.submit(each)) for each in requests]
     small_alone = result(engine.submit(SMALL))
     small = engine_of(tmp_path, cache_tokens=832, max_context_length=512)
@@ -172,7 +172,7 @@ def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(t
         for number in range(5):
             small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
             small.submit(SaveSampler(model_id=f"m{number}", weights=f"s{number}")).result(TIMEOUT_S)
-        requests = [request(300 + number, num_samples=4, max_tokens=120, weights=f"s{number}") for number in range(5)]
+        requests = [request(300 + number, num_samples=4, max_tokens=320, weights=f"s{number}") for number in range(5)]
         alone = [result(small.submit(each)) for each in requests]
         futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
         for future, expected in zip(futures, alone, strict=True):
@@ -183,7 +183,7 @@ def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(t
 
 
 def test_long_prompts_of_one_tenant_delay_a_short_one_by_two_pieces_at_most(engine: Engine) -> None:
-    prompts = [request(400 + number, prompt_tokens=1900, max_tokens=20) for number in range(12)]
+    prompts = [request(400 + number, prompt_tokens=1100, max_tokens=20) for number in range(12)]
     alone = [result(engine.submit(each)) for each in prompts]
     neighbours = Neighbours(engine, "neighbour", 4, after_reports=1)
     watched = engine.submit(request(500, max_tokens=160), neighbours, tenant="hostile")
