@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,7 +15,18 @@ import pytest
 from skyrl_tx_server.engine import Engine, RowsLostError
 from skyrl_tx_server.errors import ServerError, UserError
 from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor, _Begin
-from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Op, Sample, SamplingSettings, TrainDatum
+from skyrl_tx_server.ops import (
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    Op,
+    OpResult,
+    Sample,
+    SampleResult,
+    SamplingSettings,
+    TrainDatum,
+)
 from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 
@@ -96,6 +107,40 @@ def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started)
     assert pair.end.get(timeout=60) is None
     assert len(pair.own.log) >= 8 and pair.other.log == pair.own.log
     assert len(results[2].logprobs) == 3 and len(results[3].sequences) == 2  # type: ignore[union-attr]
+
+
+class Submits:
+    """A watcher that submits a sample of another tenant as soon as its own has tokens."""
+
+    follows = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.submitted: Future[OpResult] | None = None
+
+    def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        if self.submitted is None:
+            self.submitted = self._engine.submit(SAMPLE, tenant="b")
+
+    def wanted(self) -> bool:
+        return True
+
+
+def test_rows_are_paused_on_every_process_alike(started: _Started) -> None:
+    pair = started()
+    engine = Engine(pair.executor)
+    engine.start()
+    watcher = Submits(engine)
+    large = replace(SAMPLE, settings=SamplingSettings(max_tokens=40), num_samples=8)
+    result = engine.submit(large, watcher, tenant="a").result(60)
+    assert watcher.submitted is not None
+    watcher.submitted.result(60)
+    engine.stop()
+    pair.leader.stop()
+    assert pair.end.get(timeout=60) is None
+    assert any(entry.startswith("pause") for entry in pair.own.log) and pair.other.log == pair.own.log
+    assert isinstance(result, SampleResult)
+    assert [list(sequence.tokens) for sequence in result.sequences] == [list(range(7, 47))] * 8
 
 
 def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Started) -> None:

@@ -1,0 +1,255 @@
+"""Processes of one server know each other by the cluster key: nobody else is listened to, and no message can be forged or replayed."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from skyrl_tx_server.channel import CODE_BYTES, LENGTH, MAGIC, NONCE_BYTES, NUMBER, Channel, TamperedError, WrongKeyError, accept, connect
+from skyrl_tx_server.config import HostsSettings
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.hosts import Follower, HostLostError, Leader
+from skyrl_tx_server.rendezvous import join, lead
+from tests.fakes.channel import KEY
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.server import reserved_port
+from tests.fakes.tiny_model import make_settings
+from tests.server.tiny_qwen3 import FIXTURES
+
+SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
+
+
+class CreatesFile:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsSettings]:
+    monkeypatch.setattr("skyrl_tx_server.rendezvous._start_jax", lambda hosts, address: None)
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=1, timeout_s=30, key=KEY)
+
+
+@pytest.mark.parametrize("impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"])
+def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(hosts: HostsSettings, tmp_path: Path, impostor: str) -> None:
+    created = tmp_path / "created"
+    payload = pickle.dumps(CreatesFile(created))
+
+    def listen(server: socket.socket) -> None:
+        candidate, _ = server.accept()
+        candidate.settimeout(30)
+        with candidate:
+            match impostor:
+                case "plain pickle":
+                    candidate.sendall(LENGTH.pack(len(payload)) + payload + secrets.token_bytes(1024))
+                case "multiprocessing without a key":
+                    candidate.settimeout(None)
+                    connection = Connection(candidate.detach())
+                    with connection, pytest.raises(Exception):  # noqa: B017 whatever the library makes of the answer
+                        deliver_challenge(connection, b"")
+                        answer_challenge(connection, b"")
+                        connection.send_bytes(b'{"jax": "127.0.0.1:1"}')
+                        connection.send_bytes(payload)
+                case _:
+                    read_exactly(candidate, len(MAGIC) + NUMBER.size + NONCE_BYTES)
+                    candidate.sendall(secrets.token_bytes(NONCE_BYTES + CODE_BYTES) + LENGTH.pack(len(payload)) + payload)
+
+    with socket.create_server(hosts.address) as server, ThreadPoolExecutor(1) as threads:
+        listening = threads.submit(listen, server)
+        with pytest.raises(ConfigError, match=r"^coordinator_address=127.0.0.1:\d+: ") as error:
+            join(replace(hosts, timeout_s=2), SETTINGS, print)
+        listening.result(30)
+    assert "\n" not in str(error.value)
+    assert not created.exists()
+
+
+def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(CreatesFile(tmp_path / "created")))
+    assert (tmp_path / "created").exists()
+
+
+def test_an_impostor_follower_is_refused_and_the_real_one_still_comes(hosts: HostsSettings, caplog: pytest.LogCaptureFixture) -> None:
+    leading = threading.Thread(target=lambda: lead(replace(hosts, process_id=0), SETTINGS, print).stop())
+    leading.start()
+    with pytest.raises(ConfigError, match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C"):
+        join(replace(hosts, key=b"x" * 32), SETTINGS, print)
+    with socket.create_connection(hosts.address, timeout=30) as impostor:  # it does not check process 0's proof
+        impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
+        read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
+        impostor.sendall(secrets.token_bytes(CODE_BYTES))
+        assert impostor.recv(1) == b"", "it is told nothing"
+    join(hosts, SETTINGS, print).follow(FakeExecutor)
+    leading.join(30)
+    assert not leading.is_alive()
+    assert sum("needs the same cluster_key_file" in message for message in caplog.messages) == 2
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        new = connection.recv(count - len(data))
+        assert new
+        data += new
+    return data
+
+
+@dataclass
+class Relay:
+    """Somebody between the two processes, who sees each message from process 0 and decides what the other gets."""
+
+    ours: Channel
+    theirs: Channel
+    raw: socket.socket  # to the other process
+    back: socket.socket  # to process 0
+    messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # whole, as they came from process 0
+
+    def deliver(self, *messages: bytes) -> None:
+        for message in messages:
+            self.raw.sendall(message)
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with relayed() as made:
+        yield made
+
+
+@contextmanager
+def relayed() -> Iterator[Relay]:
+    process_0, from_0 = socket.socketpair()
+    to_1, process_1 = socket.socketpair()
+    with from_0, to_1, ThreadPoolExecutor(2) as threads:
+        accepting = threads.submit(accept, process_0, KEY, timeout_s=60)
+        joining = threads.submit(connect, process_1, KEY, process=1, timeout_s=60)
+        from_0.sendall(read_exactly(to_1, len(MAGIC) + NUMBER.size + NONCE_BYTES))
+        to_1.sendall(read_exactly(from_0, NONCE_BYTES + CODE_BYTES))
+        from_0.sendall(read_exactly(to_1, CODE_BYTES))
+        made = Relay(accepting.result()[1], joining.result(), to_1, from_0)
+
+        def listen() -> None:
+            while header := from_0.recv(LENGTH.size, socket.MSG_WAITALL):
+                rest = read_exactly(from_0, CODE_BYTES + LENGTH.unpack(header)[0] + CODE_BYTES)
+                made.messages.put(header + rest)
+
+        listening = threads.submit(listen)
+        yield made
+        made.ours.hang_up()
+        listening.result(60)
+
+
+def test_messages_pass_in_both_directions(relay: Relay) -> None:
+    for text in (b"one", b"", b"x" * 100_000):
+        relay.ours.send_bytes(text)
+        relay.deliver(relay.messages.get(timeout=60))
+        assert relay.theirs.recv_bytes() == text
+
+
+@pytest.mark.parametrize("position", ["length", "code of the length", "payload", "code of the payload"])
+def test_a_changed_message_ends_the_connection(relay: Relay, position: str) -> None:
+    relay.ours.send_bytes(b"the message")
+    message = bytearray(relay.messages.get(timeout=60))
+    at = {"length": 7, "code of the length": 8, "payload": 8 + CODE_BYTES, "code of the payload": len(message) - 1}[position]
+    message[at] ^= 1
+    relay.deliver(bytes(message))
+    with pytest.raises(TamperedError, match="was changed, repeated or lost"):
+        relay.theirs.recv_bytes()
+    assert relay.raw.recv(1) == b"", "the connection is closed"
+
+
+def test_a_length_that_nobody_signed_allocates_nothing(relay: Relay) -> None:
+    relay.deliver(LENGTH.pack(1 << 37) + bytes(CODE_BYTES))
+    with pytest.raises(TamperedError):
+        relay.theirs.recv_bytes()
+
+
+def test_a_replayed_message_ends_the_connection(relay: Relay) -> None:
+    relay.ours.send_bytes(b"decode")
+    message = relay.messages.get(timeout=60)
+    relay.deliver(message, message)
+    assert relay.theirs.recv_bytes() == b"decode"
+    with pytest.raises(TamperedError):
+        relay.theirs.recv_bytes()
+
+
+def test_reordered_or_missing_messages_end_the_connection(relay: Relay) -> None:
+    relay.ours.send_bytes(b"first!")
+    relay.ours.send_bytes(b"second")
+    relay.messages.get(timeout=60)
+    relay.deliver(relay.messages.get(timeout=60))
+    with pytest.raises(TamperedError):
+        relay.theirs.recv_bytes()
+
+
+def test_a_truncated_message_is_the_end_of_the_connection(relay: Relay) -> None:
+    relay.ours.send_bytes(b"the message")
+    relay.deliver(relay.messages.get(timeout=60)[:-1])
+    relay.raw.shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        relay.theirs.recv_bytes()
+
+
+def test_a_message_sent_back_to_its_sender_ends_the_connection(relay: Relay) -> None:
+    relay.ours.send_bytes(b"decode")
+    relay.back.sendall(relay.messages.get(timeout=60))
+    with pytest.raises(TamperedError):
+        relay.ours.recv_bytes()
+
+
+def test_a_message_of_one_connection_is_worth_nothing_in_another(relay: Relay) -> None:
+    relay.ours.send_bytes(b"decode")
+    with relayed() as other:
+        other.deliver(relay.messages.get(timeout=60))
+        with pytest.raises(TamperedError):
+            other.theirs.recv_bytes()
+
+
+def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(relay: Relay, tmp_path: Path) -> None:
+    lost = SimpleQueue[str]()
+    follower = Follower(relay.theirs, lost.put)
+    created = tmp_path / "created"
+    payload = pickle.dumps(CreatesFile(created))
+    relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
+    with pytest.raises(HostLostError, match="process 0: a message between the processes was changed"):
+        follower.follow(FakeExecutor)
+    assert "was changed, repeated or lost on its way" in lost.get(timeout=60)
+    assert not created.exists() and lost.empty()
+
+
+def test_a_forged_answer_ends_process_0_with_one_error() -> None:
+    raw, process_0 = socket.socketpair()
+    lost = SimpleQueue[str]()
+    with raw:
+        leader = Leader({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
+        raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
+        assert lost.get(timeout=60).startswith("process 1: a message between the processes was changed, repeated or lost on its way")
+        leader.stop()
+
+
+def test_a_follower_that_claims_another_number_does_not_know_the_key_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as threads:
+        accepting = threads.submit(accept, ours, KEY, timeout_s=60)
+        greeting = NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES)
+        theirs.sendall(MAGIC + greeting)
+        answer = read_exactly(theirs, NONCE_BYTES + CODE_BYTES)
+        theirs.sendall(answer[NONCE_BYTES:])  # process 0's own proof, reflected
+        with pytest.raises(WrongKeyError, match="does not know the cluster key"):
+            accepting.result(60)

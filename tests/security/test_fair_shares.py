@@ -1,0 +1,210 @@
+"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in decode blocks, not seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine import Engine
+from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.ops import CreateModel, LoraSpec, OpResult, Sample, SampleResult, SamplingSettings, SaveSampler
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+
+MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64, max_position_embeddings=2048)
+"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the bit."""
+SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
+FEW_BLOCKS = 6
+"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to spare."""
+
+
+def request(seed: int, *, prompt_tokens: int = 40, num_samples: int = 1, max_tokens: int, weights: str | None = None) -> Sample:
+    prompt = np.random.default_rng(seed).integers(0, 256, prompt_tokens).astype(np.int32)
+    settings = SamplingSettings(max_tokens=max_tokens, seed=seed, stop_at_eos=False)
+    return Sample(weights=weights, prompt=prompt, settings=settings, num_samples=num_samples)
+
+
+LARGE = request(1, num_samples=12, max_tokens=160)
+SMALL = request(2, prompt_tokens=20, max_tokens=4)
+
+
+@dataclass
+class Neighbours:
+    """A watcher that submits small requests from the engine's thread, one after the other, at moments that are the same in every run."""
+
+    engine: Engine
+    tenant: str
+    count: int
+    op: Sample = SMALL
+    after_reports: int = 4  # of the sample that is watched
+    waits: list[int] = field(default_factory=list)  # in decode blocks
+    results: list[Future[OpResult]] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    follows: bool = True
+    _reports: int = 0
+    _waiting: bool = False
+
+    def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self._reports += 1
+        if self._reports > self.after_reports and not self._waiting and len(self.results) < self.count:
+            self._waiting = True
+            began = self._blocks
+            future = self.engine.submit(self.op, tenant=self.tenant)
+            self.results.append(future)
+            future.add_done_callback(lambda _: self._done(self._blocks - began))
+
+    def wanted(self) -> bool:
+        return True
+
+    def _done(self, blocks: int) -> None:
+        self.waits.append(blocks)
+        self._waiting = False
+
+    @property
+    def _blocks(self) -> int:
+        blocks = self.engine.stats()["decode_blocks"]
+        assert isinstance(blocks, int)
+        return blocks
+
+
+def engine_of(folder: Path, **settings: object) -> Engine:
+    given = {"decode_slots": SLOTS, "decode_block": BLOCK, "max_context_length": CONTEXT, **settings}
+    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
+    engine.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = engine_of(tmp_path_factory.mktemp("fair"))
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def large_alone(engine: Engine) -> SampleResult:
+    return result(engine.submit(LARGE))
+
+
+@pytest.fixture(scope="module")
+def small_alone(engine: Engine) -> SampleResult:
+    return result(engine.submit(SMALL))
+
+
+def result(future: Future[OpResult]) -> SampleResult:
+    found = future.result(TIMEOUT_S)
+    assert isinstance(found, SampleResult)
+    return found
+
+
+def assert_same(found: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:
+    for sequence, other in zip(found.sequences, expected.sequences, strict=True):
+        np.testing.assert_array_equal(sequence.tokens, other.tokens)
+        np.testing.assert_allclose(sequence.logprobs, other.logprobs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("tenant", ["neighbour", "hostile"])
+def test_a_small_sample_beside_a_large_request_waits_a_few_blocks_and_nobody_samples_anything_else(
+    engine: Engine, large_alone: SampleResult, small_alone: SampleResult, tenant: str
+) -> None:
+    """Of another tenant or of the same."""
+    before = engine.stats()
+    neighbours = Neighbours(engine, tenant, 8)
+    large = engine.submit(LARGE, neighbours, tenant="hostile")
+    assert_same(result(large), large_alone)
+    for small in neighbours.results:
+        assert_same(result(small), small_alone)
+    after = engine.stats()
+    assert len(neighbours.waits) == 8 and max(neighbours.waits) <= FEW_BLOCKS
+    assert after["pauses"] != before["pauses"] and after["rows_paused"] == 0
+    assert after["programs"] == before["programs"], "no program is compiled for a pause"
+
+
+def test_small_samples_beside_more_tenants_than_slots_wait_a_few_blocks(engine: Engine, small_alone: SampleResult) -> None:
+    requests = [request(100 + number, num_samples=4, max_tokens=120) for number in range(3 * SLOTS)]
+    alone = [result(engine.submit(each)) for each in requests]
+    neighbours = Neighbours(engine, "neighbour", 12, after_reports=30)
+    futures = [engine.submit(each, None if number else neighbours, tenant=f"hostile {number}") for number, each in enumerate(requests)]
+    for future, expected in zip(futures, alone, strict=True):
+        assert_same(result(future), expected)
+    for small in neighbours.results:
+        assert_same(result(small), small_alone)
+    assert neighbours.waits and max(neighbours.waits) <= FEW_BLOCKS
+
+
+def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine: Engine) -> None:
+    before = engine.stats()
+    result(engine.submit(request(3, num_samples=SLOTS, max_tokens=160)))
+    after = engine.stats()
+    blocks = after["decode_blocks"] - before["decode_blocks"]  # type: ignore[operator]
+    assert after["pauses"] == before["pauses"]
+    assert after["decode_blocks_ahead"] - before["decode_blocks_ahead"] >= blocks - 3  # type: ignore[operator]
+
+
+def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(tmp_path: Path, engine: Engine) -> None:
+    """A cache with room for two contexts of the large requests and many tenants: all get what they get where there is room for all."""
+    requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
+    alone = [result(engine.submit(each)) for each in requests]
+    small_alone = result(engine.submit(SMALL))
+    small = engine_of(tmp_path, cache_tokens=768, max_context_length=512)
+    try:
+        neighbours = Neighbours(small, "neighbour", 6, after_reports=10)
+        futures = [small.submit(each, None if number else neighbours, tenant=f"{number}") for number, each in enumerate(requests)]
+        for future, expected in zip(futures, alone, strict=True):
+            assert_same(result(future), expected, atol=1e-4)
+        for each in neighbours.results:
+            assert_same(result(each), small_alone, atol=1e-4)
+        stats = small.stats()
+    finally:
+        small.stop()
+    assert neighbours.waits and max(neighbours.waits) <= 3 * FEW_BLOCKS
+    assert stats["pauses"] and stats["preemptions"] and (stats["rows_paused"], stats["rows_set_aside"], stats["slots_used"]) == (0, 0, 0)
+    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
+
+
+def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(tmp_path: Path) -> None:
+    small = engine_of(tmp_path, max_snapshots=2)
+    try:
+        for number in range(5):
+            small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
+            small.submit(SaveSampler(model_id=f"m{number}", weights=f"s{number}")).result(TIMEOUT_S)
+        requests = [request(300 + number, num_samples=4, max_tokens=320, weights=f"s{number}") for number in range(5)]
+        alone = [result(small.submit(each)) for each in requests]
+        futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
+        for future, expected in zip(futures, alone, strict=True):
+            assert_same(result(future), expected)
+        assert small.stats()["pauses"]
+    finally:
+        small.stop()
+
+
+def test_long_prompts_of_one_tenant_delay_a_short_one_by_two_pieces_at_most(engine: Engine) -> None:
+    prompts = [request(400 + number, prompt_tokens=1100, max_tokens=20) for number in range(12)]
+    alone = [result(engine.submit(each)) for each in prompts]
+    neighbours = Neighbours(engine, "neighbour", 4, after_reports=1)
+    watched = engine.submit(request(500, max_tokens=160), neighbours, tenant="hostile")
+    futures = [engine.submit(replace(each, prompt=np.roll(each.prompt, 1)), tenant="hostile") for each in prompts]
+    for future in (watched, *futures, *neighbours.results):
+        result(future)
+    assert neighbours.waits and max(neighbours.waits) <= 4, "there is a decode block between two pieces"
+    for each, expected in zip(prompts, alone, strict=True):
+        assert_same(result(engine.submit(each)), expected)
+
+
+def test_a_withdrawn_request_with_paused_rows_leaves_nothing_behind(engine: Engine) -> None:
+    class Leaves(Neighbours):
+        def wanted(self) -> bool:
+            return len(self.waits) < 2
+
+    leaving = Leaves(engine, "neighbour", 3)
+    future = engine.submit(LARGE, leaving, tenant="hostile")
+    assert "withdrawn" in str(future.exception(TIMEOUT_S))
+    for each in leaving.results:
+        result(each)
+    stats = engine.stats()
+    assert (stats["rows_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
+    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
