@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ServerError
-from skyrl_tx_server.ops import Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
+from skyrl_tx_server.ops import DEFAULT_TENANT, Cells, ForwardBackward, Op, OpResult, Sample, SampledSequence, SampleResult, TopkLogprobs
 from skyrl_tx_server.scheduler import Admit, Decode, Prefill, Scheduler, Step, Turn
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class EngineSide(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]: ...
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -215,7 +215,7 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
                 future.set_exception(ServerError(reason))
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
         """Queue `op`. Cancelling the future before its first turn withdraws it; a `Sample` may also be watched."""
         future: Future[OpResult] = Future()
         with self._work:

@@ -4,6 +4,7 @@ ServerError                 500 server
 |-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
 |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
+|   |-- ForbiddenError      403 user     the API key is right and does not allow this
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
 |   `-- ConflictError       409 user     the name is taken
 |-- CapacityError           429 server   out of slots or memory right now
@@ -30,6 +31,10 @@ class NotFoundError(UserError):
 
 class UnauthorizedError(UserError):
     status = 401
+
+
+class ForbiddenError(UserError):
+    status = 403
 
 
 class TooLongError(UserError):

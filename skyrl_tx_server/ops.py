@@ -13,6 +13,9 @@ from enum import StrEnum
 
 import numpy as np
 
+DEFAULT_TENANT = "default"
+"""The tenant of every operation on a server that does not tell tenants apart."""
+
 LORA_ALPHA = 32.0
 """LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without Regret")."""
 

@@ -25,7 +25,17 @@ from skyrl_tx_server.external.errands import Errands
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, Ask, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import DropSnapshot, Op, OpResult, Sample, SampledSequence, SampleResult, SamplingSettings, SaveSampler
+from skyrl_tx_server.ops import (
+    DEFAULT_TENANT,
+    DropSnapshot,
+    Op,
+    OpResult,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+)
 from skyrl_tx_server.stop_strings import load_tokenizer
 
 PROOF_TOKENS = 16
@@ -72,7 +82,7 @@ class ExternalSampling:
     def stats(self) -> dict[str, object]:
         return {**self._engine.stats(), **self._counts, **self._agreement.stats(), "sampler_adapters": self._adapters.num_loaded}
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
         """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
@@ -85,7 +95,7 @@ class ExternalSampling:
             case DropSnapshot():
                 unused = self._adapters.drop(op.weights)
                 return asyncio.run_coroutine_threadsafe(self._drop(op, unused), self._loop)
-        return self._engine.submit(op, watcher)
+        return self._engine.submit(op, watcher, tenant=tenant)
 
     async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None]) -> OpResult:
         """The engine must keep what samples made elsewhere may yet be compared with."""

@@ -13,6 +13,7 @@ from skyrl_tx_server.engine import EngineInfo, Watcher
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.ops import (
+    DEFAULT_TENANT,
     CreateModel,
     Done,
     DropSnapshot,
@@ -71,7 +72,7 @@ class FakeEngine:
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
         return self._thread.submit(self._run, op)
 
     def stats(self) -> dict[str, object]:

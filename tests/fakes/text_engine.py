@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.engine import EngineInfo, Watcher, WithdrawnError
-from skyrl_tx_server.ops import Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
+from skyrl_tx_server.ops import DEFAULT_TENANT, Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
 from skyrl_tx_server.stop_strings import find_stop
 from tests.fakes.tiny_model import byte_tokenizer
 
@@ -54,7 +54,7 @@ class TextEngine:
         self._block = block
         self._tokenizer: Tokenizer = byte_tokenizer()
 
-    def submit(self, op: Op, watcher: Watcher | None = None) -> Future[OpResult]:
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
         assert isinstance(op, Sample)
         self.seen.append(op)
         future: Future[OpResult] = Future()
