@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import chz
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.tenants import Quota
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class EngineSettings:
     cache_tokens: int | None = None  # None: a whole context for every slot
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
+    tenant_quota: Quota | None = None  # None: there are no tenants
     mesh: MeshShape = MeshShape()
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
     compile_ahead: bool | None = None  # None: on a GPU
@@ -93,6 +96,22 @@ class ServerConfig:
     allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
     api_key: str | None = chz.field(
         default=None, doc="Key that every request must bring, beginning with tml-; none: whoever reaches the port may use it"
+    )
+    api_keys_file: str | None = chz.field(
+        default=None,
+        doc="File with a key for each tenant, who then sees nothing of the others; made by python -m skyrl_tx_server.keys. With it, "
+        "api_key is the operator's, who sees everything",
+    )
+    tenant_max_models: int = chz.field(default=16, doc="Models that one tenant may have in training")
+    tenant_max_snapshots: int = chz.field(
+        default=64, doc="Unnamed sampler snapshots that one tenant may have; a further one replaces its least recently used"
+    )
+    tenant_max_tokens: int = chz.field(
+        default=1 << 24, doc="Tokens that one tenant may have in flight: prompts and longest completions of samples, and training data"
+    )
+    tenant_max_checkpoints: int = chz.field(default=1000, doc="Checkpoints that one tenant may have")
+    tenant_checkpoint_quota_gb: float | None = chz.field(
+        default=None, doc="Size in GiB of all checkpoints of one tenant; default: only checkpoint_quota_gb"
     )
     ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
     ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
@@ -181,7 +200,8 @@ class ServerConfig:
             raise ConfigError(f"port={self.port}: must lie between 0 and 65535")
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
-        if self.api_key is None and not self.allow_anyone and not _is_loopback(self.host):
+        has_key = self.api_key is not None or self.api_keys_file is not None
+        if not has_key and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
             )
@@ -209,9 +229,14 @@ class ServerConfig:
             ("session_timeout_s", self.session_timeout_s),
             ("max_request_mb", self.max_request_mb),
             ("checkpoint_quota_gb", 1 if self.checkpoint_quota_gb is None else self.checkpoint_quota_gb),
+            ("tenant_max_models", self.tenant_max_models),
+            ("tenant_max_snapshots", self.tenant_max_snapshots),
+            ("tenant_max_tokens", self.tenant_max_tokens),
+            ("tenant_max_checkpoints", self.tenant_max_checkpoints),
+            ("tenant_checkpoint_quota_gb", 1 if self.tenant_checkpoint_quota_gb is None else self.tenant_checkpoint_quota_gb),
             ("max_context_length", 1 if self.max_context_length is None else self.max_context_length),
         ):
-            if value <= 0:
+            if not 0 < value < math.inf:  # false for nan too
                 raise ConfigError(f"{name}={value}: must be above 0")
 
     def _check_sampler(self) -> None:
@@ -275,6 +300,16 @@ class ServerConfig:
         """The org/name by which clients ask for the model."""
         return model_alias(self.base_model, self.model_alias)
 
+    def tenant_quota(self) -> Quota:
+        quota_gb = self.tenant_checkpoint_quota_gb
+        return Quota(
+            max_models=self.tenant_max_models,
+            max_snapshots=self.tenant_max_snapshots,
+            max_tokens=self.tenant_max_tokens,
+            max_checkpoints=self.tenant_max_checkpoints,
+            checkpoint_bytes=None if quota_gb is None else int(quota_gb * 2**30),
+        )
+
     def engine_settings(self, model_dir: Path) -> EngineSettings:
         return EngineSettings(
             model_dir=model_dir,
@@ -293,6 +328,7 @@ class ServerConfig:
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
+            tenant_quota=None if self.api_keys_file is None else self.tenant_quota(),
             mesh=self._mesh(),
             tempered_logprobs=self.sampled_logprobs == "tempered",
         )

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
 from skyrl_tx_server.ops import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
@@ -81,6 +81,11 @@ class FutureStore:
         self._bytes = 0
         self._evicted = 0
         self._closed = False
+
+    def share(self, parts: int) -> FutureStore:
+        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
+        max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
+        return FutureStore(replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock)
 
     def submit(
         self,
@@ -213,7 +218,8 @@ class FutureStore:
                 when_done(entry.outcome)
             except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
                 logger.exception("%s is done, and could not be entered in the books", entry.kind)
-                error = ServerError(f"{entry.kind} was done, but could not be entered in the server's books: {failure}")
+                described = ServerError(f"{entry.kind} was done, but could not be entered in the server's books: {failure}")
+                error = failure if isinstance(failure, ServerError) else described
                 entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
         entry.woken.set()
         if entry.abandoned:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 
+from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.futures import Outcome, RequestKey
 from skyrl_tx_server.ledger import TrainingRun
 from skyrl_tx_server.ops import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
@@ -54,6 +55,9 @@ def begin_model(
     user_metadata: dict[str, str],
 ) -> Reply:
     """Enter a new model in the books and have the engine make it; if that fails it never was."""
+    run = TrainingRun(
+        run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
+    )
 
     def start() -> Future[OpResult]:
         context.registry.add_model(session_id, op.model_id, lora)
@@ -63,10 +67,14 @@ def begin_model(
         if outcome.error is not None:
             context.registry.forget_model(op.model_id)
             return
-        run = TrainingRun(
-            run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
-        )
-        context.ledger.record_run(run)
+        try:
+            context.ledger.record_run(run)
+        except OSError as error:
+            context.registry.forget_model(op.model_id)
+            context.engine.submit(UnloadModel(model_id=op.model_id))
+            raise ServerError(
+                f"the model was not made, because the server cannot write its ledger: {error.strerror}; try again when that is mended"
+            ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
     request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
