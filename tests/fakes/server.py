@@ -27,7 +27,8 @@ def fake_context(
     session_timeout_s: float = 300.0,
     settings: HttpSettings | None = None,
 ) -> Context:
-    store = CheckpointStore(root, "local/fake")
+    has_tenants = settings is not None and settings.tenant_keys is not None
+    store = CheckpointStore(root, "local/fake", tenant_quota=settings.tenant_quota if has_tenants else None)
     return Context(
         engine=FakeEngine(store),
         registry=Registry(session_timeout_s=session_timeout_s),
