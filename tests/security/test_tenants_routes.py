@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from tinker import types
 from tinker.proto import request_conv
@@ -49,7 +50,8 @@ def data(field: str) -> dict[str, object]:
 
 
 def training_bytes(model_id: str) -> bytes:
-    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    inputs = {"target_tokens": np.array([2, 3]), "weights": np.ones(2, np.float32)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
     inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
     request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model_id, seq_id=50)
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
