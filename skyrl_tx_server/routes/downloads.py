@@ -63,14 +63,14 @@ async def save_weights_external(context: Context, request: Request) -> Reply:
 
 async def external_weights_urls(context: Context, request: Request) -> Reply:
     path = checkpoint_path(request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"])
-    info, _ = await asyncio.to_thread(_adapter, context.checkpoints, path)
+    info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return {"urls": {file: _url(request, info, file, expires) for file in FILES}, "expires": expires.isoformat()}
 
 
 async def archive(context: Context, request: Request) -> Reply:
     """A redirect to the tar, whatever the kind of checkpoint."""
-    info, _ = await asyncio.to_thread(_archive, context.checkpoints, path_of(request))
+    info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(_url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)})
 
@@ -101,7 +101,7 @@ class OpenFileResponse(FileResponse):
 def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
     """NotFoundError when the checkpoint has no longer this generation."""
     while True:
-        info, target = (_archive if file == ARCHIVE else _adapter)(checkpoints, path)
+        info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:
             raise NotFoundError(f"checkpoint {path} was saved anew after this URL was made; ask for new URLs")
         try:
@@ -120,12 +120,12 @@ def _signature(path: str, file: str, generation: str, ends: int) -> str:
     return hmac.new(_SECRET, f"{path}/{file}/{generation}/{ends}".encode(), hashlib.sha256).hexdigest()
 
 
-def _adapter(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
+def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
     """The directory with both files of the checkpoint's adapter in PEFT's layout."""
     return checkpoints.derived(path, "peft", _write_peft)
 
 
-def _archive(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
+def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
     """The tar of both files."""
     return checkpoints.derived(path, ARCHIVE, _write_archive)
 
