@@ -40,7 +40,8 @@ class DerivedFiles:
         try:
             make(aside)
             while True:
-                target.parent.mkdir(exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # `exist_ok` would ask a second time whether it is there
+                    target.parent.mkdir()
                 try:
                     aside.rename(target)
                 except FileNotFoundError:  # the generation was removed between the two calls
