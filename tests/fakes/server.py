@@ -27,8 +27,8 @@ def fake_context(
     session_timeout_s: float = 300.0,
     settings: HttpSettings | None = None,
 ) -> Context:
-    has_tenants = settings is not None and settings.tenant_keys is not None
-    store = CheckpointStore(root, "local/fake", tenant_quota=settings.tenant_quota if has_tenants else None)
+    tenant_quota = None if settings is None or settings.tenant_keys is None else settings.tenant_quota
+    store = CheckpointStore(root, "local/fake", tenant_quota=tenant_quota)
     return Context(
         engine=FakeEngine(store),
         registry=Registry(session_timeout_s=session_timeout_s),

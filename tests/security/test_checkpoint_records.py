@@ -36,7 +36,10 @@ def change(**changes: object) -> Callable[[Path], None]:
 
 
 def content(data: bytes) -> Callable[[Path], None]:
-    return lambda directory: (directory / "checkpoint.json").write_bytes(data) and None
+    def damage(directory: Path) -> None:
+        (directory / "checkpoint.json").write_bytes(data)
+
+    return damage
 
 
 def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
