@@ -217,9 +217,10 @@ class FutureStore:
             try:
                 when_done(entry.outcome)
             except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
-                logger.exception("%s is done, and could not be entered in the books", entry.kind)
-                described = ServerError(f"{entry.kind} was done, but could not be entered in the server's books: {failure}")
-                error = failure if isinstance(failure, ServerError) else described
+                expected = isinstance(failure, ServerError | OSError)
+                logger.error("%s is done, and could not be recorded: %s", entry.kind, failure, exc_info=None if expected else failure)
+                recorded = f"{entry.kind} was done, but could not be entered in the server's books: {failure}"
+                error = failure if isinstance(failure, ServerError) else ServerError(recorded)
                 entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
         entry.woken.set()
         if entry.abandoned:

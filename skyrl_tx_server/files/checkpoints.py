@@ -396,7 +396,7 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
     try:
         arrays = _ARRAYS.fullmatch(_typed(record, "arrays", str))
         if arrays is None:
-            raise ValueError("arrays: not the name of a file beside the record")
+            raise ValueError("arrays, which names no file in its own directory")
         created_at = datetime.fromisoformat(_typed(record, "created_at", str))
         if created_at.utcoffset() is None:
             raise ValueError("created_at: without a time zone")

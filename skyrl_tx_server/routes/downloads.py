@@ -44,6 +44,7 @@ URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
 """Files made for downloads are removed when nobody has asked for them for so long."""
 _SECRET = secrets.token_bytes(32)
+_ANY_TEXT = ("utf-8", "surrogatepass")  # what a URL may hold
 
 
 async def save_weights_external(context: Context, request: Request) -> Reply:
@@ -79,7 +80,7 @@ async def download(context: Context, request: Request) -> Reply:
     path, file = path_of(request), request.path_params["file"]
     ends, generation, signature = (request.query_params.get(name, "") for name in ("ends", "generation", "signature"))
     is_time = re.fullmatch("[0-9]{1,12}", ends) is not None
-    if not is_time or not hmac.compare_digest(signature.encode(), _signature(path, file, generation, int(ends)).encode()):
+    if not is_time or not hmac.compare_digest(signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()):
         raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
     if int(ends) < datetime.now(UTC).timestamp():
         raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
@@ -117,7 +118,7 @@ def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -
 
 
 def _signature(path: str, file: str, generation: str, ends: int) -> str:
-    return hmac.new(_SECRET, f"{path}/{file}/{generation}/{ends}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(_SECRET, f"{path}/{file}/{generation}/{ends}".encode(*_ANY_TEXT), hashlib.sha256).hexdigest()
 
 
 def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
