@@ -38,6 +38,7 @@ from skyrl_tx_server.registry import Registry
 from skyrl_tx_server.routes.access import access_policy
 from skyrl_tx_server.routes.border import Lobby
 from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.tenants import TenantKeys
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,10 @@ def _run(config: ServerConfig) -> int:
     if hosts is not None and hosts.process_id > 0:
         return _follow(config, hosts)
     _tls_files(config)
+    keys = None if config.api_keys_file is None else TenantKeys(Path(config.api_keys_file).expanduser())
     ledger = _open_ledger(config)
     with _open_port(config) as listener:
-        return asyncio.run(_serve(config, ledger, listener), loop_factory=uvloop.new_event_loop)
+        return asyncio.run(_serve(config, ledger, keys, listener), loop_factory=uvloop.new_event_loop)
 
 
 def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
@@ -161,15 +163,17 @@ class _StoppableServer(BoundedServer):
         self._loop.call_soon_threadsafe(self._stop.set)
 
 
-async def _serve(config: ServerConfig, ledger: Ledger, listener: socket.socket) -> int:
+async def _serve(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, listener: socket.socket) -> int:
     if config.sampler_url is None:
-        return await _serve_until_stopped(config, ledger, listener, None)
+        return await _serve_until_stopped(config, ledger, keys, listener, None)
     where = ServerSettings(url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key)
     async with connect(where, base_model=config.alias(), adapters=config.adapters_dir()) as sampler:
-        return await _serve_until_stopped(config, ledger, listener, sampler)
+        return await _serve_until_stopped(config, ledger, keys, listener, sampler)
 
 
-async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: socket.socket, sampler: ExternalServer | None) -> int:
+async def _serve_until_stopped(
+    config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, listener: socket.socket, sampler: ExternalServer | None
+) -> int:
     tls = _tls_files(config)
     lobby, stop, loaded, lost = Lobby(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
     server = _StoppableServer(
@@ -210,7 +214,7 @@ async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: s
         assert result.error is not None
         result.stop()
         raise result.error
-    context = _context(config, ledger, result.engine, result.model_dir)
+    context = _context(config, ledger, keys, result.engine, result.model_dir)
     if sampler is not None:
         context = replace(context, engine=_sampling_elsewhere(config, context, sampler))
     lobby.context = context
@@ -230,7 +234,7 @@ async def _serve_until_stopped(config: ServerConfig, ledger: Ledger, listener: s
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)
-    context.futures.close()
+    context.close()
     await serving
     stopper.join(ENGINE_STOP_S)
     logger.info("stopped")
@@ -261,7 +265,7 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         return _Loaded(error=error, leader=leader)
 
 
-def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Path | None) -> Context:
+def _context(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, engine: Engine, model_dir: Path | None) -> Context:
     return Context(
         engine=engine,
         registry=Registry(session_timeout_s=config.session_timeout_s),
@@ -274,10 +278,12 @@ def _context(config: ServerConfig, ledger: Ledger, engine: Engine, model_dir: Pa
             api_key=config.api_key,
             access=access_policy(
                 host=config.host,
-                has_key=config.api_key is not None,
+                has_key=config.api_key is not None or config.api_keys_file is not None,
                 allowed_hosts=config.allowed_hosts,
                 allowed_origins=config.allowed_origins,
             ),
+            tenant_keys=keys,
+            tenant_quota=config.tenant_quota(),
             # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
             sample_max_concurrent_requests=max(64, 8 * config.decode_slots) if config.sampler_url is None else SAMPLES_ELSEWHERE,
         ),

@@ -79,15 +79,22 @@ async def _housekeeping(lobby: Lobby, period_s: float) -> None:
 
 
 async def housekeep(context: Context) -> None:
-    context.futures.prune()
+    if context.settings.tenant_keys is not None:
+        context.settings.tenant_keys.reload_if_changed()
+    for each in (context, *context.tenants.values()):
+        each.futures.prune()
     for session_id in context.registry.expired():
         sessions.end_session(context, session_id, "no sign of life from its client")
     for path in context.ledger.expired():
+        generation = context.ledger.expiring_generation(path)
         try:
-            await asyncio.to_thread(context.checkpoints.delete, path)
+            generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
+            if generation is None:
+                continue  # it was saved anew; whether that one expires is about to be entered
             logger.info("deleted %s: its time to live is over", path)
         except NotFoundError:
             logger.debug("%s was deleted by hand", path)
         except (ServerError, OSError) as error:
             logger.warning("the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error)
-        context.ledger.forget(path)
+        context.ledger.forget(path, generation)
+    await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

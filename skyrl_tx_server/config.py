@@ -12,6 +12,7 @@ from typing import Literal
 import chz
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.tenants import Quota
 
 CLUSTER_KEY_VARIABLE = "SKYRL_TX_CLUSTER_KEY"
 CLUSTER_KEY = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
@@ -60,6 +61,7 @@ class EngineSettings:
     cache_tokens: int | None = None  # None: a whole context for every slot
     tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
     checkpoint_quota_bytes: int | None = None
+    tenant_quota: Quota | None = None  # None: there are no tenants
     mesh: MeshShape = MeshShape()
     stretch_context: bool = False  # a max_context_length beyond the model's own limit is reached with YaRN
     compile_ahead: bool | None = None  # None: on a GPU
@@ -158,6 +160,26 @@ class ServerConfig:
         default=4096,
         metadata=_between(8, 1_000_000),
         doc="Connections open at once; fewer where the limit on open files leaves no room for them",
+    )
+    api_keys_file: str | None = chz.field(
+        default=None,
+        doc="File with a key for each tenant, who then sees nothing of the others; made by python -m skyrl_tx_server.keys. With it, "
+        "api_key is the operator's, who sees everything",
+    )
+    tenant_max_models: int = chz.field(default=16, metadata=_positive(1_000_000), doc="Models that one tenant may have in training")
+    tenant_max_snapshots: int = chz.field(
+        default=64,
+        metadata=_positive(1_000_000),
+        doc="Unnamed sampler snapshots that one tenant may have; a further one replaces its least recently used",
+    )
+    tenant_max_tokens: int = chz.field(
+        default=1 << 24,
+        metadata=_positive(1 << 50),
+        doc="Tokens that one tenant may have in flight: prompts and longest completions of samples, and training data",
+    )
+    tenant_max_checkpoints: int = chz.field(default=1000, metadata=_positive(1_000_000_000), doc="Checkpoints that one tenant may have")
+    tenant_checkpoint_quota_gb: float | None = chz.field(
+        default=None, metadata=_positive(1e9), doc="Size in GiB of all checkpoints of one tenant; default: only checkpoint_quota_gb"
     )
     ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
     ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
@@ -294,7 +316,8 @@ class ServerConfig:
             raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
-        if self.api_key is None and not self.allow_anyone and not _is_loopback(self.host):
+        has_key = self.api_key is not None or self.api_keys_file is not None
+        if not has_key and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: whoever reaches this machine could train, sample and delete; pass api_key=tml-... or allow_anyone=true"
             )
@@ -359,6 +382,16 @@ class ServerConfig:
         """The org/name by which clients ask for the model."""
         return model_alias(self.base_model, self.model_alias)
 
+    def tenant_quota(self) -> Quota:
+        quota_gb = self.tenant_checkpoint_quota_gb
+        return Quota(
+            max_models=self.tenant_max_models,
+            max_snapshots=self.tenant_max_snapshots,
+            max_tokens=self.tenant_max_tokens,
+            max_checkpoints=self.tenant_max_checkpoints,
+            checkpoint_bytes=None if quota_gb is None else int(quota_gb * 2**30),
+        )
+
     def engine_settings(self, model_dir: Path) -> EngineSettings:
         return EngineSettings(
             model_dir=model_dir,
@@ -377,6 +410,7 @@ class ServerConfig:
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
             checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
+            tenant_quota=None if self.api_keys_file is None else self.tenant_quota(),
             mesh=self._mesh(),
             tempered_logprobs=self.sampled_logprobs == "tempered",
         )

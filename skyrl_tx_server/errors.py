@@ -5,7 +5,7 @@ ServerError                 500 server
 |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
 |   |-- NoRouteError        404 user     no such method and path
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
-|   |-- ForbiddenError      403 user     a web page, or a name that is not this server's
+|   |-- ForbiddenError      403 user     the API key does not allow this, or a web page or a foreign host name asks
 |   |-- UnsupportedMediaTypeError 415 user  the body's content-type is not one that the route reads
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
 |   `-- ConflictError       409 user     the name is taken

@@ -92,7 +92,11 @@ class DeviceExecutor:
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
-            settings.checkpoints_dir, settings.base_model, fingerprint(settings.model_dir), quota_bytes=settings.checkpoint_quota_bytes
+            settings.checkpoints_dir,
+            settings.base_model,
+            fingerprint(settings.model_dir),
+            quota_bytes=settings.checkpoint_quota_bytes,
+            tenant_quota=settings.tenant_quota,
         )
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes

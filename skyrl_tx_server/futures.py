@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
 from skyrl_tx_server.ops import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
@@ -81,6 +81,11 @@ class FutureStore:
         self._bytes = 0
         self._evicted = 0
         self._closed = False
+
+    def share(self, parts: int) -> FutureStore:
+        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
+        max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
+        return FutureStore(replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock)
 
     def submit(
         self,

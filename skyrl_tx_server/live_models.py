@@ -86,7 +86,7 @@ class LiveModels:
             if model.num_bytes > (free := self._hosts.agreed(available_host_bytes)):
                 raise CapacityError(
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
-                    f"not the {model.num_bytes >> 20} MiB that moving {longest_unused} there takes; unload a model"
+                    f"not the {model.num_bytes >> 20} MiB that moving the one unused for longest there takes; unload a model"
                 )
             self._parked[longest_unused] = model.moved(to_host), _places(model)
             del self._device[longest_unused]

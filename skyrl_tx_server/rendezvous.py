@@ -29,8 +29,8 @@ INTRODUCTION_S = 10
 """How long process 0 listens to somebody who says nothing."""
 RETRY_S = 0.2
 MAX_INTRODUCTION_BYTES = 1 << 20
-OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir")
-"""What may differ between hosts: where things lie."""
+OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir", "tenant_quota")
+"""What may differ between hosts: where things lie, and quotas, which process 0 alone enforces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,12 +20,21 @@ def check_room(directory: Path, num_bytes: int) -> None:
         )
 
 
-def check_quota(used_bytes: int, num_bytes: int, quota_bytes: int) -> None:
-    """UserError when `num_bytes` more would be above the quota."""
+def check_quota(used_bytes: int, num_bytes: int, quota_bytes: int, *, option: str) -> None:
+    """UserError when `num_bytes` more would be above the quota, which is set by `option`."""
     if used_bytes + num_bytes > quota_bytes:
         raise UserError(
             f"over the checkpoint quota: {_mib(num_bytes)} to write, {_mib(used_bytes)} of {_mib(quota_bytes)} in use; nothing was "
-            "written. Delete checkpoints you no longer need, save with a ttl, or start the server with a larger checkpoint_quota_gb"
+            f"written. Delete checkpoints you no longer need, save with a ttl, or start the server with a larger {option}"
+        )
+
+
+def check_count(count: int, limit: int) -> None:
+    """UserError when there are `limit` checkpoints already."""
+    if count >= limit:
+        raise UserError(
+            f"over the checkpoint quota: you have {count} checkpoints; nothing was written. Delete checkpoints you no longer need, save "
+            "with a ttl, or ask the operator for a larger tenant_max_checkpoints"
         )
 
 

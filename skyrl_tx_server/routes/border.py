@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tx_server.errors import ConflictError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.errors import ConflictError, ForbiddenError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.ops import DEFAULT_TENANT
 from skyrl_tx_server.routes import bodies
 from skyrl_tx_server.routes.access import check_access
 from skyrl_tx_server.routes.bodies import CONTROL_BODY, BodyLimits
-from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.routes.context import Context, HttpSettings
 from skyrl_tx_server.wire.json_body import parse_json
 from skyrl_tx_server.wire.openai_replies import error_json
 
@@ -52,6 +53,7 @@ class Endpoint:
     path: str
     handler: Handler
     needs_key: bool = True  # where the server has one
+    for_operator: bool = False  # where the server has tenants
     log_level: int = field(default=logging.INFO)
     body: BodyLimits = CONTROL_BODY
 
@@ -79,10 +81,13 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
     if lobby.context is None:
         return refusal(endpoint.path, LoadingError("the server is still loading its model; try again in a moment"))
     try:
-        check_access(lobby.context.settings.access, request)
+        context = lobby.context
+        check_access(context.settings.access, request)
         if endpoint.needs_key:
-            _check_key(lobby.context.settings.api_key, request)
-        return _respond(await endpoint.handler(lobby.context, request))
+            context = context.of(_check_key(context.settings, request))
+        if endpoint.for_operator and not context.is_operator:
+            raise ForbiddenError(f"{endpoint.path} is for the operator of this server, who has its api_key")
+        return _respond(await endpoint.handler(context, request))
     except ConflictError as error:
         return refusal(endpoint.path, error, status=400)
     except ServerError as error:
@@ -94,13 +99,18 @@ async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Respons
         return refusal(endpoint.path, ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"), status=400)
 
 
-def _check_key(api_key: str | None, request: Request) -> None:
-    """The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
-    if api_key is None:
-        return
+def _check_key(settings: HttpSettings, request: Request) -> str:
+    """The tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
+    api_key, tenant_keys = settings.api_key, settings.tenant_keys
+    if api_key is None and tenant_keys is None:
+        return DEFAULT_TENANT
     sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(sent.encode(), api_key.encode()):
+    if api_key is not None and hmac.compare_digest(sent.encode(), api_key.encode()):
+        return DEFAULT_TENANT
+    tenant = None if tenant_keys is None else tenant_keys.tenant_of(sent)
+    if tenant is None:
         raise UnauthorizedError("this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients")
+    return tenant
 
 
 def _respond(reply: Reply) -> Response:

@@ -1,9 +1,9 @@
-"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked against."""
+"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked against, for each tenant."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyrl_tx_server.engine import EngineSide
@@ -11,9 +11,12 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.futures import FutureStore
 from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.ops import DEFAULT_TENANT
 from skyrl_tx_server.registry import Registry
 from skyrl_tx_server.routes.access import AccessPolicy
 from skyrl_tx_server.routes.bodies import BodyBudget
+from skyrl_tx_server.routes.shares import EngineShare
+from skyrl_tx_server.tenants import Quota, TenantKeys
 from skyrl_tx_server.wire.requests import Limits
 
 
@@ -25,12 +28,21 @@ class HttpSettings:
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its client counts as gone
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = None  # None: whoever reaches the port may use it
+    api_key: str | None = None  # the operator's; None, and no tenant_keys: whoever reaches the port is the operator
     access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
+    tenant_keys: TenantKeys | None = None
+    tenant_quota: Quota = field(default_factory=Quota)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
+    """The operator's context, which reaches everything, or, made by `of`, a tenant's.
+
+    A tenant's context holds views of the registry, the checkpoints and the ledger in which nothing of another tenant exists, futures of
+    its own, and an engine that counts what it has under way. A handler gets the context of whoever sent the request, so it needs no check
+    of its own.
+    """
+
     engine: EngineSide
     registry: Registry
     futures: FutureStore
@@ -39,6 +51,35 @@ class Context:
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # answered, by method, route and status
     bodies: BodyBudget = field(default_factory=BodyBudget)
+    tenant: str = DEFAULT_TENANT
+    tenants: dict[str, Context] = field(default_factory=dict)  # the contexts made so far, by tenant
+
+    def of(self, tenant: str) -> Context:
+        """The context of a tenant; only the operator's makes those of others."""
+        if tenant == self.tenant:
+            return self
+        assert self.is_operator, f"{self.tenant} asked for the context of {tenant}"
+        if tenant not in self.tenants:
+            keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
+            self.tenants[tenant] = replace(
+                self,
+                engine=EngineShare(self.engine, tenant, quota.max_tokens),
+                registry=self.registry.of(tenant, quota),
+                futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
+                checkpoints=self.checkpoints.of(tenant, self.ledger.public.__contains__),
+                ledger=self.ledger.of(tenant),
+                tenant=tenant,
+            )
+        return self.tenants[tenant]
+
+    @property
+    def is_operator(self) -> bool:
+        return self.tenant == DEFAULT_TENANT
+
+    def close(self) -> None:
+        """Let go of every waiting poll: the server is stopping."""
+        for context in (self, *self.tenants.values()):
+            context.futures.close()
 
     @property
     def base_model(self) -> str:

@@ -158,4 +158,4 @@ def _resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-ENDPOINTS = (Endpoint(method="GET", path="/metrics", handler=metrics, log_level=logging.DEBUG),)
+ENDPOINTS = (Endpoint(method="GET", path="/metrics", handler=metrics, for_operator=True, log_level=logging.DEBUG),)

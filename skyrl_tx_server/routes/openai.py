@@ -94,9 +94,11 @@ async def _weights(context: Context, name: str) -> str | None:
             raise UserError(f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns")
         context.check_base_model(info.base_model)
         return name
-    for session in context.registry.sessions():
-        if name in session.samplers:
-            return session.samplers[name].weights
+    sampler = context.registry.find_sampler(name)
+    if sampler is not None:
+        if sampler.model_path is not None:
+            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
+        return sampler.weights
     raise NotFoundError(_no_such_model(context, name))
 
 

@@ -57,6 +57,8 @@ async def asample(context: Context, request: Request) -> Reply:
     sample = await read_parsed(context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits))
     if sample.sampler_id is not None:
         sampler = context.registry.sampler(sample.sampler_id)
+        if sampler.model_path is not None:
+            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
         return _submit(context, sample, weights=sampler.weights, session_id=sampler.session_id)
     return _submit(context, sample, weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path), session_id=None)
 

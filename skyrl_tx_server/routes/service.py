@@ -55,6 +55,7 @@ async def capabilities(context: Context, request: Request) -> Reply:
 
 
 async def stats(context: Context, request: Request) -> Reply:
+    """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
     return {"engine": context.engine.stats(), "registry": context.registry.stats(), "futures": context.futures.stats()}
 
 

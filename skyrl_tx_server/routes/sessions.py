@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from skyrl_tx_server.routes.border import Endpoint, Reply, read_body, read_json
 from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.tenants import owner_of
 from skyrl_tx_server.wire.fields import Fields
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ async def finish(context: Context, request: Request) -> Reply:
 
 def end_session(context: Context, session_id: str, why: str) -> None:
     """Forget a session and free what it held on the device."""
+    if not context.registry.has_session(session_id):
+        return
+    context = context.of(owner_of(session_id))
     ops = context.registry.end_session(session_id, why)
     context.futures.abandon(session_id)
     for op in ops:

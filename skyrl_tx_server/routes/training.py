@@ -57,6 +57,9 @@ def begin_model(
     user_metadata: dict[str, str],
 ) -> Reply:
     """Enter a new model in the books and have the engine make it; if that fails it never was."""
+    run = TrainingRun(
+        run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
+    )
 
     def start() -> Future[OpResult]:
         context.registry.add_model(session_id, op.model_id, lora)
@@ -66,15 +69,14 @@ def begin_model(
         if outcome.error is not None:
             context.registry.forget_model(op.model_id)
             return
-        run = TrainingRun(
-            run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
-        )
         try:
             context.ledger.record_run(run)
         except OSError as error:  # a full disk: without an entry the model could not be found again
             context.registry.forget_model(op.model_id)
             context.engine.submit(UnloadModel(model_id=op.model_id))
-            raise ServerError(f"{op.model_id} was not made: its entry in the ledger cannot be written: {error.strerror}") from None
+            raise ServerError(
+                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make room and try again"
+            ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
     request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)

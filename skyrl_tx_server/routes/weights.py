@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
@@ -76,6 +77,8 @@ def _save_snapshot(
 
     def start() -> Future[OpResult]:
         context.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
+        for surplus in context.registry.free_surplus_snapshots():
+            context.engine.submit(surplus)
         return context.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -110,11 +113,16 @@ def save_named(
     def start() -> Future[OpResult]:
         if not overwrite and context.checkpoints.exists(path):
             raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
+        if not context.checkpoints.exists(path):  # a mark that a server which was killed has left of an earlier checkpoint of this name
+            context.ledger.forget(path)
         return context.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
-        if outcome.error is None:
-            context.ledger.set_expiry(path, _expiry(ttl_seconds))
+        if outcome.error is not None:
+            return
+        with contextlib.suppress(NotFoundError):  # deleted already
+            generation = None if ttl_seconds is None else context.checkpoints.own(path).generation
+            context.ledger.set_expiry(path, _expiry(ttl_seconds), generation)
 
     return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
@@ -212,8 +220,8 @@ async def list_training_runs(context: Context, request: Request) -> Reply:
 
 def _runs(context: Context, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
     """Every run of the ledger, and those that only their checkpoints tell of (a directory copied here)."""
-    unlisted = [_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in context.ledger.runs]
-    return [*context.ledger.runs.values(), *unlisted]
+    runs = context.ledger.runs
+    return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
 
 def _run_of(info: CheckpointInfo) -> TrainingRun:
@@ -223,7 +231,7 @@ def _run_of(info: CheckpointInfo) -> TrainingRun:
 async def get_training_run(context: Context, request: Request) -> Reply:
     run_id = request.path_params["run_id"]
     infos = await asyncio.to_thread(context.checkpoints.list, run_id)
-    run = context.ledger.runs.get(run_id) or (_run_of(infos[0]) if infos else None)
+    run = context.ledger.run(run_id) or (_run_of(infos[0]) if infos else None)
     if run is None:
         raise NotFoundError(f"no training run {run_id}")
     return _run_to_json(context, run, infos)
@@ -248,7 +256,7 @@ def _run_to_json(context: Context, run: TrainingRun, infos: Sequence[CheckpointI
 
 
 def _checkpoint_to_json(context: Context, info: CheckpointInfo) -> dict[str, object]:
-    expires_at = context.ledger.expiries.get(info.path)
+    expires_at = context.ledger.expiry(info.path, info.generation)
     return {
         "checkpoint_id": f"{info.kind}/{info.name}",
         "checkpoint_type": CHECKPOINT_TYPES[info.kind],
@@ -284,13 +292,13 @@ async def list_checkpoints(context: Context, request: Request) -> Reply:
 
 async def delete_checkpoint(context: Context, request: Request) -> Reply:
     path = path_of(request)
-    await asyncio.to_thread(context.checkpoints.delete, path)
-    context.ledger.forget(path)
+    generation = await asyncio.to_thread(context.checkpoints.delete, path)
+    context.ledger.forget(path, generation)
     return None
 
 
 async def publish(context: Context, request: Request) -> Reply:
-    """A mark that listings show. There are no accounts: who reaches this server may read every checkpoint, marked or not."""
+    """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without tenants it is a mark only."""
     return _mark(context, path_of(request), public=True)
 
 
@@ -299,7 +307,7 @@ async def unpublish(context: Context, request: Request) -> Reply:
 
 
 def _mark(context: Context, path: str, *, public: bool) -> None:
-    context.checkpoints.info(path)  # refuses a path that does not exist
+    context.checkpoints.own(path)  # refuses a path that does not exist
     context.ledger.set_public(path, public)
 
 
@@ -308,8 +316,8 @@ async def set_ttl(context: Context, request: Request) -> Reply:
     fields = Fields(await read_json(context, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
-    context.checkpoints.info(path)  # refuses a path that does not exist
-    context.ledger.set_expiry(path, _expiry(ttl_seconds))
+    info = context.checkpoints.own(path)  # refuses a path that does not exist
+    context.ledger.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 
 

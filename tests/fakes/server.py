@@ -27,7 +27,8 @@ def fake_context(
     session_timeout_s: float = 300.0,
     settings: HttpSettings | None = None,
 ) -> Context:
-    store = CheckpointStore(root, "local/fake")
+    tenant_quota = None if settings is None or settings.tenant_keys is None else settings.tenant_quota
+    store = CheckpointStore(root, "local/fake", tenant_quota=tenant_quota)
     return Context(
         engine=FakeEngine(store),
         registry=Registry(session_timeout_s=session_timeout_s),

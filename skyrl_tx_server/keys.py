@@ -1,0 +1,111 @@
+"""Keys of the tenants of a server, for its option api_keys_file=.
+
+    python -m skyrl_tx_server.keys add NAME file=KEYS      make a key for tenant NAME, print it, append its SHA-256 to KEYS
+    python -m skyrl_tx_server.keys remove NAME file=KEYS   remove every key of tenant NAME
+    python -m skyrl_tx_server.keys list file=KEYS          print the names of the tenants
+
+The key is printed once and stored nowhere. A tenant may have several keys. A running server reads the file again within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from skyrl_tx_server.command_line import print_help
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.tenants import check_name, digest, read_keys
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0, or 2 with one line on stderr."""
+    if not argv or any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(str(__doc__).strip())
+        return 0
+    try:
+        return _run(argv[0], argv[1:])
+    except ConfigError as error:
+        print(f"keys: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"keys: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
+    files = [argument.removeprefix("file=") for argument in arguments if argument.startswith("file=")]
+    names = [argument for argument in arguments if "=" not in argument]
+    if verb not in ("add", "remove", "list") or len(files) != 1 or len(names) != (verb != "list") or len(arguments) != 1 + len(names):
+        raise ConfigError("expected add NAME file=KEYS, remove NAME file=KEYS or list file=KEYS; see --help")
+    file = Path(files[0]).expanduser()
+    match verb:
+        case "list":
+            for name in sorted(set(read_keys(file).values())):
+                print(name)
+        case "add":
+            print(add(file, names[0]))
+        case _:
+            remove(file, names[0])
+    return 0
+
+
+def add(file: Path, name: str) -> str:
+    """A new key of tenant `name`, whose digest is in the file afterwards."""
+    check_name(name)
+    key = f"tml-{secrets.token_urlsafe(32)}"
+    with _locked(file):
+        before = ""
+        if file.exists():
+            read_keys(file)
+            before = file.read_text(encoding="utf-8")
+        separator = "" if before.endswith("\n") or not before else "\n"
+        _replace(file, f"{before}{separator}{name}:{digest(key)}\n")
+    return key
+
+
+def remove(file: Path, name: str) -> None:
+    """ConfigError when the tenant has no key."""
+    with _locked(file):
+        if name not in read_keys(file).values():
+            raise ConfigError(f"{file} has no key of a tenant {name}")
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        _replace(file, "".join(line for line in lines if line.strip().partition(":")[0] != name))
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One change at a time. The lock is on the directory, because the file is replaced."""
+    descriptor = os.open(file.resolve().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(file: Path, text: str) -> None:
+    target = file.resolve()
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if target.exists():  # a server that runs as another user must still be able to read it
+            status = target.stat()
+            os.fchmod(descriptor, status.st_mode & 0o777)
+            os.fchown(descriptor, status.st_uid, status.st_gid)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""A server on a fake engine with two tenants and an operator, and what one tenant can make there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.keys import add
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.tenants import Quota, TenantKeys
+from tests.fakes.server import fake_context, fake_engine
+from tests.fakes.text_engine import save_tokenizer
+
+MODEL = "local/fake"
+OPERATOR_KEY = "tml-operator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A server and a client for each of those who may use it."""
+
+    context: Context
+    keys: Path
+    alice: httpx.AsyncClient
+    bob: httpx.AsyncClient
+    operator: httpx.AsyncClient
+    anyone: httpx.AsyncClient  # without a key
+
+
+@contextlib.asynccontextmanager
+async def two_tenants(root: Path, quota: Quota | None = None) -> AsyncIterator[Site]:
+    file = root / "keys"
+    alice, bob = (add(file, name) for name in ("alice", "bob"))
+    settings = HttpSettings(
+        model_dir=save_tokenizer(root / "model"), api_key=OPERATOR_KEY, tenant_keys=TenantKeys(file), tenant_quota=quota or Quota()
+    )
+    context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
+    engine = fake_engine(context)
+    engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers))
+            for headers in ({"x-api-key": alice}, {"x-api-key": bob}, {"x-api-key": OPERATOR_KEY}, {})
+        ]
+        try:
+            yield Site(context=context, keys=file, alice=clients[0], bob=clients[1], operator=clients[2], anyone=clients[3])
+        finally:
+            engine.stop()
+
+
+async def post(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
+    response = await http.post(f"/api/v1/{route}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str, object]:
+    response = await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def done(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
+    """The result of an operation that must succeed."""
+    found = await result(http, await post(http, route, **body))
+    assert "error" not in found, found
+    return found
+
+
+async def open_session(http: httpx.AsyncClient) -> str:
+    return str((await post(http, "create_session", tags=["secret-tag"], user_metadata={"secret": "metadata"}))["session_id"])
+
+
+async def make_model(http: httpx.AsyncClient, session_id: str, number: int = 0) -> str:
+    made = await done(
+        http,
+        "create_model",
+        session_id=session_id,
+        model_seq_id=number,
+        base_model=MODEL,
+        lora_config={"rank": 4},
+        user_metadata={"secret": "metadata"},
+    )
+    return str(made["model_id"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """One of everything that a tenant can own, by name."""
+
+    session: str
+    request: str
+
+    @property
+    def model(self) -> str:
+        return f"{self.session}:train:0"
+
+    @property
+    def snapshot(self) -> str:
+        return f"{self.session}:sample:0"
+
+    @property
+    def sampler(self) -> str:
+        return f"{self.session}:sample:1"
+
+    @property
+    def weights(self) -> str:
+        return f"tinker://{self.model}/weights/w"
+
+    @property
+    def sampler_weights(self) -> str:
+        return f"tinker://{self.model}/sampler_weights/s"
+
+    @property
+    def checkpoint(self) -> str:
+        return f"/api/v1/training_runs/{self.model}/checkpoints/weights/w"
+
+
+async def make_objects(http: httpx.AsyncClient) -> Objects:
+    session = await open_session(http)
+    model = await make_model(http, session)
+    await done(http, "save_weights", model_id=model, seq_id=1, path="w")
+    await done(http, "save_weights_for_sampler", model_id=model, seq_id=2, path="s")
+    await done(http, "save_weights_external", model_id=model, seq_id=3, path="e")
+    await done(http, "save_weights_for_sampler", model_id=model, seq_id=4, sampling_session_seq_id=0)
+    path = f"tinker://{model}/sampler_weights/s"
+    await post(http, "create_sampling_session", session_id=session, sampling_session_seq_id=1, model_path=path)
+    request = await post(http, "optim_step", model_id=model, seq_id=5, adam_params={})
+    await result(http, request)
+    return Objects(session=session, request=str(request["request_id"]))

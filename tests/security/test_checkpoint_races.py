@@ -1,0 +1,218 @@
+"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+from skyrl_tx_server.app import build_app, housekeep
+from skyrl_tx_server.errors import NotFoundError
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.routes.context import Context
+from tests.fakes.server import fake_context, fake_engine, serving
+from tests.fakes.versions import save_version, version_in_archive, version_in_files, version_on_disk
+
+ROOT = Path(__file__).parents[2]
+PATH = "tinker://run/external_weights/last"
+URL = "/api/v1/training_runs/run/checkpoints/external_weights/last"
+ROUNDS = 25
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return fake_context(tmp_path)
+
+
+@pytest.fixture
+async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        yield http
+    fake_engine(context).stop()
+
+
+async def archived(http: httpx.AsyncClient) -> int | None:
+    """The version in the archive; None where the server says that there is none, or none any more."""
+    redirect = await http.get(f"{URL}/archive")
+    if redirect.status_code == 302:
+        archive = await http.get(redirect.headers["location"])
+        if archive.status_code == 200:
+            return version_in_archive(archive.content)
+        assert archive.status_code == 404, archive.text
+        return None
+    assert redirect.status_code == 404, redirect.text
+    return None
+
+
+async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(http: httpx.AsyncClient, context: Context) -> None:
+    for version in (1, 2, 3):
+        save_version(context.checkpoints, PATH, version)
+        assert [await archived(http), await archived(http)] == [version, version]
+
+
+async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(http: httpx.AsyncClient, context: Context) -> None:
+    """Both files are fetched one after the other, and must be of one save."""
+    save_version(context.checkpoints, PATH, 1)
+    urls = (await http.get(f"{URL}/external_weights_urls")).json()["urls"]
+    config = (await http.get(urls["adapter_config.json"])).content
+    weights = (await http.get(urls["adapter_model.safetensors"])).content
+    assert version_in_files(config, weights) == 1
+    save_version(context.checkpoints, PATH, 2)
+    reply = await http.get(urls["adapter_model.safetensors"])
+    assert reply.status_code == 404 and "saved anew" in reply.json()["detail"]
+    context.checkpoints.delete(PATH)
+    assert (await http.get(urls["adapter_config.json"])).status_code == 404
+
+
+def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
+    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and the deletion."""
+    context = fake_context(tmp_path)
+    with serving(Lobby(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
+        for act in (lambda: save_version(context.checkpoints, PATH, 9), lambda: context.checkpoints.delete(PATH)):
+            save_version(context.checkpoints, PATH, 8, columns=3 << 20)  # rank 2, 24 MiB
+            location = http.get(f"{URL}/archive").headers["location"]
+            with http.stream("GET", location) as download:
+                parts = download.iter_raw()
+                received = [next(parts)]
+                act()
+                received += parts
+            assert version_in_archive(b"".join(received)) == 8
+            assert http.get(location).status_code == 404
+
+
+async def test_saves_archives_and_deletions_at_once_neither_mix_nor_lose_nor_serve_what_is_old(
+    http: httpx.AsyncClient, context: Context
+) -> None:
+    acknowledged, writing = 0, True
+
+    async def save() -> None:
+        nonlocal acknowledged, writing
+        for version in range(acknowledged + 1, acknowledged + 1 + ROUNDS):
+            await asyncio.to_thread(save_version, context.checkpoints, PATH, version)
+            acknowledged = version
+        writing = False
+
+    async def archive() -> None:
+        while writing:
+            earliest = acknowledged
+            version = await archived(http)
+            assert version is None or version >= earliest, f"version {version} after {earliest} was saved"
+
+    async def read() -> None:
+        while writing:
+            earliest = acknowledged
+            try:
+                assert await asyncio.to_thread(version_on_disk, context.checkpoints, PATH) >= earliest
+            except NotFoundError:
+                await asyncio.sleep(0)
+
+    async def delete() -> None:
+        while writing:
+            reply = await http.delete(URL)
+            assert reply.status_code in (204, 404), reply.text
+
+    async with asyncio.TaskGroup() as tasks:
+        for work in (save, *[archive] * 4, *[read] * 2):
+            tasks.create_task(work())
+    assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (ROUNDS, ROUNDS)  # nobody deleted: nothing is lost
+    writing = True
+    async with asyncio.TaskGroup() as tasks:
+        for work in (save, *[archive] * 3, delete, delete, read):
+            tasks.create_task(work())
+    save_version(context.checkpoints, PATH, 777)
+    assert await archived(http) == 777
+
+
+def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Each removes what the other has replaced, and never what the other is about to name."""
+    store, wrong = CheckpointStore(tmp_path, "m"), []
+
+    def save(first: int) -> None:
+        try:
+            for version in range(first, first + ROUNDS):
+                save_version(store, PATH, version)
+                version_on_disk(store, PATH)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=save, args=(100 * number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
+
+
+async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(http: httpx.AsyncClient, context: Context) -> None:
+    """The engine has written the new checkpoint, and the event loop has not heard of it yet."""
+    save_version(context.checkpoints, PATH, 1)
+    assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
+    (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
+    assert listed["expires_at"] is not None
+    generation = context.checkpoints.info(PATH).generation
+    context.ledger.set_expiry(PATH, datetime.now(UTC) - timedelta(seconds=1), generation)
+    save_version(context.checkpoints, PATH, 2)
+    await housekeep(context)
+    assert version_on_disk(context.checkpoints, PATH) == 2
+    (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
+    assert listed["expires_at"] is None
+    context.ledger.forget(PATH, generation)
+    assert context.ledger.expiries == {}
+
+
+async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor(context: Context) -> None:
+    old = save_version(context.checkpoints, PATH, 1).generation
+    new = save_version(context.checkpoints, PATH, 2).generation
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    context.ledger.set_expiry(PATH, soon, new)
+    context.ledger.forget(PATH, old)
+    assert context.ledger.expiry(PATH, new) == soon
+    fake_engine(context).stop()
+
+
+async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(http: httpx.AsyncClient, context: Context, tmp_path: Path):
+    derived = tmp_path / ".derived"
+    for version in (1, 2):
+        save_version(context.checkpoints, PATH, version)
+        assert await archived(http) == version
+        assert (await http.get(f"{URL}/external_weights_urls")).status_code == 200
+        (only,) = derived.iterdir()
+        assert only.name == context.checkpoints.info(PATH).generation
+    await housekeep(context)
+    assert len(list(derived.iterdir())) == 1
+    (derived / ".new-of-a-killed-server").mkdir()
+    context.checkpoints.sweep_derived(-60.0)
+    assert list(derived.iterdir()) == []
+    assert await archived(http) == 2
+    assert (await http.delete(URL)).status_code == 204
+    assert list(derived.iterdir()) == []
+
+
+async def test_a_folder_that_an_older_server_has_left_beside_the_arrays_does_not_hinder_a_save(
+    http: httpx.AsyncClient, context: Context, tmp_path: Path
+) -> None:
+    save_version(context.checkpoints, PATH, 1)
+    old = tmp_path / "run" / "external_weights" / "last" / "peft"
+    old.mkdir()
+    (old / "adapter.tar").write_bytes(b"stale")
+    assert await archived(http) == 1
+    save_version(context.checkpoints, PATH, 2)
+    assert not old.exists() and await archived(http) == 2
+
+
+def test_a_kill_at_any_point_loses_and_mixes_nothing(tmp_path: Path) -> None:
+    """Every seventh point; `python -m tests.stress.checkpoint_kills` goes through all."""
+    command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "nothing lost, nothing mixed" in ended.stdout

@@ -1,0 +1,258 @@
+"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops nothing else."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from skyrl_tx_server.app import build_app
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.ledger import Ledger
+from skyrl_tx_server.ops import LoraSpec, UnloadModel
+from skyrl_tx_server.routes.border import Lobby
+from tests.fakes.server import fake_context, fake_engine
+from tests.fakes.versions import save_version, version_on_disk
+from tests.security.tenants import MODEL, make_model, open_session, post
+
+GOOD, BAD = "tinker://run/weights/good", "tinker://run/weights/bad"
+
+
+def change(**changes: object) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        record = json.loads((directory / "checkpoint.json").read_text())
+        (directory / "checkpoint.json").write_text(json.dumps(record | changes))
+
+    return damage
+
+
+def content(data: bytes) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / "checkpoint.json").write_bytes(data)
+
+    return damage
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        record = directory / "checkpoint.json"
+        record.rename(directory.parents[2] / "elsewhere.json")
+        make(record)
+
+    return damage
+
+
+def linked_arrays(directory: Path) -> None:
+    arrays = next(directory.glob("arrays-*"))
+    outside = directory.parents[3] / "outside"
+    arrays.rename(outside)
+    arrays.symlink_to(outside)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "absolute": change(arrays="/etc/passwd"),
+    "dots": change(arrays="../good/arrays-x.safetensors"),
+    "another file": change(arrays="checkpoint.json"),
+    "no time zone": change(created_at="2020-01-01T00:00:00"),
+    "time is a number": change(created_at=5),
+    "metadata of numbers": change(user_metadata={"a": 1}),
+    "metadata is a list": change(user_metadata=[]),
+    "rank is text": change(lora={"rank": "4"}),
+    "rank is huge": change(lora={"rank": -(10**30)}),
+    "alpha is no number": change(lora={"rank": 4, "alpha": "x"}),
+    "size is text": change(size_bytes="many"),
+    "step is missing": change(step=None),
+    "version is deep": change(version=[[[[]]]]),
+    "deep": content(b"[" * 200_000),
+    "a list": content(b"[]"),
+    "not text": content(b"\xff\xfe\x00"),
+    "many digits": content(b'{"step": ' + b"9" * 5000 + b"}"),
+    "empty": content(b""),
+    "fifo": instead(os.mkfifo),
+    "directory": instead(Path.mkdir),
+    "linked record": instead(lambda record: record.symlink_to(record.parents[3] / "elsewhere.json")),
+    "dangling link": instead(lambda record: record.symlink_to("nowhere")),
+    "linked arrays": linked_arrays,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_one_bad_record_is_refused_by_name_and_hides_no_other(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    store = CheckpointStore(tmp_path / "root", "m")
+    save_version(store, GOOD, 1)
+    save_version(store, BAD, 2)
+    damage(tmp_path / "root" / "run" / "weights" / "bad")
+    with pytest.raises(UserError) as caught:
+        store.read(BAD)
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value) and BAD in str(caught.value)
+    assert GOOD in [info.path for info in store.list()]
+    assert version_on_disk(store, GOOD) == 1
+
+
+@pytest.mark.parametrize("level", ["run", "run/weights", "run/weights/bad"])
+def test_a_directory_that_leads_outside_is_neither_read_nor_listed_nor_written(tmp_path: Path, level: str) -> None:
+    root = tmp_path / "root"
+    store = CheckpointStore(root, "m")
+    save_version(store, BAD, 2)
+    outside = tmp_path / "outside"
+    (root / level).rename(outside)
+    (root / level).symlink_to(outside)
+    before = sorted(outside.rglob("*"))
+    for act in (lambda: store.read(BAD), lambda: store.info(BAD), lambda: save_version(store, BAD, 3), lambda: store.delete(BAD)):
+        with pytest.raises(UserError, match="symbolic link"):
+            act()
+    assert store.list() == [] and sorted(outside.rglob("*")) == before
+
+
+def test_a_root_that_is_itself_a_link_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    store = CheckpointStore(tmp_path / "root", "m")
+    save_version(store, GOOD, 1)
+    assert version_on_disk(store, GOOD) == 1 and len(store.list()) == 1
+
+
+def test_arrays_that_are_no_safetensors_are_damaged_whatever_their_hash(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, "m")
+    save_version(store, BAD, 2)
+    directory = tmp_path / "run" / "weights" / "bad"
+    for data in (b"x" * 100, b"\xff" * 8 + b"{}", (5).to_bytes(8, "little") + b"[[[[["):
+        arrays = next(directory.glob("arrays-*"))
+        arrays.write_bytes(data)
+        change(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())(directory)
+        with pytest.raises(UserError, match="is damaged"):
+            store.read(BAD)
+
+
+# --- the ledger
+
+
+def metadata(num_bytes: int) -> dict[str, str]:
+    return {"x": "y" * (num_bytes - 1)}
+
+
+async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+    context = fake_context(tmp_path)
+    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        session = await open_session(http)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        for _ in range(2):
+            refused = await http.post("/api/v1/create_model", json={**body, "user_metadata": metadata(20_000)})
+            assert refused.status_code == 400 and "larger than 16 KiB" in refused.json()["detail"]
+        assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
+        assert (tmp_path / "ledger.jsonl").stat().st_size == 0
+        await make_model(http, session)
+        fake_engine(context).stop()
+        assert len(fake_engine(context).models) == 1
+
+
+def run_line(number: int, num_bytes: int, owner: str = "") -> str:
+    run = {"run_id": f"{owner}s:train:{number}", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00"}
+    return json.dumps(run | {"user_metadata": metadata(num_bytes)})
+
+
+def test_a_ledger_of_huge_metadata_becomes_small_and_keeps_its_runs(tmp_path: Path) -> None:
+    """As an earlier server has written it: eight models with 20 MiB of metadata each, here 2 MiB."""
+    file = tmp_path / "ledger.jsonl"
+    file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
+    assert list(Ledger(file).runs) == [f"s:train:{number}" for number in range(8)]
+    assert file.stat().st_size < 4096
+    assert list(Ledger(file).runs) == [f"s:train:{number}" for number in range(8)]
+
+
+def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
+    ledger, when = Ledger(file), datetime.now(UTC) + timedelta(days=1)
+    ledger.set_public("tinker://a/weights/1", True)
+    largest = 0
+    for _ in range(6000):
+        for path in ("tinker://a/weights/1", "tinker://b/weights/2"):
+            ledger.set_expiry(path, when, "0" * 32)
+        ledger.set_expiry("tinker://b/weights/2", None)
+        largest = max(largest, file.stat().st_size)
+    assert largest < 1.2 * (1 << 20)
+    again = Ledger(file)
+    assert (again.runs, again.expiries, again.public) == (ledger.runs, {"tinker://a/weights/1": when}, {"tinker://a/weights/1"})
+    assert again.expiring_generation("tinker://a/weights/1") == "0" * 32
+
+
+def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_tx_server.ledger.MAX_RUN_BYTES", 20_000)
+    file = tmp_path / "ledger.jsonl"
+    lines = [run_line(0, 500, "tenant-alice."), *(run_line(number, 4000, "tenant-bob.") for number in range(50))]
+    file.write_text("\n".join(lines))
+    ledger = Ledger(file)
+    assert list(ledger.of("alice").runs) == ["tenant-alice.s:train:0"]
+    assert list(ledger.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
+    assert ledger.of("alice").run("tenant-bob.s:train:49") is None and ledger.run("tenant-bob.s:train:49") is not None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"run_id": 5, "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00"}',
+        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00"}',
+        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00", "user_metadata": {"a": 1}}',
+        b'{"path": "p", "expires_at": "2020-01-01T00:00:00"}',
+        b'{"path": ["p"], "expires_at": null}',
+        b'{"path": {}, "public": true}',
+        b'{"path": "p", "expires_at": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "ledger.jsonl"
+    file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
+    ledger = Ledger(file)
+    assert list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
+
+
+# --- a full disk
+
+
+async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = fake_context(tmp_path)
+    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(Lobby(context=context)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        session = await open_session(http)
+        real = os.write
+
+        def half(descriptor: int, data: bytes) -> int:
+            if len(data) < 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data[: len(data) // 2])
+
+        with monkeypatch.context() as patch:
+            patch.setattr("skyrl_tx_server.ledger.os.write", half)
+            body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+            reply = await post(http, "create_model", **body)
+            failed = (await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})).json()
+        assert failed["category"] == "server" and "the model was not made" in failed["error"] and "No space left" in failed["error"]
+        assert (tmp_path / "ledger.jsonl").read_bytes() == b""
+        assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
+        assert (await http.get(f"/api/v1/sessions/{session}")).json()["training_run_ids"] == []
+        made = await make_model(http, session, 1)
+        engine.stop()
+        assert list(engine.models) == [made] and [op.model_id for op in engine.of_type(UnloadModel)] == [f"{session}:train:0"]
+    assert [run.lora.rank for run in Ledger(tmp_path / "ledger.jsonl").runs.values()] == [4]
+
+
+def test_fields_of_a_record_survive_a_round_trip(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, "m")
+    lora = LoraSpec(rank=3, seed=2**62, train_attn=False, alpha=16)
+    written = store.write(GOOD, {"x": np.zeros(1)}, lora=lora, step=5, user_metadata={"é": "ü"})
+    assert store.info(GOOD) == written and written.lora == lora

@@ -1,0 +1,284 @@
+"""Every route of the application, called by one tenant on what belongs to another: the answer is that for what does not exist.
+
+A route that is not classified here fails `test_every_route_is_classified`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from tinker import types
+from tinker.proto import request_conv
+
+from skyrl_tx_server.app import ENDPOINTS
+from skyrl_tx_server.ops import Sample
+from skyrl_tx_server.routes.weights import CHECKPOINT, RUN
+from tests.fakes.server import fake_engine
+from tests.security.tenants import MODEL, Objects, Site, make_model, make_objects, open_session, post, two_tenants
+
+PROMPT = {"chunks": [{"tokens": [1, 2]}]}
+PROTO = "application/x-protobuf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request that names an object."""
+
+    path: str
+    json: Mapping[str, object] | None = None
+    content: bytes | None = None
+    headers: Mapping[str, str] | None = None
+
+    async def send(self, http: httpx.AsyncClient, method: str) -> httpx.Response:
+        return await http.request(method, self.path, json=self.json, content=self.content, headers=self.headers)
+
+
+def api(route: str, **body: object) -> Call:
+    return Call(path=f"/api/v1/{route}", json=body)
+
+
+def data(field: str) -> dict[str, object]:
+    tensors = {"target_tokens": {"data": [2, 3], "dtype": "int64"}, "weights": {"data": [1.0, 1.0], "dtype": "float32"}}
+    datum = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}
+    return {field: {"data": [datum], "loss_fn": "cross_entropy"}}
+
+
+def training_bytes(model_id: str) -> bytes:
+    inputs = {"target_tokens": np.array([2, 3]), "weights": np.ones(2, np.float32)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
+    inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model_id, seq_id=50)
+    return request_conv.forward_backward_request_to_proto(request).SerializeToString()
+
+
+def sample(**named: object) -> Call:
+    return api("asample", prompt=PROMPT, num_samples=1, sampling_params={"max_tokens": 2}, **named)
+
+
+def completion(model: str) -> Call:
+    return Call(path="/v1/completions", json={"model": model, "prompt": [1, 2], "max_tokens": 2})
+
+
+def chat(model: str) -> Call:
+    return Call(path="/v1/chat/completions", json={"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2})
+
+
+def run_of(objects: Objects) -> str:
+    return f"/api/v1/training_runs/{objects.model}"
+
+
+FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
+    "POST /api/v1/retrieve_future": [
+        lambda it: api("retrieve_future", request_id=it.request),
+        lambda it: Call(path="/api/v1/retrieve_future", json={"request_id": it.request}, headers={"accept": PROTO}),
+    ],
+    "POST /api/v1/create_model": [
+        lambda it: api("create_model", session_id=it.session, model_seq_id=7, base_model=MODEL, lora_config={"rank": 4})
+    ],
+    "POST /api/v1/get_info": [lambda it: api("get_info", model_id=it.model)],
+    "POST /api/v1/forward_backward": [
+        lambda it: api("forward_backward", model_id=it.model, seq_id=50, **data("forward_backward_input")),
+        lambda it: Call(path="/api/v1/forward_backward", content=training_bytes(it.model), headers={"content-type": PROTO}),
+    ],
+    "POST /api/v1/forward": [lambda it: api("forward", model_id=it.model, seq_id=50, **data("forward_input"))],
+    "POST /api/v1/optim_step": [lambda it: api("optim_step", model_id=it.model, seq_id=50, adam_params={})],
+    "POST /api/v1/unload_model": [lambda it: api("unload_model", model_id=it.model)],
+    "POST /api/v1/create_sampling_session": [
+        lambda it: api("create_sampling_session", session_id=it.session, sampling_session_seq_id=9, base_model=MODEL),
+    ],
+    "GET /api/v1/samplers/{sampler_id}": [
+        lambda it: Call(path=f"/api/v1/samplers/{it.snapshot}"),
+        lambda it: Call(path=f"/api/v1/samplers/{it.sampler}"),
+    ],
+    "POST /api/v1/asample": [
+        lambda it: sample(sampling_session_id=it.snapshot, seq_id=1),
+        lambda it: sample(sampling_session_id=it.sampler, seq_id=1),
+        lambda it: sample(model_path=it.sampler_weights),
+    ],
+    "POST /api/v1/session_heartbeat": [lambda it: api("session_heartbeat", session_id=it.session)],
+    "GET /api/v1/sessions/{session_id}": [lambda it: Call(path=f"/api/v1/sessions/{it.session}")],
+    "POST /api/v1/save_weights_external": [lambda it: api("save_weights_external", model_id=it.model, seq_id=50, path="new")],
+    f"GET {RUN}/checkpoints/external_weights/{{name}}/external_weights_urls": [
+        lambda it: Call(path=f"{run_of(it)}/checkpoints/external_weights/e/external_weights_urls")
+    ],
+    f"GET {CHECKPOINT}/archive": [lambda it: Call(path=f"{it.checkpoint}/archive")],
+    "POST /api/v1/save_weights": [
+        lambda it: api("save_weights", model_id=it.model, seq_id=50, path="w", overwrite=True),
+        lambda it: api("save_weights", model_id=it.model, seq_id=51, path="new"),
+    ],
+    "POST /api/v1/save_weights_for_sampler": [
+        lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=50, path="new"),
+        lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=51, sampling_session_seq_id=8),
+    ],
+    "POST /api/v1/load_weights": [lambda it: api("load_weights", model_id=it.model, seq_id=50, path=it.weights)],
+    "POST /api/v1/weights_info": [lambda it: api("weights_info", tinker_path=it.weights)],
+    f"GET {RUN}": [lambda it: Call(path=run_of(it))],
+    f"PUT {CHECKPOINT}/ttl": [lambda it: Call(path=f"{it.checkpoint}/ttl", json={"ttl_seconds": 5000})],
+    f"POST {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
+    f"DELETE {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
+    f"DELETE {CHECKPOINT}": [lambda it: Call(path=it.checkpoint)],
+    "POST /v1/chat/completions": [lambda it: chat(it.snapshot), lambda it: chat(it.sampler), lambda it: chat(it.sampler_weights)],
+    "POST /v1/completions": [
+        lambda it: completion(it.snapshot),
+        lambda it: completion(it.sampler),
+        lambda it: completion(it.sampler_weights),
+        lambda it: replace(completion(it.snapshot), json={**(completion(it.snapshot).json or {}), "stream": True}),
+    ],
+    "GET /v1/models/{model:path}": [
+        lambda it: Call(path=f"/v1/models/{it.snapshot}"),
+        lambda it: Call(path=f"/v1/models/{it.sampler_weights}"),
+    ],
+}
+"""Routes that take an object by its id, with every way to name one."""
+
+SILENT: dict[str, Callable[[Objects], Call]] = {
+    "POST /api/v1/cancel_future": lambda it: api("cancel_future", request_id=it.request),
+    "POST /api/v1/sessions/{session_id}/finish": lambda it: Call(path=f"/api/v1/sessions/{it.session}/finish"),
+    f"GET {RUN}/checkpoints": lambda it: Call(path=f"{run_of(it)}/checkpoints"),
+}
+"""Routes that answer success for an object that does not exist."""
+
+LISTINGS = ("GET /api/v1/sessions", "GET /api/v1/training_runs", "GET /api/v1/checkpoints", "GET /v1/models")
+
+NO_OBJECTS = {
+    "GET /api/v1/healthz",
+    "POST /api/v1/client/config",
+    "POST /api/v1/client/dynamic_config",
+    "POST /api/v1/telemetry",
+    "GET /api/v1/get_server_capabilities",
+    "GET /api/v1/stats",  # a tenant's own counts: `test_a_tenant_reads_only_its_own_statistics`
+    "POST /api/v1/create_session",
+}
+
+REFUSED = {
+    "POST /api/v1/copy_weights",
+    "PUT /api/v1/sessions/{session_id}/project",
+    "GET /api/v1/sessions/{session_id}/trace_export",
+    "POST /api/v1/sessions/search",
+    "POST /api/v1/create_custom_loss",
+    "POST /api/v1/retrieve_futures",
+    "POST /api/v1/join_sampling_session",
+    "POST /api/v1/auth/token",
+}
+"""Routes that do nothing for anyone."""
+
+FOR_OPERATOR = {"GET /metrics"}
+
+CAPABILITIES = {"GET /api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}"}
+"""Routes whose URL is the permission: `test_tenants.py` tries to make one up."""
+
+VARIANTS = [pytest.param(route, call, id=f"{route}-{number}") for route, calls in FOREIGN.items() for number, call in enumerate(calls)]
+
+
+def test_every_route_is_classified() -> None:
+    classified = [*FOREIGN, *SILENT, *LISTINGS, *NO_OBJECTS, *REFUSED, *FOR_OPERATOR, *CAPABILITIES]
+    assert sorted(classified) == sorted(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
+
+
+def absent(objects: Objects) -> Objects:
+    """Ids of the same tenant and form that were never given."""
+    return Objects(session=_other(objects.session), request=_other(objects.request))
+
+
+def _other(identifier: str) -> str:
+    return re.sub("[0-9a-f]{16,}", lambda found: "0" * len(found[0]), identifier)
+
+
+def same_ids(reply: httpx.Response) -> tuple[int, str, str]:
+    return reply.status_code, reply.headers.get("content-type", ""), re.sub("[0-9a-f]{16,}", "ID", reply.text)
+
+
+async def what_alice_sees(site: Site) -> list[str]:
+    replies = [await site.alice.get(listing.removeprefix("GET ")) for listing in LISTINGS]
+    return [reply.text for reply in replies]
+
+
+@pytest.mark.parametrize(("route", "call"), VARIANTS)
+async def test_another_tenants_object_is_answered_like_one_that_does_not_exist(
+    tmp_path: Path, route: str, call: Callable[[Objects], Call]
+) -> None:
+    method = route.partition(" ")[0]
+    async with two_tenants(tmp_path) as site:
+        objects = await make_objects(site.alice)
+        engine = fake_engine(site.context)
+        before, executed = await what_alice_sees(site), len(engine.executed)
+        foreign, unknown = await call(objects).send(site.bob, method), await call(absent(objects)).send(site.bob, method)
+        assert foreign.status_code in (404, 410), foreign.text
+        assert same_ids(foreign) == same_ids(unknown)
+        assert (await what_alice_sees(site), len(engine.executed)) == (before, executed)
+        own = await call(objects).send(site.alice, method)
+        assert own.status_code in (200, 204, 302), own.text  # the call is a right one
+
+
+@pytest.mark.parametrize("route", SILENT)
+async def test_a_route_that_always_succeeds_does_nothing_to_another_tenants_object(tmp_path: Path, route: str) -> None:
+    method = route.partition(" ")[0]
+    async with two_tenants(tmp_path) as site:
+        objects = await make_objects(site.alice)
+        fake_engine(site.context).gate.clear()
+        pending = await post(site.alice, "optim_step", model_id=objects.model, seq_id=60, adam_params={})
+        waiting = await post(site.alice, "optim_step", model_id=objects.model, seq_id=61, adam_params={})
+        before = await what_alice_sees(site)
+        for request in (str(pending["request_id"]), str(waiting["request_id"])):
+            mine = replace(objects, request=request)
+            replies = [await SILENT[route](ids).send(site.bob, method) for ids in (mine, absent(mine))]
+            assert same_ids(replies[0]) == same_ids(replies[1]) and replies[0].status_code in (200, 204)
+        fake_engine(site.context).gate.set()
+        for request in (pending, waiting):
+            reply = await site.alice.post("/api/v1/retrieve_future", json={"request_id": request["request_id"]})
+            assert reply.json().get("metrics") == {"grad_norm": 1.5}, reply.text
+        assert await what_alice_sees(site) == before
+
+
+@pytest.mark.parametrize("route", LISTINGS)
+async def test_a_listing_names_only_the_tenants_own(tmp_path: Path, route: str) -> None:
+    async with two_tenants(tmp_path) as site:
+        empty = (await site.bob.get(route.removeprefix("GET "))).json()
+        objects = await make_objects(site.alice)
+        listed = await site.bob.get(route.removeprefix("GET "))
+        assert listed.json() == empty and "alice" not in listed.text
+        assert objects.session in (await site.alice.get(route.removeprefix("GET "))).text
+        assert objects.session in (await site.operator.get(route.removeprefix("GET "))).text
+
+
+@pytest.mark.parametrize("route", sorted(NO_OBJECTS | REFUSED | FOR_OPERATOR))
+async def test_a_route_without_objects_says_nothing_about_other_tenants(tmp_path: Path, route: str) -> None:
+    method, _, path = route.partition(" ")
+    async with two_tenants(tmp_path) as site:
+        objects = await make_objects(site.alice)
+        reply = await site.bob.request(method, path.replace("{session_id}", objects.session), json={} if method != "GET" else None)
+        assert reply.status_code == (403 if route in FOR_OPERATOR else 400 if route in REFUSED else 200), reply.text
+        assert "alice" not in reply.text and objects.session not in reply.text
+
+
+async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as site:
+        before = (await site.bob.get("/api/v1/stats")).json()
+        await make_objects(site.alice)
+        assert (await site.bob.get("/api/v1/stats")).json() == before
+        assert (await site.alice.get("/api/v1/stats")).json()["registry"]["models"] == 1
+        assert "ops_finished" in (await site.operator.get("/api/v1/stats")).json()["engine"]
+        assert (await site.operator.get("/metrics")).status_code == 200
+
+
+async def test_a_checkpoint_of_another_tenant_can_neither_be_trained_from_nor_sampled_from(tmp_path: Path) -> None:
+    """Routes that take a path beside an object of the caller's own."""
+    async with two_tenants(tmp_path) as site:
+        objects = await make_objects(site.alice)
+        session = await open_session(site.bob)
+        model = await make_model(site.bob, session)
+        ids = {"session_id": session}
+        for call in (
+            lambda it: api("load_weights", model_id=model, path=it.weights),
+            lambda it: api("load_weights", model_seq_id=5, path=it.weights, **ids),
+            lambda it: api("create_sampling_session", sampling_session_seq_id=5, model_path=it.sampler_weights, **ids),
+        ):
+            foreign, unknown = [await call(it).send(site.bob, "POST") for it in (objects, absent(objects))]
+            assert foreign.status_code == 404 and same_ids(foreign) == same_ids(unknown)
+        assert not fake_engine(site.context).of_type(Sample)

@@ -1,0 +1,119 @@
+"""SIGKILL of a process that saves, archives, overwrites and deletes one checkpoint, at every call that changes the disk.
+
+    python -m tests.stress.checkpoint_kills DIRECTORY [EVERY]
+
+Each run is a forked child that is killed at its n-th such call, for every n (or every EVERY-th), and tells its parent what it was told had
+been done. Afterwards the checkpoint must be what was last acknowledged or what was about to be, the listing must work, the archive must
+be of the save that is read, and the next save, archive and sweep must leave nothing else. Prints one line; exit status 0 if all is so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from skyrl_tx_server.errors import NotFoundError
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.routes.downloads import ARCHIVE, archive_of
+from tests.fakes.versions import save_version, version_in_archive, version_on_disk
+
+PATH = "tinker://run/weights/last"
+CALLS = ("replace", "rename", "fsync", "unlink", "mkdir", "rmdir", "utime")
+GONE = -1
+
+
+def store_at(directory: Path) -> CheckpointStore:
+    return CheckpointStore(directory, "m")
+
+
+def archived(store: CheckpointStore) -> int:
+    return version_in_archive(archive_of(store, PATH)[1].read_bytes())
+
+
+def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
+    """What is done in turn, and the version that there is afterwards."""
+    return [
+        (1, lambda: save_version(store, PATH, 1)),
+        (1, lambda: archived(store)),
+        (2, lambda: save_version(store, PATH, 2)),
+        (2, lambda: archived(store)),
+        (GONE, lambda: store.delete(PATH)),
+        (3, lambda: save_version(store, PATH, 3)),
+        (3, lambda: archived(store)),
+        (3, lambda: store.sweep_derived(-60.0)),
+        (4, lambda: save_version(store, PATH, 4)),
+    ]
+
+
+def killed_at(directory: Path, at: int) -> tuple[int, bool]:
+    """How many steps were acknowledged, and whether the child lived through all of them."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        count = 0
+
+        def dying(real: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object, **kwargs: object) -> object:
+                nonlocal count
+                count += 1
+                if count == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name)))
+        for _, act in steps(store_at(directory)):
+            act()
+            os.write(writer, b".")
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as acknowledged:
+        done = len(acknowledged.read())
+    return done, os.waitpid(child, 0)[1] == 0
+
+
+def found(store: CheckpointStore) -> int:
+    try:
+        return version_on_disk(store, PATH)
+    except NotFoundError:
+        return GONE
+
+
+def check(directory: Path, done: int) -> None:
+    store = store_at(directory)
+    versions = [GONE, *(version for version, _ in steps(store))]
+    version = found(store)
+    assert version in versions[done : done + 2], f"version {version} after {done} acknowledged steps"
+    assert [info.step for info in store.list()] == ([] if version == GONE else [version])
+    if version != GONE:
+        assert archived(store) == version, "the archive is of another save"
+    save_version(store, PATH, 9)
+    assert (found(store), archived(store)) == (9, 9)
+    assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, "something was left beside the checkpoint"
+    store.sweep_derived(-60.0)
+    assert list((directory / ".derived").iterdir()) == [], "something was left of files made for downloads"
+
+
+def main(directory: Path, every: int) -> int:
+    at, lived = 1, False
+    while not lived:
+        done, lived = killed_at(directory / str(at), at)
+        if lived:
+            check(directory / str(at), done)
+            break
+        check(directory / str(at), done)
+        at += every
+    print(f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: nothing lost, nothing mixed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))
