@@ -394,7 +394,8 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
     """UserError for a record of which anything is missing or has the wrong type."""
     run_id, kind, name = parse_path(path)
     try:
-        arrays = _ARRAYS.fullmatch(_typed(record, "arrays", str))
+        named = record["arrays"]
+        arrays = _ARRAYS.fullmatch(named) if isinstance(named, str) else None
         if arrays is None:
             raise ValueError("arrays, which names no file in its own directory")
         created_at = datetime.fromisoformat(_typed(record, "created_at", str))

