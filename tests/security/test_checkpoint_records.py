@@ -148,7 +148,7 @@ async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path:
         body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         for _ in range(2):
             refused = await http.post("/api/v1/create_model", json={**body, "user_metadata": metadata(20_000)})
-            assert refused.status_code == 400 and "larger than 16 KiB" in refused.json()["detail"]
+            assert refused.status_code == 400 and "at most 16384" in refused.json()["detail"]
         assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
         assert (tmp_path / "ledger.jsonl").stat().st_size == 0
         await make_model(http, session)

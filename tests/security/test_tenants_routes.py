@@ -18,6 +18,7 @@ from tinker.proto import request_conv
 
 from skyrl_tx_server.app import ENDPOINTS
 from skyrl_tx_server.ops import Sample
+from skyrl_tx_server.routes import refused
 from skyrl_tx_server.routes.weights import CHECKPOINT, RUN
 from tests.fakes.server import fake_engine
 from tests.security.tenants import MODEL, Objects, Site, make_model, make_objects, open_session, post, two_tenants
@@ -156,16 +157,7 @@ NO_OBJECTS = {
     "POST /api/v1/create_session",
 }
 
-REFUSED = {
-    "POST /api/v1/copy_weights",
-    "PUT /api/v1/sessions/{session_id}/project",
-    "GET /api/v1/sessions/{session_id}/trace_export",
-    "POST /api/v1/sessions/search",
-    "POST /api/v1/create_custom_loss",
-    "POST /api/v1/retrieve_futures",
-    "POST /api/v1/join_sampling_session",
-    "POST /api/v1/auth/token",
-}
+REFUSED = {f"{endpoint.method} {endpoint.path}" for endpoint in refused.ENDPOINTS}
 """Routes that do nothing for anyone."""
 
 FOR_OPERATOR = {"GET /metrics"}
