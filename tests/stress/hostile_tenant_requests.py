@@ -158,12 +158,16 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
             )
             period = len(keys) / rate
             await asyncio.sleep(period * number / len(keys))
-            made = 0
-            async with asyncio.TaskGroup() as tasks:
-                while time.monotonic() < began + seconds:
-                    tasks.create_task(attack(world, world.random.choice(attacks), limit))
-                    made += 1
-                    await asyncio.sleep(max(0.0, began + made * period - time.monotonic()))
+            made, under_way = 0, set[asyncio.Task[None]]()
+            while time.monotonic() < began + seconds:
+                task = asyncio.create_task(attack(world, world.random.choice(attacks), limit))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
+                made += 1
+                await asyncio.sleep(max(0.0, began + made * period - time.monotonic()))
+            for task in under_way:  # these clients disappear in the middle of their requests
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async with asyncio.TaskGroup() as tenants:
         for number, key in enumerate(keys):
