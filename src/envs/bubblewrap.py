@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
 # What a Debian image has, and no more: a Dockerfile's `RUN mkdir /app` must work.
 PRIVATE_DIRECTORIES = ("etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log")
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
-# What programs read of /proc besides the processes. Everything else there describes or controls the host, and is masked: what Docker masks
-# (kcore, keys, timer_list, ...), what only root may read (kpageflags, slabinfo, iomem, ...), and whatever a later kernel adds.
+# What is harmless to read in /proc besides the processes. Everything else there describes or controls the host and is masked, unless its
+# mode closes it to an unprivileged user already: what Docker masks (keys, acpi, ...), iomem, cmdline, and whatever a later kernel adds.
 VISIBLE_IN_PROC = frozenset(
-    ("cgroups", "cpuinfo", "devices", "diskstats", "filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions", "self")
-    + ("stat", "swaps", "sys", "sysvipc", "thread-self", "tty", "uptime", "version", "vmstat")
+    ("buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma", "driver", "execdomains")
+    + ("filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions", "pressure", "self", "softirqs", "stat", "swaps", "sys")
+    + ("sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo")
 )
 
 
@@ -341,12 +343,15 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, resolve
 
 @cache
 def _proc_masks() -> tuple[str, ...]:
-    """Mounts over everything in /proc that describes or controls the host; /proc/sys is read-only."""
+    """Mounts over what an unprivileged user could read in /proc of the host; /proc/sys is read-only."""
     masks = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() or entry.name in VISIBLE_IN_PROC or entry.is_symlink():
             continue
-        if entry.is_dir():
+        status = entry.stat()
+        if status.st_uid == 0 and not status.st_mode & stat.S_IRWXO:
+            continue
+        if stat.S_ISDIR(status.st_mode):
             masks += ["--perms", "555", "--size", "4096", "--tmpfs", str(entry), "--remount-ro", str(entry)]
         else:
             masks += ["--dev-bind", "/dev/null", str(entry)]
