@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 import stat
@@ -39,10 +40,12 @@ from src.envs.sandbox_user import SandboxUser, claim_user
 from src.envs.system_calls import seccomp_filter
 from src.errors import SandboxError
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 KILL_TIMEOUT_S = 5
-CGROUP_TIMEOUT_S = 5
+CGROUP_WAITS_S = (0.02, 0.1, 0.5, 2.0)
 BASE_ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -58,10 +61,10 @@ PRIVATE_DIRECTORIES = ("etc", "home", "media", "mnt", "opt", "root", "run", "srv
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
 # What is harmless to read in /proc besides the processes. Everything else there describes or controls the host and is masked, unless its
 # mode closes it to an unprivileged user already: what Docker masks (keys, acpi, ...), iomem, cmdline, and whatever a later kernel adds.
-VISIBLE_IN_PROC = frozenset(
-    ("buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma", "driver", "execdomains")
-    + ("filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions", "pressure", "self", "softirqs", "stat", "swaps", "sys")
-    + ("sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo")
+VISIBLE_IN_PROC = (
+    *("buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma", "driver", "execdomains"),
+    *("filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions", "pressure", "self", "softirqs", "stat", "swaps"),
+    *("sys", "sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo"),
 )
 
 
@@ -164,7 +167,7 @@ class Bubblewrap:
         """End the sandbox with everything in it and remove its host files. Safe to call twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        ended = self._watcher if self._watcher is not None else asyncio.ensure_future(self._process.communicate())
+        ended = self._watcher or asyncio.create_task(self._drain())
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.shield(ended)
@@ -211,6 +214,10 @@ class Bubblewrap:
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
+
+    async def _drain(self) -> None:
+        """Wait for the end of a sandbox that did not start."""
+        await self._process.communicate()
 
     async def _watch(self) -> None:
         """Hand out the answers of pid 1, and fail what still waits for one when the sandbox dies by itself."""
@@ -288,11 +295,11 @@ class Launch:
 
     async def clean_up_when_empty(self) -> None:
         """A sandbox that had to be killed ends a moment after its bubblewrap. What is left after that goes with the next sweep."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CGROUP_TIMEOUT_S):
-                while not self.clean_up():
-                    await asyncio.sleep(0.02)
-        self.user.release()
+        for wait_s in CGROUP_WAITS_S:
+            if self.clean_up():
+                return
+            await asyncio.sleep(wait_s)
+        logger.warning("%s: processes of a stopped sandbox still end; its files are removed when the next run starts", self.directory)
 
     def _create_cgroups(self, limits: Limits) -> list[Path]:
         parents = cgroup_parents()

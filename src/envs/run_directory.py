@@ -34,8 +34,8 @@ SHARED_TEMPORARY = Path("/tmp")
 
 
 def root_directory() -> Path:
-    """Where the directories of all runs of this user lie: /var/lib/agent-trainer for root, ~/.cache/agent-trainer for another user, with the
-    home directory of the user database. Where that cannot be created: a directory below /tmp that belongs to this user.
+    """Where the directories of all runs of this user lie: /var/lib/agent-trainer for root, ~/.cache/agent-trainer for another user (home
+    as in the user database). Where that cannot be created: a directory below /tmp that belongs to this user.
 
     Root's can be passed through, but not listed, by the unprivileged users of its sandboxes.
     """

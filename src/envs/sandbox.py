@@ -183,7 +183,10 @@ class SandboxEnvironment(BaseEnvironment):
 
     def _limits(self) -> Limits:
         defaults = Limits()
-        return Limits(memory_mb=self._effective_memory_mb or defaults.memory_mb, storage_mb=self._effective_storage_mb or defaults.storage_mb)
+        return Limits(
+            memory_mb=self._effective_memory_mb or defaults.memory_mb,
+            storage_mb=self._effective_storage_mb or defaults.storage_mb,
+        )
 
     async def _make_directories(self, directories: list[str], mode: int | None = 0o777) -> None:
         quoted = " ".join(shlex.quote(path) for path in directories)

@@ -190,5 +190,6 @@ def _allow() -> Instruction:
 def _architecture() -> str:
     machine = platform.machine()
     if machine not in ARCHITECTURES:
-        raise SandboxError(f"the sandbox knows no system calls of {machine}, only of {', '.join(ARCHITECTURES)}; use environment_type=docker")
+        known = " and ".join(ARCHITECTURES)
+        raise SandboxError(f"the sandbox runs on {known}, not on {machine}; use environment_type=docker")
     return machine
