@@ -251,9 +251,9 @@ class Launch:
         self.directory = directory
         self.requests = directory / "requests"
         self.seccomp = -1
-        directory.mkdir(parents=True, mode=0o700)
         self.user = SandboxUser(uid=None, lock=None)
         try:
+            directory.mkdir(parents=True, mode=0o700)
             self.user = claim_user(directory.parent.parent)
             self.user.admit(directory, 0o710)
             self.requests.mkdir(mode=0o700)
@@ -262,7 +262,8 @@ class Launch:
             most = None if limits.memory_mb is None else limits.memory_mb * 2**20
             self.seccomp = _as_descriptor(seccomp_filter(max_shared_mapping=most))
             parents = cgroup_parents()
-            groups = [] if parents is None else self._create_cgroups(limits)
+            record = directory / RECORD_NAME
+            groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)
             self.command = [
                 *join_prefix(groups),
                 *self.user.prefix(),
@@ -276,6 +277,9 @@ class Launch:
                     seccomp=self.seccomp,
                 ),
             ]
+        except OSError as error:
+            self.clean_up()
+            raise SandboxError(f"cannot prepare a sandbox in {directory}: {error}") from error
         except BaseException:
             self.clean_up()
             raise
@@ -300,14 +304,6 @@ class Launch:
                 return
             await asyncio.sleep(wait_s)
         logger.warning("%s: processes of a stopped sandbox still end; its files are removed when the next run starts", self.directory)
-
-    def _create_cgroups(self, limits: Limits) -> list[Path]:
-        parents = cgroup_parents()
-        assert parents is not None
-        try:
-            return parents.create(cgroup_name(self.directory), limits, record=self.directory / RECORD_NAME)
-        except OSError as error:
-            raise SandboxError(f"cannot create a cgroup for a sandbox: {error}") from error
 
     def _write_resolver(self) -> Path:
         path = self.directory / "resolv.conf"

@@ -10,7 +10,7 @@ import pytest
 
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, remove_cgroups
-from src.envs.run_directory import run_directory, sweep
+from src.envs.run_directory import sweep
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -106,6 +106,11 @@ def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
     assert sum(Limits(memory_mb=512, storage_mb=4096).storage_shares_mb.values()) == 384
 
 
+async def test_the_exec_server_is_the_last_to_go_when_memory_is_short() -> None:
+    async with sandbox() as running:
+        assert (await running.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout == b"500\n0\n"
+
+
 async def test_open_files_and_core_files_are_limited() -> None:
     async with sandbox() as running:
         assert (await running.run("ulimit -Hn; ulimit -Hc")).stdout == b"4096\n0\n"
@@ -132,10 +137,11 @@ async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
 
 
 @needs_cgroup
-def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep() -> None:
+def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.run_directory.root_directory", lambda: tmp_path)  # a trainer that starts meanwhile sweeps too
     parents = cgroup_parents()
     assert parents is not None
-    dead = run_directory(f"security-{os.getpid()}").parent / f"dead-{os.getpid()}"
+    dead = tmp_path / f"dead-{os.getpid()}"
     sandbox_directory = dead / "1-trial"
     sandbox_directory.mkdir(parents=True)
     groups = parents.create(f"dead-{os.getpid()}-1", Limits(), record=sandbox_directory / "cgroups")
