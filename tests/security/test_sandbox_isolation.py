@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.bubblewrap import why_no_sandbox
+from src.envs.request import Stream
 from src.envs.resource_limits import Limits
 from src.envs.sandbox_user import PREFERRED_UIDS, SMALL_UIDS, available_uids
 from src.errors import SandboxError
@@ -149,8 +152,8 @@ print(done)
 @needs_python
 async def test_the_exec_server_goes_on_after_prlimit_ptrace_and_every_signal() -> None:
     async with sandbox() as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE")).stdout == b"[]\n"
-        assert (await running.run("echo on; exit 5")).status == 5
+        assert (await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)).stdout == b"[]\n"
+        assert (await running.run("echo on; exit 5", timeout_s=60)).status == 5
 
 
 async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
@@ -166,11 +169,43 @@ async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
         assert (done.status, done.stdout, done.stderr) == (3, b"honest\n", b"")
 
 
-async def test_output_that_never_ends_does_not_hold_the_event_loop() -> None:
+def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a command left behind refills the pipe as fast as it is read."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.write(writing, b"x" * 4096)
+    read, refills = os.read, itertools.repeat(None, 100)
+
+    def read_and_refill(descriptor: int, size: int) -> bytes:
+        chunk = read(descriptor, size)
+        if next(refills, "") is None:
+            os.write(writing, chunk)
+        return chunk
+
+    monkeypatch.setattr(os, "read", read_and_refill)
+    stream = Stream(reading)
+    stream.drain()
+    assert len(stream.data) == 4096
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_file_that_takes_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that sends a download is the agent's, and so is its length."""
+    monkeypatch.setattr("src.envs.request.MAX_FILE_BYTES", 1000)
+    reading, writing = os.pipe()
+    os.write(writing, b"x" * 4096)
+    received = io.BytesIO()
+    Stream(reading, received).drain()
+    assert received.getvalue() == b"x" * 1000
+    os.close(reading)
+    os.close(writing)
+
+
+async def test_a_command_ends_although_it_leaves_a_writer_behind() -> None:
     async with sandbox() as running:
-        script = "setsid bash -c 'while :; do printf %065536d 0; done' & disown; until pgrep -f 065536d >/dev/null; do :; done; exit 4"
-        done = await asyncio.wait_for(running.run(script), timeout=60)
-        assert done.status == 4
+        script = "setsid cat /dev/zero & disown; until pgrep -x cat >/dev/null; do :; done; exit 4"
+        assert (await running.run(script, timeout_s=60)).status == 4
         await running.kill_processes()
 
 
