@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 KILL_TIMEOUT_S = 5
+KILL_ALL_TIMEOUT_S = 30
 CGROUP_WAITS_S = (0.02, 0.1, 0.5, 2.0)
 BASE_ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -156,10 +157,10 @@ class Bubblewrap:
         self._pending[number] = done
         try:
             self._send(f"killall {number}")
-            async with asyncio.timeout(KILL_TIMEOUT_S):
+            async with asyncio.timeout(KILL_ALL_TIMEOUT_S):
                 await done
         except TimeoutError as error:
-            raise SandboxError(f"the processes of a sandbox did not end within {KILL_TIMEOUT_S} s") from error
+            raise SandboxError(f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s") from error
         finally:
             del self._pending[number]
 

@@ -16,7 +16,7 @@ import re
 import resource
 import secrets
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,7 +104,7 @@ def limits_enforced_by() -> str:
 def cgroup_parents() -> CgroupParents | None:
     """Where this process may create cgroups, found by trying; None where it may not. Logs the answer once."""
     found = None
-    for parents in _candidates(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()):
+    for parents in possible_parents(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()):
         if _works(parents):
             found = parents
             break
@@ -142,7 +142,7 @@ def remove_cgroups(record: Path) -> bool:
     return True
 
 
-def _candidates(mountinfo: str, own: str) -> list[CgroupParents]:
+def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
     """v2 first: the nearest ancestors of this process's cgroup. Then the own cgroups of v1, which may have children beside processes."""
     mounts: dict[str, tuple[str, Path]] = {}  # controller, or "" for v2: root of the mount, mount point
     for line in mountinfo.splitlines():
@@ -166,16 +166,16 @@ def _candidates(mountinfo: str, own: str) -> list[CgroupParents]:
         below = paths[controller].removeprefix(root if root != "/" else "")
         return point / below.lstrip("/") if ".." not in below.split("/") else None
 
-    found = []
     unified = place("")
     if unified is not None:
         point = mounts[""][1]
         ancestors = [directory for directory in (unified, *unified.parents) if directory.is_relative_to(point)]
-        found += [CgroupParents(version=2, directories=(directory,)) for directory in ancestors if _can_have_children(directory)]
+        for directory in ancestors:
+            if _can_have_children(directory):
+                yield CgroupParents(version=2, directories=(directory,))
     single = [place(controller) for controller in CONTROLLERS]
     if all(single):
-        found.append(CgroupParents(version=1, directories=tuple(directory for directory in single if directory is not None)))
-    return found
+        yield CgroupParents(version=1, directories=tuple(directory for directory in single if directory is not None))
 
 
 def _can_have_children(directory: Path) -> bool:

@@ -40,7 +40,7 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (share the host's network whatever the task
+    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (public, whatever the task
     says), `keep_processes` (leave the agent's processes running while the verifier grades).
     """
 

@@ -39,14 +39,14 @@ _OPEN_TUN = (
 def why_no_network() -> str | None:
     """Why a sandbox cannot have the public network on this machine; None when it can."""
     if shutil.which("slirp4netns", path=PROGRAMS) is None:
-        return "a task with the public network needs the package slirp4netns on this machine"
+        return "a sandbox with the public network needs the package slirp4netns on this machine"
     if not TUN.exists():
-        return f"a task with the public network needs the device {TUN} on this machine (kernel module tun)"
+        return f"a sandbox with the public network needs the device {TUN} on this machine (kernel module tun)"
     if not _is_open_to_all(TUN) and os.geteuid() != 0 and not os.access(TUN, os.R_OK | os.W_OK):
-        return f"a task with the public network needs access to {TUN}: as root, chmod 666 {TUN}"
+        return f"a sandbox with the public network needs access to {TUN}: as root, chmod 666 {TUN}"
     if not name_servers():
         return (
-            "a task with the public network needs a name server outside of this machine, "
+            "a sandbox with the public network needs a name server outside of this machine, "
             f"but {RESOLVER_FILES[0]} names loopback addresses only"
         )
     return None

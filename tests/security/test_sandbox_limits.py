@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.bubblewrap import why_no_sandbox
-from src.envs.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, remove_cgroups
+from src.envs.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, possible_parents, remove_cgroups
 from src.envs.run_directory import sweep
 from tests.security.sandboxes import PYTHON, sandbox
 
@@ -172,3 +172,35 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
     assert remove_cgroups(record) is False, "a group that cannot be removed stays recorded"
     assert record.exists()
+
+
+def cgroup_v2(directory: Path, *, enabled: str, processes: str = "") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, text in (
+        ("cgroup.procs", processes),
+        ("cgroup.controllers", "cpu memory pids"),
+        ("cgroup.subtree_control", enabled),
+        ("cgroup.type", "domain"),
+    ):
+        (directory / file).write_text(text)
+    return directory
+
+
+def test_cgroup_v2_is_used_beside_the_trainers_own_group_and_before_v1(tmp_path: Path) -> None:
+    """A group with processes cannot have controlled children, so the sandboxes' groups are its siblings."""
+    point = cgroup_v2(tmp_path / "unified", enabled="")
+    (point / "cgroup.type").unlink()  # the root of the hierarchy
+    slice_ = cgroup_v2(point / "user.slice" / "app.slice", enabled="memory pids")
+    cgroup_v2(slice_ / "trainer.scope", enabled="", processes="1\n")
+    for controller in ("memory", "pids"):
+        (tmp_path / controller / "job").mkdir(parents=True)
+    mountinfo = (
+        f"30 20 0:25 / {point} rw - cgroup2 cgroup2 rw\n"
+        f"31 20 0:26 / {tmp_path}/memory rw - cgroup cgroup rw,memory\n"
+        f"32 20 0:27 / {tmp_path}/pids rw - cgroup cgroup rw,pids\n"
+    )
+    own = "8:pids:/job\n4:memory:/job\n0::/user.slice/app.slice/trainer.scope\n"
+    first, *_, last = possible_parents(mountinfo, own)
+    assert first == CgroupParents(version=2, directories=(slice_,))
+    assert last == CgroupParents(version=1, directories=(tmp_path / "memory" / "job", tmp_path / "pids" / "job"))
+    assert list(possible_parents("", "0::/\n")) == []
