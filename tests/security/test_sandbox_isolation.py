@@ -79,7 +79,7 @@ async def test_the_root_of_a_sandbox_is_an_unprivileged_user_of_the_host_and_no_
     async with sandbox() as first, sandbox() as second:
         outside = []
         for running, marker in ((first, "86311"), (second, "86312")):
-            await running.run(f"setsid sleep {marker} >/dev/null 2>&1 &")
+            await running.run(f"sleep {marker} >/dev/null 2>&1 & until pgrep -f '^sleep {marker}' >/dev/null; do :; done")
             (uid,) = {process.stat().st_uid for process in host_processes(f"sleep\0{marker}")}
             outside.append(uid)
             assert (await running.run("id -u")).stdout == b"0\n"
@@ -277,7 +277,7 @@ print(ctypes.CDLL(None).ptrace(16, child, 0, 0))
 async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden-86313")
     async with sandbox() as running:
-        await running.run("setsid sleep 86314 >/dev/null 2>&1 &")
+        await running.run("sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done")
         found = environments(host_processes("--die-with-parent", "sleep\x0086314"))
     assert found, "no process of the sandbox was found"
     assert not any(b"hidden-86313" in environment for environment in found)
