@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from src.envs.bubblewrap import why_no_sandbox
 from src.envs.harbor import trial_environment
 from src.envs.task_folders import check_for
 from src.errors import ConfigError, SandboxError
-from tests.security.sandboxes import sandbox
+from tests.security.sandboxes import ROOT, sandbox
 
 REASON = why_no_sandbox() or sandbox_network.why_no_network()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no sandbox with a network here: {REASON}")
@@ -85,8 +88,35 @@ async def test_the_network_of_a_sandbox_ends_with_it() -> None:
     assert forwarders() <= before
 
 
-def forwarders() -> set[str]:
-    """The slirp4netns processes of this process."""
+TRAINER = """
+import asyncio
+from tests.security.sandboxes import ROOT, sandbox
+
+async def main():
+    async with sandbox(network=True):
+        print("connected", flush=True)
+        await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@needs_network
+def test_kill_9_of_the_trainer_ends_the_network() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"connected\n"
+        (forwarder,) = forwarders(trainer.pid)
+        waiting = os.pidfd_open(int(forwarder))
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    assert select.select([waiting], [], [], 60)[0], "slirp4netns outlives the trainer"
+    os.close(waiting)
+
+
+def forwarders(trainer: int | None = None) -> set[str]:
+    """The slirp4netns processes of a process, this one unless given."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -94,7 +124,7 @@ def forwarders() -> set[str]:
                 name, parent = (entry / "comm").read_text().strip(), (entry / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            if name == "slirp4netns" and int(parent) == os.getpid():
+            if name == "slirp4netns" and int(parent) == (trainer or os.getpid()):
                 found.add(entry.name)
     return found
 
