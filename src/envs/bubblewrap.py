@@ -89,6 +89,7 @@ class Bubblewrap:
         self._network: Network | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, Request | asyncio.Future[int]] = {}
+        self._handed_in: set[Path] = set()  # files that the sandbox's user may not be able to read yet
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -181,10 +182,9 @@ class Bubblewrap:
         await self._launch.clean_up_when_empty()
 
     def put(self, name: str) -> tuple[Path, str]:
-        """A place for a file to hand in: its path on the host, an empty file to write to, and its path inside, where it is read-only."""
+        """A place for a file: its path on the host and, read-only, inside. A command that starts after it was written can read it."""
         path = self._launch.requests / name
-        path.touch(exist_ok=True)
-        self._launch.user.admit(path, 0o640)
+        self._handed_in.add(path)
         return path, f"{CONTROL}/requests/{name}"
 
     async def _become_ready(self, *, has_network: bool) -> None:
@@ -202,6 +202,10 @@ class Bubblewrap:
     @contextlib.contextmanager
     def _asked(self, script: str, stdout: BinaryIO | None = None) -> Iterator[Request]:
         """A command on its way, as long as the block lasts; `_watch` fails it when the sandbox dies."""
+        for path in list(self._handed_in):
+            if path.exists():
+                self._launch.user.admit(path, 0o640)
+                self._handed_in.discard(path)
         request = Request(self._launch.requests, next(self._numbers), script, stdout, self._launch.user)
         self._pending[request.number] = request
         try:

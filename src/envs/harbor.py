@@ -20,7 +20,6 @@ from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
 from src.envs.run_directory import run_directory
-from src.envs.sandbox_network import why_no_network
 from src.envs.splits import hold_out, require_unique_ids
 from src.errors import ConfigError
 from src.limits import LengthLimits
@@ -194,8 +193,6 @@ def trial_environment(environment_type: str, given: Mapping[str, str], *, run_la
     assert isinstance(kwargs, dict)
     match environment_type:
         case "sandbox":
-            if kwargs.get("network") and (reason := why_no_network()):
-                raise ConfigError(f"environment_kwargs network=true: {reason}; use environment_type=docker")
             run_directory(run_label)
             options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
             kwargs["run_label"] = run_label

@@ -20,8 +20,7 @@ from harbor.models.trial.paths import TrialPaths
 from pydantic import ValidationError
 
 from src.envs.dockerfile import USE_DOCKER
-from src.envs.sandbox import ROOT_USERS, read_recipe, wants_network
-from src.envs.sandbox_network import why_no_network
+from src.envs.sandbox import ROOT_USERS, read_recipe
 from src.errors import ConfigError
 from src.trajectory import Task
 
@@ -100,8 +99,6 @@ def check_for_sandbox(folder: Path, config: TaskConfig) -> None:
     for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
         if mode not in (None, environment.network_mode):
             raise ConfigError(f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}")
-    if wants_network(environment) and (reason := why_no_network()):
-        raise ConfigError(f"{folder}: {reason}; {USE_DOCKER}")
     read_recipe(folder / "environment", environment)
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
         read_recipe(definition.directory, definition.config)

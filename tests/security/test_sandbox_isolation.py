@@ -274,6 +274,21 @@ print(ctypes.CDLL(None).ptrace(16, child, 0, 0))
         assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"0\n"
 
 
+async def test_files_are_handed_in_whatever_the_umask_is() -> None:
+    before = os.umask(0o077)
+    try:
+        async with sandbox() as running:
+            host_path, inside = running.put("names")
+            with host_path.open("x") as file:
+                file.write("handed in")
+            done = await running.run(f"cat {inside}; echo more >>{inside}")
+            assert (done.stdout, done.status) == (b"handed in", 1)
+            host_path.unlink()
+            assert (await running.run(f"test -e {inside}")).status == 1
+    finally:
+        os.umask(before)
+
+
 async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden-86313")
     async with sandbox() as running:

@@ -11,13 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harbor.models.task.config import TaskConfig
 
 from src.envs import sandbox_network
 from src.envs.bubblewrap import why_no_sandbox
-from src.envs.harbor import trial_environment
-from src.envs.task_folders import check_for
-from src.errors import ConfigError, SandboxError
+from src.errors import SandboxError
 from tests.security.sandboxes import ROOT, sandbox
 
 REASON = why_no_sandbox() or sandbox_network.why_no_network()
@@ -134,11 +131,6 @@ async def test_a_machine_without_the_package_refuses_with_its_name(monkeypatch: 
     with pytest.raises(SandboxError, match=r"^a sandbox with the public network needs the package slirp4netns on this machine$"):
         async with sandbox(network=True):
             pass
-    with pytest.raises(ConfigError, match=r"^environment_kwargs network=true: .* needs the package slirp4netns"):
-        trial_environment("sandbox", {"network": "true"}, run_label="refused", n_parallel=1)
-    config = TaskConfig.model_validate({"environment": {"network_mode": "public"}})
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: .* needs the package slirp4netns"):
-        check_for("sandbox", {})(tmp_path, config)
 
 
 def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
