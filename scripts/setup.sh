@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's two system tools. Safe to run again (about a second).
+# Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's system tools. Safe to run again (about a second).
 #
 #   scripts/setup.sh [PACKAGE ...]
 #
@@ -19,21 +19,27 @@ as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then sudo "$@"; else return 1; fi
 }
 
-install_packages() {
+try_packages() {
   say "installing system packages: $*"
-  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends $*" >/dev/null 2>&1 ||
-    fail "could not install $*; as root: apt-get install $*"
+  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends $*" >/dev/null 2>&1
 }
+
+install_packages() { try_packages "$@" || fail "could not install $*; as root: apt-get install $*"; }
 
 add_packages() {
   [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
 }
 
-# The sandbox needs bubblewrap, Terminus-2 needs tmux.
+# The sandbox needs bubblewrap, perl and (as root) setpriv; Terminus-2 needs tmux.
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
 command -v tmux >/dev/null || missing+=(tmux)
+command -v perl >/dev/null || missing+=(perl-base)
+command -v setpriv >/dev/null || missing+=(util-linux)
 if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
+# Tasks with the public network also need slirp4netns; the others run without it.
+command -v slirp4netns >/dev/null || try_packages slirp4netns ||
+  say "without slirp4netns no task with the public network runs in the sandbox; as root: apt-get install slirp4netns"
 
 uv=$(command -v uv || true)
 for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do

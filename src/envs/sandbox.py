@@ -21,8 +21,9 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, Limits, missing_programs
+from src.envs.bubblewrap import Bubblewrap, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
+from src.envs.resource_limits import Limits
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
 from src.envs.transfer import extract_plain_files, files_below, lay_down
@@ -39,7 +40,7 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (share the host's network whatever the task
+    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (public, whatever the task
     says), `keep_processes` (leave the agent's processes running while the verifier grades).
     """
 
@@ -182,7 +183,10 @@ class SandboxEnvironment(BaseEnvironment):
 
     def _limits(self) -> Limits:
         defaults = Limits()
-        return Limits(memory_mb=self._effective_memory_mb, storage_mb=self._effective_storage_mb or defaults.storage_mb)
+        return Limits(
+            memory_mb=self._effective_memory_mb or defaults.memory_mb,
+            storage_mb=self._effective_storage_mb or defaults.storage_mb,
+        )
 
     async def _make_directories(self, directories: list[str], mode: int | None = 0o777) -> None:
         quoted = " ".join(shlex.quote(path) for path in directories)

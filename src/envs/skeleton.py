@@ -83,6 +83,9 @@ def build_skeleton(directory: Path) -> Path:
     packages = building / PACKAGES_FILE
     packages.parent.mkdir(parents=True)
     packages.write_text("".join(f"{package}\n" for package in sorted(installed_packages())))
+    for path in (building, *building.rglob("*")):
+        if not path.is_symlink():  # readable for the unprivileged user of a sandbox, whatever the umask is
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     building.rename(skeleton)
     return skeleton
 

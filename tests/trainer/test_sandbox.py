@@ -9,7 +9,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
@@ -19,8 +18,9 @@ import pytest
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, bubblewrap_command, why_no_sandbox
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.dockerfile import Copy, parse_dockerfile
+from src.envs.resource_limits import Limits
 from src.envs.run_directory import root_directory, run_directory, sweep
 from src.envs.sandbox import SandboxEnvironment, wants_network
 from src.envs.skeleton import build_skeleton
@@ -154,7 +154,8 @@ async def test_large_output_arrives_whole() -> None:
 async def test_pid_1_survives_everything_inside_can_send_and_a_killed_command_is_noticed() -> None:
     async with sandbox() as running:
         assert (await running.run("for s in HUP INT TERM KILL STOP SEGV PIPE CHLD USR1; do kill -$s 1; done; echo ok")).stdout == b"ok\n"
-        assert (await running.run("kill -KILL -- -1; echo still")).status == 137
+        assert (await running.run("kill -KILL $$; echo still")).status == 137
+        assert (await running.run("sleep 1000 & kill -KILL -- -1; wait; echo alone")).stdout == b"alone\n"
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
@@ -177,22 +178,18 @@ async def test_nothing_of_the_host_is_visible(tmp_path: Path) -> None:
         ]
         assert (await running.run("hostname; cat /etc/hostname; ls /etc | grep -c -e shadow -e ssh")).stdout == b"sandbox\nsandbox\n0\n"
         pids = (await running.run("cat /proc/[0-9]*/comm | sort -u")).stdout.split()
-        assert set(pids) <= {b"bash", b"cat", b"sort"}
+        assert set(pids) <= {b"bash", b"cat", b"perl", b"sort"}
         assert (await running.run("echo x > /usr/bin/x")).status != 0
         assert (await running.run("unshare -Ur true")).status != 0
         assert (await running.run("grep CapEff /proc/self/status")).stdout.split() == [b"CapEff:", b"0000000000000000"]
         assert (await running.run("env | grep -v -e ^PATH= -e ^HOME= -e ^USER= -e ^LANG= -e ^PWD= -e ^SHLVL= -e ^_=")).stdout == b""
 
 
-async def test_the_network_is_unreachable_unless_shared() -> None:
+async def test_without_a_network_only_the_own_loopback_exists() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        connect = f"exec 3<>/dev/tcp/127.0.0.1/{port}"
         async with sandbox() as running:
-            assert (await running.run(connect)).status != 0
-            assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"1\n"  # its own loopback
-        async with sandbox(share_network=True) as running:
-            assert (await running.run(connect)).status == 0
+            assert (await running.run(f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}")).status != 0
+            assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"1\n"
 
 
 def test_only_an_explicit_public_network_mode_opens_the_network() -> None:
@@ -357,32 +354,18 @@ async def test_a_cancelled_command_ends_and_one_in_a_dying_sandbox_fails() -> No
         waiting = asyncio.create_task(running.run("sleep 60"))
         await running.run("true")
         running._process.kill()
-        with pytest.raises(SandboxError, match="the sandbox died"):
+        with pytest.raises(SandboxError, match="the sandbox stopped answering after commands ran in it"):
             await waiting
         with pytest.raises(SandboxError, match="gone"):
             await running.run("true")
-        with pytest.raises(SandboxError, match="the sandbox died"):  # what a command ends with whose end was seen after that
-            await running._confirm_alive()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="not root: the other tests already run as an ordinary user")
-def test_it_starts_for_an_ordinary_user(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as place:  # pytest's own is closed to other users
-        requests = Path(place) / "requests"
-        requests.mkdir()
-        Path(place).chmod(0o755)
-        os.chown(requests, 65534, 65534)
-        command = bubblewrap_command(
-            requests=requests, skeleton=build_skeleton(Path(place)), hostname="sandbox", share_network=False, limits=Limits(processes=64)
-        )
-        became = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--", *command]
-        finished = subprocess.run(became, input=b"", capture_output=True, timeout=30, cwd="/", check=False)
-    assert finished.stdout == b"ready\n", finished.stderr
+        with pytest.raises(SandboxError, match="gone"):
+            await running.kill_processes()
 
 
 CHILD = """
 import asyncio, sys
-from src.envs.bubblewrap import Bubblewrap, Limits
+from src.envs.bubblewrap import Bubblewrap
+from src.envs.resource_limits import Limits
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
 
@@ -401,9 +384,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_kill_9_of_the_trainer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a root of its own: any other trainer that starts sweeps too
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     label, marker = f"test-dead-{os.getpid()}", f"31536{secrets.randbelow(10**6)}"
     mounts_before = mounts()
     trainer = subprocess.Popen([sys.executable, "-c", CHILD, label, marker], stdout=subprocess.PIPE, cwd=ROOT)
@@ -421,5 +402,6 @@ def test_kill_9_of_the_trainer_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         time.sleep(0.02)
     assert processes_with(marker) == []
     assert [mount for mount in mounts() - mounts_before if "docker" not in mount] == []  # the trial on Docker may be beside this test
-    assert sweep() == [label]
+    while (root_directory() / label).exists() and time.monotonic() < deadline:
+        sweep()  # unless another trainer that has started in the meantime did; a cgroup whose last process ends stays until it has ended
     assert not (root_directory() / label).exists()

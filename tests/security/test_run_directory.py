@@ -1,0 +1,75 @@
+"""The directory of a user's runs: private, the same for all trainers of the user, and not to be taken by another user before."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from src.envs import run_directory as module
+from src.envs.run_directory import living_labels, root_directory, run_directory, sweep, temporary_run_directory
+from tests.security.sandboxes import NOBODY, ROOT
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+HOLD = (
+    "import sys; from src.envs.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other process runs without the rights that this one reads the packages with")
+@pytest.mark.parametrize("variable", ["TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"])
+def test_trainers_with_other_environments_see_each_other_alive(variable: str, tmp_path: Path) -> None:
+    label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
+    environment = {**os.environ, variable: str(tmp_path)}
+    command = [sys.executable, "-c", HOLD, label]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        assert label in living_labels()
+        assert label not in sweep()
+    finally:
+        other.communicate(b"")
+    assert label not in living_labels()
+
+
+def test_the_directories_of_runs_cannot_be_listed_or_written_by_others() -> None:
+    for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
+        status = directory.stat()
+        assert status.st_uid == os.geteuid()
+        assert stat.S_IMODE(status.st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
+
+
+def test_another_user_cannot_take_the_place_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
+    monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
+    monkeypatch.setattr(module, "_cache_directory", lambda: None)
+    taken = tmp_path / f"agent-trainer-{os.geteuid()}-0"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    taken.symlink_to(elsewhere)  # sorts before every name with random letters
+    root = root_directory()
+    assert root.parent == tmp_path and root not in (taken, elsewhere) and not root.is_symlink()
+    assert root_directory() == root, "another trainer of this user finds the same directory"
+    assert list(elsewhere.iterdir()) == []
+
+
+@needs_root
+def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
+    monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
+    taken = tmp_path / "agent-trainer-0-0"
+    taken.mkdir()
+    os.chown(taken, int(NOBODY), int(NOBODY))
+    assert root_directory() != taken
+
+
+def test_a_probe_leaves_nothing() -> None:
+    with temporary_run_directory() as directory:
+        assert directory.name in living_labels()
+    assert not directory.exists()

@@ -1,0 +1,314 @@
+"""What a process in a sandbox can reach of the host, of the exec server and of other commands. Each test runs a scripted attack."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from src.envs.bubblewrap import why_no_sandbox
+from src.envs.request import Stream
+from src.envs.resource_limits import Limits
+from src.envs.sandbox_user import PREFERRED_UIDS, SMALL_UIDS, available_uids
+from src.errors import SandboxError
+from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
+
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}")
+SUITES = [
+    *(f"tests/security/test_{name}.py" for name in ("sandbox_isolation", "sandbox_limits", "sandbox_network", "run_directory")),
+    "tests/trainer/test_sandbox.py",
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+SYSCTLS = [
+    name
+    for name in ("kernel/core_pattern", "kernel/panic", "kernel/hostname", "vm/overcommit_memory", "fs/file-max", "net/ipv4/ip_forward")
+    if Path("/proc/sys", name).exists()
+]
+
+
+def host_processes(*texts: str) -> list[Path]:
+    """The processes of the host whose command line contains one of these texts."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                line = (entry / "cmdline").read_bytes()
+                if any(text.encode() in line for text in texts):
+                    found.append(entry)
+    return found
+
+
+def environments(processes: Iterable[Path]) -> list[bytes]:
+    found = []
+    for entry in processes:
+        with suppress(OSError):
+            found.append((entry / "environ").read_bytes())
+    return found
+
+
+async def test_no_sysctl_of_the_host_can_be_opened_for_writing() -> None:
+    async with sandbox() as running:
+        for name in SYSCTLS:
+            done = await running.run(f"exec 3>/proc/sys/{name}")
+            assert done.status != 0 and b"Read-only file system" in done.stderr, name
+        writable = await running.run("find /proc/sys /proc/irq /proc/bus /proc/fs -type f -writable 2>/dev/null")
+        assert writable.stdout == b""
+
+
+async def test_proc_shows_nothing_that_docker_masks() -> None:
+    names = "acpi asound bus fs interrupts iomem ioports irq kallsyms kcore key-users keys kmsg kpagecgroup kpagecount kpageflags"
+    names += " latency_stats sched_debug scsi slabinfo sysrq-trigger timer_list timer_stats vmallocinfo cmdline"
+    async with sandbox() as running:
+        script = f'cd /proc; for n in {names}; do [ -z "$(ls -A $n 2>/dev/null | grep -vx $n; head -c 1 $n 2>/dev/null)" ] || echo $n; done'
+        assert (await running.run(script)).stdout == b""
+        assert (await running.run("head -c 1 /proc/cpuinfo /proc/meminfo /proc/stat >/dev/null")).status == 0
+
+
+@needs_root
+async def test_the_root_of_a_sandbox_is_an_unprivileged_user_of_the_host_and_no_other_sandboxes() -> None:
+    async with sandbox() as first, sandbox() as second:
+        outside = []
+        for running, marker in ((first, "86311"), (second, "86312")):
+            await running.run(f"sleep {marker} >/dev/null 2>&1 & until pgrep -f '^sleep {marker}' >/dev/null; do :; done")
+            (uid,) = {process.stat().st_uid for process in host_processes(f"sleep\0{marker}")}
+            outside.append(uid)
+            assert (await running.run("id -u")).stdout == b"0\n"
+    assert 0 not in outside
+    assert outside[0] != outside[1]
+    assert all(uid in PREFERRED_UIDS or uid in SMALL_UIDS for uid in outside)
+
+
+def test_uids_come_from_what_a_user_namespace_maps() -> None:
+    assert available_uids("0 0 4294967295\n") == PREFERRED_UIDS
+    assert available_uids("0 100000 65536\n") == SMALL_UIDS
+    assert available_uids("0 1000 1\n") is None
+    with pytest.raises(SandboxError, match="needs the uids 60578 to 61183"):
+        available_uids("0 1000 1\n1 100000 999\n")
+
+
+async def test_the_exec_server_can_be_neither_read_nor_written_nor_traced() -> None:
+    async with sandbox() as running:
+        for name in (
+            "mem",
+            "environ",
+            "maps",
+            "smaps",
+            "auxv",
+            "stack",
+            "syscall",
+            "fd/0",
+            "fd/1",
+            "root/etc/passwd",
+            "cwd/etc/passwd",
+            "exe",
+        ):
+            read = await running.run(f"head -c 1 /proc/1/{name}")
+            assert (read.stdout, read.status) == (b"", 1), name
+            assert (await running.run(f"echo x >/proc/1/{name}")).status != 0, name
+            assert (await running.run(f"readlink /proc/1/{name}")).stdout == b"", name
+
+
+ATTACK_EXEC_SERVER = """
+import ctypes, resource, signal, os
+libc = ctypes.CDLL(None, use_errno=True)
+PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
+done = []
+for request in (PTRACE_ATTACH, PTRACE_SEIZE):
+    if libc.ptrace(request, 1, 0, 0) == 0:
+        done.append("traced")
+for name in ("NOFILE", "NPROC", "FSIZE", "CPU", "AS", "DATA", "STACK"):
+    try:
+        resource.prlimit(1, getattr(resource, "RLIMIT_" + name), (0, 0))
+        done.append("limited " + name)
+    except PermissionError:
+        pass
+try:
+    os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
+    done.append("scheduled")
+except PermissionError:
+    pass
+buffer = ctypes.create_string_buffer(8)
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+local = Vector(ctypes.addressof(buffer), 8)
+if libc.process_vm_readv(1, ctypes.byref(local), 1, ctypes.byref(local), 1, 0) > 0:
+    done.append("read")
+for number in range(1, 65):
+    try:
+        os.kill(1, number)
+    except OSError:
+        pass
+print(done)
+"""
+
+
+@needs_python
+async def test_the_exec_server_goes_on_after_prlimit_ptrace_and_every_signal() -> None:
+    async with sandbox() as running:
+        assert (await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)).stdout == b"[]\n"
+        assert (await running.run("echo on; exit 5", timeout_s=60)).status == 5
+
+
+async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
+    async with sandbox() as running:
+        await running.run("setsid sleep 1000 >/dev/null 2>&1 &")
+        listing = await running.run("ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls /.sandbox/requests")
+        assert listing.stdout == b"/.sandbox/requests/*\n"
+        # The names of the requests that follow can be guessed, those of their FIFOs cannot. There is none for the status.
+        forger = "for n in $(seq 1 50); do for s in stdout stderr status; do echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
+        waiting = asyncio.create_task(running.run("until [ -e /tmp/open ]; do :; done; echo honest; exit 3"))
+        assert (await running.run(f"{forger}; touch /tmp/open; echo forged")).stdout == b"forged\n"
+        done = await waiting
+        assert (done.status, done.stdout, done.stderr) == (3, b"honest\n", b"")
+
+
+def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a command left behind refills the pipe as fast as it is read."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.write(writing, b"x" * 4096)
+    read, refills = os.read, itertools.repeat(None, 100)
+
+    def read_and_refill(descriptor: int, size: int) -> bytes:
+        chunk = read(descriptor, size)
+        if next(refills, "") is None:
+            os.write(writing, chunk)
+        return chunk
+
+    monkeypatch.setattr(os, "read", read_and_refill)
+    stream = Stream(reading)
+    stream.drain()
+    assert len(stream.data) == 4096
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_file_that_takes_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that sends a download is the agent's, and so is its length."""
+    monkeypatch.setattr("src.envs.request.MAX_FILE_BYTES", 1000)
+    reading, writing = os.pipe()
+    os.write(writing, b"x" * 4096)
+    received = io.BytesIO()
+    Stream(reading, received).drain()
+    assert received.getvalue() == b"x" * 1000
+    os.close(reading)
+    os.close(writing)
+
+
+async def test_a_command_ends_although_it_leaves_a_writer_behind() -> None:
+    async with sandbox() as running:
+        script = "setsid cat /dev/zero & disown; until pgrep -x cat >/dev/null; do :; done; exit 4"
+        assert (await running.run(script, timeout_s=60)).status == 4
+        await running.kill_processes()
+
+
+SYSTEM_CALLS = """
+import ctypes, errno, os, platform, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+allowed = []
+for family in range(0, 46):
+    if family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+        continue
+    try:
+        socket.socket(family, socket.SOCK_DGRAM).close()
+        allowed.append(f"socket family {family}")
+    except OSError as error:
+        if error.errno != errno.EAFNOSUPPORT:
+            allowed.append(f"socket family {family}: {error}")
+numbers = {"x86_64": (250, 248, 249, 321, 298, 323, 246, 304, 165, 272, 308, 103, 175, 167),
+           "aarch64": (219, 217, 218, 280, 241, 282, 104, 265, 40, 97, 268, 116, 105, 224)}[platform.machine()]
+for number in numbers:
+    if libc.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.EPERM:
+        allowed.append(f"call {number}: {os.strerror(ctypes.get_errno())}")
+for number in (425, 426, 427, 467, 900):
+    if libc.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS:
+        allowed.append(f"call {number}")
+if platform.machine() == "x86_64" and (libc.syscall(0x40000000 + 39) != -1 or ctypes.get_errno() != errno.ENOSYS):
+    allowed.append("x32")
+print(allowed)
+"""
+
+
+@needs_python
+async def test_vsock_keyrings_and_the_other_calls_that_no_task_needs_are_refused_with_an_error() -> None:
+    async with sandbox() as running:
+        assert (await running.run(f"{PYTHON} - <<'E'\n{SYSTEM_CALLS}\nE")).stdout == b"[]\n"
+
+
+I386_GETPID = bytes.fromhex("b814000000cd80c3")  # mov eax, 20; int 0x80; ret
+
+
+@needs_python
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="i386 calls exist on x86_64 only")
+async def test_calls_of_another_architecture_are_refused() -> None:
+    script = f"""
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write({I386_GETPID!r})
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())
+"""
+    async with sandbox() as running:
+        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"-38\n"  # ENOSYS
+
+
+@needs_python
+async def test_a_debugger_still_works_inside() -> None:
+    script = """
+import ctypes, os, signal
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(ctypes.CDLL(None).ptrace(16, child, 0, 0))
+"""
+    async with sandbox() as running:
+        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"0\n"
+
+
+async def test_files_are_handed_in_whatever_the_umask_is() -> None:
+    before = os.umask(0o077)
+    try:
+        async with sandbox() as running:
+            host_path, inside = running.put("names")
+            with host_path.open("x") as file:
+                file.write("handed in")
+            done = await running.run(f"cat {inside}; echo more >>{inside}")
+            assert (done.stdout, done.status) == (b"handed in", 1)
+            host_path.unlink()
+            assert (await running.run(f"test -e {inside}")).status == 1
+    finally:
+        os.umask(before)
+
+
+async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hidden-86313")
+    async with sandbox() as running:
+        await running.run("sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done")
+        found = environments(host_processes("--die-with-parent", "sleep\x0086314"))
+    assert found, "no process of the sandbox was found"
+    assert not any(b"hidden-86313" in environment for environment in found)
+
+
+@needs_root
+def test_all_of_this_holds_for_an_ordinary_user() -> None:
+    finished = run_tests_as_nobody([*SUITES, "-k", "not kill_9"])  # that one starts a Python of its own
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", finished.stdout)[0]) > 10
+
+
+async def test_a_sandbox_that_the_trainer_loses_says_so() -> None:
+    async with sandbox(limits=Limits()) as running:
+        waiting = asyncio.create_task(running.run("sleep 1000"))
+        await running.run("true")
+        await running.stop()
+        with pytest.raises(SandboxError, match="the sandbox stopped answering after commands ran in it"):
+            await waiting

@@ -1,0 +1,206 @@
+"""Memory, processes and files of a sandbox are bounded, for root too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from src.envs.bubblewrap import why_no_sandbox
+from src.envs.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, possible_parents, remove_cgroups
+from src.envs.run_directory import sweep
+from tests.security.sandboxes import PYTHON, sandbox
+
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}")
+needs_cgroup = pytest.mark.skipif(cgroup_parents() is None, reason="no cgroup can be created here")
+
+
+@needs_python
+async def test_processes_are_limited() -> None:
+    script = """
+import os, time
+count = 0
+try:
+    while count < 400:
+        if os.fork() == 0:
+            time.sleep(1000)
+        count += 1
+except OSError:
+    pass
+print(count < 100)
+"""
+    async with sandbox(limits=Limits(processes=100)) as running:
+        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"True\n"
+        await running.kill_processes()
+        assert (await running.run("echo on")).stdout == b"on\n"
+
+
+async def test_a_command_that_cannot_be_started_for_want_of_processes_has_a_status() -> None:
+    async with sandbox(limits=Limits(processes=3)) as running:
+        commands = [asyncio.create_task(running.run("exec sleep 1000")) for _ in range(4)]
+        done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
+        refused = done.pop().result()
+        assert refused.status == 126 and refused.stderr.startswith(b"cannot start a command: ")
+        assert waiting
+        await running.kill_processes()
+        assert {(await command).status for command in commands} == {126, 137}
+
+
+@needs_python
+@pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
+async def test_one_mapping_cannot_pass_the_memory_limit(kind: str) -> None:
+    script = f"""
+import mmap
+memory = mmap.mmap(-1, 900 << 20, flags=mmap.{kind} | mmap.MAP_ANONYMOUS)
+for page in range(0, 900 << 20, 4096):
+    memory[page] = 1
+print("took 900 MiB")
+"""
+    async with sandbox(limits=Limits(memory_mb=512)) as running:
+        done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+        assert done.status != 0 and done.stdout == b""
+        assert (await running.run("echo on")).stdout == b"on\n"
+
+
+@needs_python
+@needs_cgroup
+@pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
+async def test_the_processes_of_a_sandbox_together_cannot_pass_the_memory_limit(kind: str) -> None:
+    script = f"""
+import mmap, os, signal
+children = []
+for _ in range(6):
+    read, write = os.pipe()
+    children.append(os.fork())
+    if children[-1] == 0:
+        memory = mmap.mmap(-1, 64 << 20, flags=mmap.{kind} | mmap.MAP_ANONYMOUS)
+        for page in range(0, 64 << 20, 4096):
+            memory[page] = 1
+        os.write(write, b"1")
+        signal.pause()
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
+"""
+    async with sandbox(limits=Limits(memory_mb=192, storage_mb=64)) as running:
+        done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+        assert done.status == 137 or int(done.stdout) < 4, "more than three children with 64 MiB each are alive"
+        assert (await running.run("echo on")).stdout == b"on\n"
+
+
+@needs_cgroup
+async def test_a_full_file_system_is_an_error_of_the_writer_and_not_the_end_of_the_sandbox() -> None:
+    async with sandbox(limits=Limits(memory_mb=256, storage_mb=4096)) as running:
+        fill = "for place in /tmp /usr/local /dev/shm; do head -c 2000000000 /dev/zero >$place/big; echo $?; done"
+        assert (await running.run(fill)).stdout == b"1\n1\n1\n"
+        assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
+
+
+def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
+    assert sum(Limits(memory_mb=None, storage_mb=1024).storage_shares_mb.values()) == 1024
+    assert sum(Limits(memory_mb=512, storage_mb=4096).storage_shares_mb.values()) == 384
+
+
+async def test_the_exec_server_is_the_last_to_go_when_memory_is_short() -> None:
+    async with sandbox() as running:
+        assert (await running.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout == b"500\n0\n"
+
+
+async def test_open_files_and_core_files_are_limited() -> None:
+    async with sandbox() as running:
+        assert (await running.run("ulimit -Hn; ulimit -Hc")).stdout == b"4096\n0\n"
+        assert (await running.run("ulimit -n 100000")).status != 0
+
+
+def test_what_enforces_the_limits_is_named() -> None:
+    parents = cgroup_parents()
+    expected = "limits by process and by user only" if parents is None else f"cgroup v{parents.version}"
+    assert limits_enforced_by().startswith(expected)
+
+
+@needs_cgroup
+async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
+    parents = cgroup_parents()
+    assert parents is not None
+
+    def groups() -> set[Path]:
+        return {group for parent in parents.directories for group in parent.glob(f"agent-trainer-security-{os.getpid()}-*")}
+
+    async with sandbox():
+        assert len(groups()) == len(parents.directories)
+    assert groups() == set()
+
+
+@needs_cgroup
+def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.run_directory.root_directory", lambda: tmp_path)  # a trainer that starts meanwhile sweeps too
+    parents = cgroup_parents()
+    assert parents is not None
+    dead = tmp_path / f"dead-{os.getpid()}"
+    sandbox_directory = dead / "1-trial"
+    sandbox_directory.mkdir(parents=True)
+    groups = parents.create(f"dead-{os.getpid()}-1", Limits(), record=sandbox_directory / "cgroups")
+    assert all(group.is_dir() for group in groups)
+    sweep()
+    assert not any(group.exists() for group in groups)
+    assert not dead.exists()
+
+
+def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
+    parent = tmp_path / "delegated"
+    group = parent / "agent-trainer-run-1"
+    parents = CgroupParents(version=2, directories=(parent,))
+    group.mkdir(parents=True)
+    record = tmp_path / "cgroups"
+    with pytest.raises(FileExistsError):  # a name is used once
+        parents.create("run-1", Limits(), record=record)
+    for file in ("memory.max", "memory.swap.max", "pids.max"):
+        (group / file).touch()
+
+    class Existing(type(group)):  # the kernel creates the files with the directory
+        def mkdir(self, *args: object, **kwargs: object) -> None:
+            pass
+
+    parents = CgroupParents(version=2, directories=(Existing(parent),))
+    parents.create("run-1", Limits(processes=7, memory_mb=3), record=record)
+    written = {path.name: path.read_text() for path in group.iterdir()}
+    assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
+    assert remove_cgroups(record) is False, "a group that cannot be removed stays recorded"
+    assert record.exists()
+
+
+def cgroup_v2(directory: Path, *, enabled: str, processes: str = "") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, text in (
+        ("cgroup.procs", processes),
+        ("cgroup.controllers", "cpu memory pids"),
+        ("cgroup.subtree_control", enabled),
+        ("cgroup.type", "domain"),
+    ):
+        (directory / file).write_text(text)
+    return directory
+
+
+def test_cgroup_v2_is_used_beside_the_trainers_own_group_and_before_v1(tmp_path: Path) -> None:
+    """A group with processes cannot have controlled children, so the sandboxes' groups are its siblings."""
+    point = cgroup_v2(tmp_path / "unified", enabled="")
+    (point / "cgroup.type").unlink()  # the root of the hierarchy
+    slice_ = cgroup_v2(point / "user.slice" / "app.slice", enabled="memory pids")
+    cgroup_v2(slice_ / "trainer.scope", enabled="", processes="1\n")
+    for controller in ("memory", "pids"):
+        (tmp_path / controller / "job").mkdir(parents=True)
+    mountinfo = (
+        f"30 20 0:25 / {point} rw - cgroup2 cgroup2 rw\n"
+        f"31 20 0:26 / {tmp_path}/memory rw - cgroup cgroup rw,memory\n"
+        f"32 20 0:27 / {tmp_path}/pids rw - cgroup cgroup rw,pids\n"
+    )
+    own = "8:pids:/job\n4:memory:/job\n0::/user.slice/app.slice/trainer.scope\n"
+    first, *_, last = possible_parents(mountinfo, own)
+    assert first == CgroupParents(version=2, directories=(slice_,))
+    assert last == CgroupParents(version=1, directories=(tmp_path / "memory" / "job", tmp_path / "pids" / "job"))
+    assert list(possible_parents("", "0::/\n")) == []

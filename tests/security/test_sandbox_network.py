@@ -1,0 +1,154 @@
+"""A sandbox with the public network reaches other machines, and no loopback address of the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from src.envs import sandbox_network
+from src.envs.bubblewrap import why_no_sandbox
+from src.errors import SandboxError
+from tests.security.sandboxes import ROOT, sandbox
+
+REASON = why_no_sandbox() or sandbox_network.why_no_network()
+needs_network = pytest.mark.skipif(REASON is not None, reason=f"no sandbox with a network here: {REASON}")
+
+
+def own_address() -> str | None:
+    """An address of this machine that is not a loopback address; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def connect(address: str, port: int) -> str:
+    """A command that succeeds when it can connect and read the greeting of `greeter`."""
+    return f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
+
+
+async def greet(listener: socket.socket) -> None:
+    """Answer connections until cancelled."""
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        with connection:
+            await loop.sock_sendall(connection, b"hello\n")
+
+
+@needs_network
+async def test_a_public_network_reaches_other_addresses_and_no_loopback_of_the_host() -> None:
+    address = own_address()
+    if address is None:
+        pytest.skip("this machine has loopback addresses only")
+    local, public = socket.create_server(("127.0.0.1", 0)), socket.create_server((address, 0))
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind(f"\0agent-trainer-{os.getpid()}")
+    abstract.listen()
+    greeters = [asyncio.create_task(greet(listener)) for listener in (local, public)]
+    port = local.getsockname()[1]
+    try:
+        async with sandbox(network=True) as running:
+            assert (await running.run(connect(address, public.getsockname()[1]))).status == 0, "the network does not work at all"
+            aliases = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
+            for target in ("127.0.0.1", "127.0.0.53", "0.0.0.0", "localhost", "255.255.255.255", address, *aliases):
+                assert (await running.run(connect(target, port))).status != 0, target
+            assert b"agent-trainer" not in (await running.run("cat /proc/net/unix")).stdout
+            assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"2\n"  # its own loopback and the tap device
+            assert (await running.run("grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf")).stdout.split()[
+                1
+            ] == b"0"
+    finally:
+        for greeter in greeters:
+            greeter.cancel()
+        await asyncio.gather(*greeters, return_exceptions=True)
+        for listener in (local, public, abstract):
+            listener.close()
+
+
+@needs_network
+async def test_the_network_of_a_sandbox_ends_with_it() -> None:
+    before = forwarders()
+    async with sandbox(network=True):
+        assert len(forwarders() - before) == 1
+    assert forwarders() <= before
+
+
+TRAINER = """
+import asyncio
+from tests.security.sandboxes import ROOT, sandbox
+
+async def main():
+    async with sandbox(network=True):
+        print("connected", flush=True)
+        await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@needs_network
+def test_kill_9_of_the_trainer_ends_the_network() -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"connected\n"
+        (forwarder,) = forwarders(trainer.pid)
+        waiting = os.pidfd_open(int(forwarder))
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    assert select.select([waiting], [], [], 60)[0], "slirp4netns outlives the trainer"
+    os.close(waiting)
+
+
+def forwarders(trainer: int | None = None) -> set[str]:
+    """The slirp4netns processes of a process, this one unless given."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, parent = (entry / "comm").read_text().strip(), (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if name == "slirp4netns" and int(parent) == (trainer or os.getpid()):
+                found.add(entry.name)
+    return found
+
+
+async def test_a_machine_without_the_package_refuses_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sandbox_network, "PROGRAMS", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"^a sandbox with the public network needs the package slirp4netns on this machine$"):
+        async with sandbox(network=True):
+            pass
+
+
+def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device, program = tmp_path / "tun", tmp_path / "slirp4netns"
+    device.touch(mode=0o600)
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sandbox_network, "TUN", device)
+    monkeypatch.setattr(sandbox_network, "PROGRAMS", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(sandbox_network.shutil, "which", lambda name, path: str(program))
+    assert sandbox_network.why_no_network() == f"a sandbox with the public network needs access to {device}: as root, chmod 666 {device}"
+
+
+def test_only_name_servers_outside_of_the_machine_are_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub, upstream = tmp_path / "stub", tmp_path / "upstream"
+    stub.write_text("search example\nnameserver 127.0.0.53\nnameserver ::1\n")
+    monkeypatch.setattr(sandbox_network, "RESOLVER_FILES", (stub, upstream))
+    assert sandbox_network.name_servers() == []
+    upstream.write_text("nameserver 192.0.2.53\n")
+    assert sandbox_network.name_servers() == ["192.0.2.53"]

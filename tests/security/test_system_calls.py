@@ -1,0 +1,96 @@
+"""The seccomp filter, interpreted as the kernel does, for both architectures."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from src.envs.system_calls import ARCHITECTURES, DENIED, NUMBERS, seccomp_filter
+from src.errors import SandboxError
+
+ALLOW = 0x7FFF0000
+MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 1, 2, 0x20
+
+
+def verdict(program: bytes, *, architecture: str, number: int, arguments: tuple[int, ...] = ()) -> int:
+    """The error number that a call gets; 0 when it is allowed."""
+    padded = (*arguments, *(0,) * (6 - len(arguments)))
+    data = struct.pack("=IIQ6Q", number & 0xFFFFFFFF, ARCHITECTURES[architecture], 0, *padded)
+    position = accumulator = 0
+    while True:
+        code, if_true, if_false, operand = struct.unpack_from("=HBBI", program, 8 * position)
+        position += 1
+        match code:
+            case 0x20:
+                (accumulator,) = struct.unpack_from("=I", data, operand)
+            case 0x15:
+                position += if_true if accumulator == operand else if_false
+            case 0x25:
+                position += if_true if accumulator > operand else if_false
+            case 0x45:
+                position += if_true if accumulator & operand else if_false
+            case 0x06:
+                return 0 if operand == ALLOW else operand & 0xFFFF
+            case _:
+                raise AssertionError(f"unknown instruction {code:#x}")
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("platform.machine", lambda: request.param)
+    return request.param
+
+
+def number_of(name: str, machine: str) -> int | None:
+    return NUMBERS[name][list(ARCHITECTURES).index(machine)]
+
+
+def test_denied_calls_fail_and_ordinary_ones_are_allowed(machine: str) -> None:
+    program = seccomp_filter(max_shared_mapping=None)
+    for name in DENIED:
+        if (number := number_of(name, machine)) is not None:
+            assert verdict(program, architecture=machine, number=number) == errno.EPERM, name
+    denied = {number_of(name, machine) for name in NUMBERS}
+    for number in set(range(0, 425)) - denied:
+        assert verdict(program, architecture=machine, number=number) == 0, number
+
+
+def test_only_four_socket_families_exist(machine: str) -> None:
+    program = seccomp_filter(max_shared_mapping=None)
+    number = number_of("socket", machine)
+    assert number is not None
+    allowed = {family for family in range(64) if verdict(program, architecture=machine, number=number, arguments=(family,)) == 0}
+    assert allowed == {1, 2, 10, 16}
+    assert verdict(program, architecture=machine, number=number, arguments=(40,)) == errno.EAFNOSUPPORT
+
+
+def test_calls_of_other_architectures_and_of_later_kernels_do_not_exist(machine: str) -> None:
+    program = seccomp_filter(max_shared_mapping=None)
+    (other,) = set(ARCHITECTURES) - {machine}
+    assert verdict(program, architecture=other, number=39) == errno.ENOSYS
+    for number in (457, 467, 0x40000000, 0x40000000 + 39, 0xFFFFFFFF):
+        assert verdict(program, architecture=machine, number=number) == errno.ENOSYS
+
+
+@pytest.mark.parametrize("most", [512 * 2**20, 4 * 2**30, 8 * 2**30 + 4096])
+def test_an_anonymous_shared_mapping_is_bounded(machine: str, most: int) -> None:
+    program = seccomp_filter(max_shared_mapping=most)
+    number = number_of("mmap", machine)
+    assert number is not None
+
+    def mapping(size: int, flags: int) -> int:
+        return verdict(program, architecture=machine, number=number, arguments=(0, size, 3, flags, 2**64 - 1, 0))
+
+    assert mapping(most, MAP_SHARED | MAP_ANONYMOUS) == 0
+    for size in (most + 4096, most + 2**32, 2**40):
+        assert mapping(size, MAP_SHARED | MAP_ANONYMOUS) == errno.ENOMEM
+        assert mapping(size, MAP_PRIVATE | MAP_ANONYMOUS) == 0
+        assert mapping(size, MAP_SHARED) == 0
+
+
+def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(SandboxError, match="runs on x86_64 and aarch64, not on riscv64"):
+        seccomp_filter(max_shared_mapping=None)
