@@ -21,6 +21,7 @@ from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
 from src.envs.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
+from src.envs.trial_folder import JobsQuota
 from src.errors import ConfigError
 from src.limits import LengthLimits
 from src.trajectory import Task
@@ -47,6 +48,7 @@ class HarborSettings:
     train_subagents: str  # "none" | "all": whether the answers of summarising sub-agents are trained
     proactive_summarization_threshold: int
     n_parallel_envs: int
+    jobs_quota_gb: float
     run_label: str
 
 
@@ -83,6 +85,7 @@ class HarborTasks:
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
+        self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
         self._environment = trial_environment(
             self.environment_type, settings.environment_kwargs, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
         )
@@ -125,6 +128,7 @@ class HarborTasks:
             settings=self.settings,
             chat=self._chat,
             environment=self._environment,
+            quota=self._quota,
             directory=directory,
             seed=seed,
             temperature=temperature,

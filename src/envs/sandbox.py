@@ -8,12 +8,14 @@ It keeps Harbor's contract (exec with cwd, environment, timeout; uploads and dow
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import shlex
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, override
 
@@ -21,15 +23,14 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, Limits, missing_programs
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
-from src.envs.transfer import extract_plain_files, files_below, lay_down
+from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, files_below, lay_down, unpack
 from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
-MAX_DOWNLOAD_BYTES = 2**30
 CANNOT_RUN = (126, 127)  # the status of a command that is not there any more, from a shell and from a container's runtime
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
@@ -50,6 +51,7 @@ class SandboxEnvironment(BaseEnvironment):
         self._sandbox: Bubblewrap | None = None
         self._recipe = Recipe(environment={})
         super().__init__(*args, **kwargs)
+        self._collection = Collection(self.trial_paths.trial_dir)
 
     @staticmethod
     @override
@@ -126,7 +128,7 @@ class SandboxEnvironment(BaseEnvironment):
         environment = {**self._recipe.environment, **(self._merge_env(env) or {})}
         script = command_script(command, cwd=cwd or self._workdir, environment=environment)
         completed = await self._running.run(script, timeout_s=timeout_sec)
-        stdout, stderr = (output.decode("utf-8", "replace") for output in (completed.stdout, completed.stderr))
+        stdout, stderr = [await decoded(output) for output in (completed.stdout, completed.stderr)]
         if callback := self._output_callback():
             if stdout:
                 await callback(stdout, "stdout")
@@ -149,26 +151,56 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
         await self._make_directories([target], mode=None)
-        await self._unpack(files_below(Path(source_dir), target), target)
+        await self._unpack(await asyncio.to_thread(files_below, Path(source_dir), target), target)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        with tempfile.TemporaryFile() as received:
-            completed = await self._running.run(f"test -f {source} && head -c {MAX_DOWNLOAD_BYTES} -- {source}", stdout=received)
-            if completed.status != 0:
-                raise SandboxError(f"cannot download {source_path}: {_last_line(completed.stderr) or 'no such file'}")
-            lay_down(received, Path(target_path))
+        given = self._collection.allowance(str(source_path))
+        left = replace(given)
+        with BoundedFile(given.size) as received:
+            is_whole = await self._receive(f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}", str(source_path), received)
+            if not is_whole or given.files <= 0:
+                self._collection.take(str(source_path), given, given, is_whole=False)
+                raise SandboxError(f"cannot download {source_path}: it is larger than what may be collected of one trial")
+            left.files -= 1
+            left.size -= received.tell()
+            self._collection.take(str(source_path), given, left, is_whole=True)
+            await asyncio.to_thread(lay_down, received, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        source = shlex.quote(str(source_dir))
-        with tempfile.TemporaryFile() as received:
-            archive = f"tar -C {source} --hard-dereference -cf - . | head -c {MAX_DOWNLOAD_BYTES}"
-            completed = await self._running.run(archive, stdout=received)
-            if completed.status != 0 or received.tell() == 0:
-                raise SandboxError(f"cannot download {source_dir}: {_last_line(completed.stderr) or 'no such directory'}")
-            extract_plain_files(received, Path(target_dir))
+        await self._download_dir(source_dir, target_dir)
+
+    @override
+    async def download_dir_with_exclusions(self, *, source_dir: str, target_dir: Path | str, exclude: list[str]) -> None:
+        await self._download_dir(source_dir, target_dir, exclude=exclude)
+
+    async def _download_dir(self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()) -> None:
+        given = self._collection.allowance(str(source_dir))
+        left = replace(given)
+        patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
+        script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
+            set --
+            for file in {" ".join(REWARD_FILES)}; do [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"; done
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . | /usr/bin/head -c {given.archive_bytes + 1}"""
+        with BoundedFile(given.archive_bytes) as received:
+            is_whole = await self._receive(script, str(source_dir), received)
+            if received.tell() == 0:
+                raise SandboxError(f"cannot download {source_dir}: no such directory")
+            received.seek(0)
+            is_whole &= await asyncio.to_thread(unpack, received, Path(target_dir), left)
+        self._collection.take(str(source_dir), given, left, is_whole=is_whole)
+
+    async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:
+        """The output of a command goes to `received`; whether all of it is there. The agent may have replaced the programs."""
+        try:
+            completed = await self._running.run(script, timeout_s=COLLECT_TIMEOUT_S, stdout=received)
+        except CommandTimeout:
+            return False
+        if completed.status != 0:
+            raise SandboxError(f"cannot download {source}: {_last_line(completed.stderr) or 'not there'}")
+        return not received.was_cut
 
     @property
     def _running(self) -> Bubblewrap:
@@ -209,9 +241,7 @@ class SandboxEnvironment(BaseEnvironment):
             return
         host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
         try:
-            with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
-                for source, place in files:
-                    archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
+            await asyncio.to_thread(_pack, host_path, files, mode)
             script = f"tar -C / --no-same-owner --overwrite -xf {inside_path}"
             if directory_wins is not None:
                 quoted = shlex.quote(what)
@@ -259,6 +289,12 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name)]
     return "\n".join([*lines, command]) + "\n"
+
+
+def _pack(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None) -> None:
+    with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for source, place in files:
+            archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
 
 
 def _as_root(member: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:
