@@ -281,6 +281,11 @@ def why_no_sandbox() -> str | None:
     return f"bubblewrap cannot start ({reason[-1] if reason else 'no message'}); it needs user namespaces"
 
 
+def why_no_network() -> str | None:
+    """Why no sandbox can have a network here; None when one can."""
+    return None
+
+
 def missing_programs() -> list[str]:
     """What the sandbox needs and this machine lacks."""
     programs = {"bwrap": "bubblewrap", "bash": "bash", "tar": "tar", "tmux": "tmux"}

@@ -2,7 +2,8 @@
 
 It keeps Harbor's contract (exec with cwd, environment, timeout; uploads and downloads) on top of `Bubblewrap`. Differences from Docker:
 - The image is the host's own userland, read-only; FROM names nothing that is fetched. `apt-get install` of what is there succeeds.
-- The network is off unless task.toml says `network_mode = "public"` itself (Harbor's own default is public) or `network=true` is given.
+- A public network, which is also Harbor's default, leads to the internet alone. Where this machine cannot provide one, tasks that do not
+  ask for it by name run without network, and the others are refused.
 - There is one user, root, without capabilities; it owns everything the task and the agent make.
 """
 
@@ -13,9 +14,9 @@ import itertools
 import re
 import shlex
 import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, override
 
@@ -23,7 +24,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_programs
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_programs, why_no_network
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
@@ -80,7 +81,10 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def shares_network(self) -> bool:
-        return self._network_given or wants_network(self.task_env_config)
+        network = network_of(self.task_env_config, given=self._network_given)
+        if network is Network.REFUSED:
+            raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
+        return network is Network.PUBLIC
 
     @property
     def is_alive(self) -> bool:
@@ -263,10 +267,24 @@ def is_the_machines(status: int, environment: BaseEnvironment) -> bool:
     return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
 
 
-def wants_network(config: EnvironmentConfig) -> bool:
-    """Whether task.toml itself asks for the network; Harbor's default does not count."""
-    asked = {"network_mode", "allow_internet"} & config.model_fields_set
-    return bool(asked) and config.network_mode == NetworkMode.PUBLIC
+class Network(StrEnum):
+    """What network a task's sandbox has."""
+
+    PUBLIC = "public"
+    OFF = "off"  # the task asks for none
+    LACKING = "lacking"  # Harbor's default is public, this machine has none to give, and the task does not ask for it by name
+    REFUSED = "refused"  # as before, and the task or the user does ask for it
+
+
+def network_of(config: EnvironmentConfig, *, given: bool) -> Network:
+    """The network of a task, as its task.toml says, or `network=true` where that is `given`."""
+    if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
+        return Network.OFF
+    if why_no_network() is None:
+        return Network.PUBLIC
+    # Harbor turns allow_internet into network_mode, and sets the old field to None in every configuration.
+    is_asked_for = given or "network_mode" in config.model_fields_set or config.allow_internet is True
+    return Network.REFUSED if is_asked_for else Network.LACKING
 
 
 def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:

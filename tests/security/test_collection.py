@@ -64,7 +64,7 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in everything_below(folder))
 
 
-def archive(*members: tuple[str, bytes | None | tarfile.TarInfo]) -> io.BytesIO:
+def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
     """A tar file of regular files, of directories where there is no content, and of whatever else is given."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -140,11 +140,16 @@ def test_an_endless_stream_ends_at_the_limit() -> None:
         assert (file.tell(), file.was_cut) == (1000, True)
 
 
+def block(seconds: float) -> None:
+    """What a coroutine must not do: hold up the event loop."""
+    time.sleep(seconds)
+
+
 async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
     async with GapMeter(period_s=0.01) as gaps:
-        time.sleep(0.3)  # blocks the loop
+        block(0.3)
         assert gaps.take() >= 0.2
-        time.sleep(0.3)
+        block(0.3)
         await asyncio.sleep(0.02)  # the timer sees it
         assert gaps.take() >= 0.2
         assert gaps.take() < 0.2
