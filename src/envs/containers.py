@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import tarfile
+import tempfile
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, override
@@ -27,7 +29,7 @@ from harbor.environments.docker.docker import DockerEnvironment
 
 from src.envs.docker import PROJECT_LABEL, engine, run_labels
 from src.envs.run_directory import run_directory
-from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, Allowance, ChunkReader, Collection, decoded, unpack, unpack_file
+from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, Allowance, ChunkReader, Collection, decoded, unpack_file
 from src.errors import SandboxError
 
 SERVICE_LABEL = "com.docker.compose.service"
@@ -84,6 +86,22 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     async def prepare_logs_for_host(self) -> None:
         """Nothing of the container lies on the host."""
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        """A directory, without what came from the container itself: it would go back in place of the files that the agent made."""
+        if not await asyncio.to_thread(self._collection.has_taken, Path(source_dir)):
+            await super().upload_dir(source_dir, target_dir)
+            return
+        with tempfile.TemporaryDirectory() as place:
+            await asyncio.to_thread(self._stage, Path(source_dir), Path(place))
+            await super().upload_dir(place, target_dir)
+
+    def _stage(self, source: Path, place: Path) -> None:
+        for path, target in self._collection.made_here(source, str(place)):
+            if path.is_file():
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
@@ -148,7 +166,7 @@ class ContainerEnvironment(DockerEnvironment):
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
         reader = ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE)
-        return unpack(reader, target, left) and not reader.was_cut
+        return self._collection.unpack(reader, target, left) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
         """A regular file of a container, within the bounds. Blocks."""

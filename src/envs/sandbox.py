@@ -28,7 +28,7 @@ from src.envs.bubblewrap import Bubblewrap, CommandTimeout, Limits, missing_prog
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.run_directory import run_directory
 from src.envs.skeleton import build_skeleton
-from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, files_below, lay_down, unpack
+from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, lay_down
 from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
@@ -155,7 +155,7 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
         await self._make_directories([target], mode=None)
-        await self._unpack(await asyncio.to_thread(files_below, Path(source_dir), target), target)
+        await self._unpack(await asyncio.to_thread(self._collection.made_here, Path(source_dir), target), target)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
@@ -193,7 +193,7 @@ class SandboxEnvironment(BaseEnvironment):
             if received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: no such directory")
             received.seek(0)
-            is_whole &= await asyncio.to_thread(unpack, received, Path(target_dir), left)
+            is_whole &= await asyncio.to_thread(self._collection.unpack, received, Path(target_dir), left)
         self._collection.take(str(source_dir), given, left, is_whole=is_whole)
 
     async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:

@@ -34,6 +34,7 @@ COLLECT_TIMEOUT_S = 60.0
 REWARD_FILES = ("reward.json", "reward.txt")  # come first, whatever else there is, and are never cut
 MAX_REWARD_BYTES = 2**20
 NOTE = "left_out.txt"
+CUT_SUFFIX = ".cut"
 CHUNK = 2**16
 LARGE_OUTPUT = 2**20
 
@@ -63,11 +64,24 @@ class Collection:
         self._files = files
         self._size = size
         self._left = Allowance(files=files, size=size)
+        self.taken: set[Path] = set()  # files on the host that came from the machine; it need not get them back
 
     def allowance(self, source: str) -> Allowance:
         """For a download of `source`: a part of the whole for a directory of logs, what is left for anything else."""
         share = LOG_SHARE if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts") else 1
         return Allowance(files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share))
+
+    def unpack(self, archive: Readable, target: Path, left: Allowance) -> bool:
+        """`unpack`, which remembers what it wrote. Blocks."""
+        return unpack(archive, target, left, self.taken)
+
+    def made_here(self, source: Path, target: str) -> list[tuple[Path, str]]:
+        """What of a host directory did not come from the machine itself, each file with its place below `target`. Blocks."""
+        return [(path, place) for path, place in files_below(source, target) if path.absolute() not in self.taken]
+
+    def has_taken(self, target: Path) -> bool:
+        """Whether anything of the machine lies below a host directory."""
+        return any(path.is_relative_to(target.absolute()) for path in self.taken)
 
     def take(self, source: str, given: Allowance, left: Allowance, *, is_whole: bool) -> None:
         """Counts a download that was `given` an allowance of which that much is `left`, and notes one that is not whole."""
@@ -154,10 +168,11 @@ def lay_down(received: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(received, file)
 
 
-def unpack(archive: Readable, target: Path, allowance: Allowance) -> bool:
+def unpack(archive: Readable, target: Path, allowance: Allowance, taken: set[Path] | None = None) -> bool:
     """Unpack an archive made by an agent as far as `allowance` goes, which it uses up; whether all of it was unpacked.
 
-    Regular files and directories only, never a link or a sparse file, nothing outside `target`, and nothing over a file that is there.
+    Regular files and directories only, never a link or a sparse file, nothing outside `target`, and nothing over a file that is there. The
+    beginning of a file that is cut gets a name of its own. What is written is added to `taken`.
     """
     target.mkdir(parents=True, exist_ok=True)
     is_whole = True
@@ -169,7 +184,7 @@ def unpack(archive: Readable, target: Path, allowance: Allowance) -> bool:
                 if allowance.files <= 0 or (allowance.size <= 0 and not is_reward):
                     return False
                 allowance.files -= 1
-                is_whole &= _unpack_member(tar, member, target, allowance, is_reward=is_reward)
+                is_whole &= _unpack_member(tar, member, target, allowance, set() if taken is None else taken, is_reward=is_reward)
     except OSError:  # of this host, such as a full disk
         raise
     except Exception as error:  # whatever a forged archive makes tarfile raise
@@ -200,7 +215,9 @@ def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
     allowance.size -= member.size
 
 
-def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, allowance: Allowance, *, is_reward: bool) -> bool:
+def _unpack_member(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, allowance: Allowance, taken: set[Path], *, is_reward: bool
+) -> bool:
     """Whether nothing of the member is missing. Links and devices do not count as missing: they are never taken."""
     if not (member.isreg() or member.isdir()):
         return True
@@ -225,19 +242,29 @@ def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, 
         file = place.open("xb")
     except OSError:  # it is there already, or is a file where a directory should be
         return True
-    with file:
-        source = tar.extractfile(member)
-        assert source is not None
-        room = member.size if is_reward else min(member.size, allowance.size)
-        try:
-            written = _copy(source, file, room)
-        except BaseException:
-            if is_reward:
-                place.unlink()
-            raise
+    source = tar.extractfile(member)
+    assert source is not None
+    size, written = member.size, 0
+    try:
+        with file:
+            written = _copy(source, file, size if is_reward else min(size, allowance.size))
+    finally:
+        if written < size:
+            place = _set_apart(place, is_reward=is_reward)
+        taken.add(place.absolute())
     allowance.size -= min(allowance.size, written)
+    if is_reward and written < size:
+        return False
     place.chmod(0o755 if (member.mode or 0) & 0o100 else 0o644)
-    return written == member.size
+    return written == size
+
+
+def _set_apart(place: Path, *, is_reward: bool) -> Path:
+    """Nobody may take the beginning of a file for the file."""
+    if is_reward:
+        place.unlink()
+        return place
+    return place.replace(place.with_name(os.fsdecode(os.fsencode(place.name)[:200]) + CUT_SUFFIX))
 
 
 def _copy(source: IO[bytes], target: IO[bytes], size: int) -> int:

@@ -92,6 +92,7 @@ def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
     assert len(everything_below(tmp_path / "few")) == 30 and left == Allowance(files=0, size=700)
     assert not unpack(archive(*files), tmp_path / "small", Allowance(files=1000, size=55))
     assert sum(path.stat().st_size for path in everything_below(tmp_path / "small")) == 55
+    assert (tmp_path / "small" / "f5.cut").is_file() and not (tmp_path / "small" / "f5").exists()
     assert unpack(archive(*files), tmp_path / "all", Allowance())
     assert len(everything_below(tmp_path / "all")) == 100
 
@@ -191,6 +192,17 @@ async def test_a_sparse_file_and_deep_directories_cost_no_more_than_the_bounds(t
             await made.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
     assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
     assert max(len(path.relative_to(tmp_path / "trial").parts) for path in everything_below(tmp_path / "trial")) <= MAX_DEPTH + 1
+
+
+@needs_sandbox
+async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_files(tmp_path: Path) -> None:
+    async with environment(tmp_path) as made:
+        await made.exec("mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && chmod 640 small")
+        await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+        (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
+        await made.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
+        shown = await made.exec("cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json")
+        assert shown.stdout == "big\nsmall\ntrajectory.json\n41943040 644\n4 640\nHarbor's own"
 
 
 @needs_sandbox

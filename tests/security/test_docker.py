@@ -148,6 +148,9 @@ async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_hos
             await one.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
         with pytest.raises(SandboxError, match="cannot download"):
             await one.download_file("/logs/agent/link", tmp_path / "trial" / "link")
+        (tmp_path / "trial" / "verifier" / "host.txt").write_text("of Harbor")
+        await one.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
+        assert (await one.exec("cd /logs/verifier && ls && stat -c %s aaa")).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
             await one.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
     left = everything_below(tmp_path / "trial")
