@@ -1,9 +1,9 @@
 """Harbor's Docker environment, with nothing of the host inside and everything of it labelled.
 
 Harbor binds the trial's folder into the container, where an agent can fill the host's disk, plant links and leave files that only root can
-remove. Here `/logs` are volumes of the trial's compose project; what is in them is collected through the engine, within the same bounds as
-a sandbox's (`transfer`), by a thread. Every service, network and volume carries the run's labels from the moment it is made, so that a
-clean-up finds what a killed trainer left.
+remove. Here `/logs` is a part of the container, or, where a task has services of its own that may share it, volumes of the trial's compose
+project. What is in it is collected through the engine, within the same bounds as a sandbox's (`transfer`), by a thread. Every service,
+network and volume carries the run's labels from the moment it is made, so that a clean-up finds what a killed trainer left.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class ContainerEnvironment(DockerEnvironment):
         super().__init__(*args, **kwargs)
         self._collection = Collection(self.trial_paths.trial_dir)
         folder = self.trial_paths.trial_dir.resolve()
-        self._log_binds = [
-            mount for mount in self._mounts if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)
-        ]
-        self._mounts = [self._as_volume(mount) if mount in self._log_binds else mount for mount in self._mounts]
+        binds = [mount for mount in self._mounts if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)]
+        self._log_directories = [str(mount["target"]) for mount in binds]
+        self._mounts = [mount for mount in self._mounts if mount not in binds]
+        self._shared_logs = binds if self._environment_docker_compose_path.exists() else []
+        self._mounts += [_as_volume(mount) for mount in self._shared_logs]
 
     @property
     @override
@@ -64,7 +65,7 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
         # A task's own compose file may mount the same logs elsewhere, by the names Harbor gives it.
-        binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._log_binds]
+        binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs]
         return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(binds, host_value="source")
 
     @override
@@ -82,6 +83,11 @@ class ContainerEnvironment(DockerEnvironment):
             if self._overlay is not None:
                 self._overlay.unlink(missing_ok=True)
                 self._overlay = None
+
+    @override
+    def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
+        """What Harbor creates inside for whoever may write there."""
+        return list(dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories]))
 
     @override
     async def prepare_logs_for_host(self) -> None:
@@ -119,16 +125,13 @@ class ContainerEnvironment(DockerEnvironment):
     async def service_download_dir(self, source_dir: str, target_dir: Path | str, *, service: str | None = None) -> None:
         await asyncio.to_thread(self._collect, str(source_dir), Path(target_dir), service or MAIN_SERVICE_NAME)
 
-    def _as_volume(self, mount: Any) -> Any:
-        return {"type": "volume", "source": _volume_name(str(mount["target"])), "target": mount["target"]}
-
     def _labels(self) -> dict[str, object]:
         """A compose file that labels everything that compose makes for this trial."""
         labels = {"labels": run_labels(self._run_label)}
         sections: dict[str, dict[str, object]] = {
             "services": {MAIN_SERVICE_NAME: labels},
             "networks": {"default": labels},
-            "volumes": {_volume_name(str(mount["target"])): labels for mount in self._log_binds},
+            "volumes": {_volume_name(str(mount["target"])): labels for mount in self._shared_logs},
         }
         if self._enable_egress_control:
             sections["services"][self._EGRESS_CONTROL_SERVICE_NAME] = labels
@@ -225,3 +228,7 @@ class ContainerEnvironment(DockerEnvironment):
 
 def _volume_name(target: str) -> str:
     return "trial" + str(PurePosixPath(target)).replace("/", "-")
+
+
+def _as_volume(mount: Any) -> Any:
+    return {"type": "volume", "source": _volume_name(str(mount["target"])), "target": mount["target"]}

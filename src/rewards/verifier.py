@@ -19,10 +19,6 @@ def score(rewards: Mapping[str, float] | None) -> float:
     if not rewards:
         raise VerifierError("the verifier wrote no reward")
     values = [rewards[REWARD_KEY]] if REWARD_KEY in rewards else list(rewards.values())
-    try:
-        mean = sum(float(value) for value in values) / len(values)
-    except OverflowError:  # a whole number of hundreds of digits
-        mean = math.inf
-    if not math.isfinite(mean):
-        raise VerifierError(f"the verifier wrote a reward that is no number: {str(dict(rewards))[:200]}")
-    return mean
+    if not all(math.isfinite(value) for value in values):
+        raise VerifierError(f"the verifier wrote a reward that is no number: {dict(rewards)}")
+    return float(sum(values) / len(values))

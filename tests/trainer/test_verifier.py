@@ -12,7 +12,7 @@ def test_the_key_reward_wins_and_otherwise_all_keys_are_averaged() -> None:
     assert score({"reward": 0}) == 0.0
 
 
-@pytest.mark.parametrize("rewards", [None, {}, {"reward": math.nan}, {"a": math.inf}, {"reward": 10**400}])
+@pytest.mark.parametrize("rewards", [None, {}, {"reward": math.nan}, {"a": math.inf}])
 def test_no_reward_is_an_error_and_not_zero(rewards: dict[str, float] | None) -> None:
     with pytest.raises(VerifierError):
         score(rewards)
