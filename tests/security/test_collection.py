@@ -17,7 +17,7 @@ from harbor.models.trial.paths import TrialPaths
 
 from src.config import TrainerConfig
 from src.envs.bubblewrap import why_no_sandbox
-from src.envs.harbor import HarborTasks, open_harbor
+from src.envs.harbor import HarborTasks, load_harbor, open_harbor
 from src.envs.sandbox import SandboxEnvironment
 from src.envs.transfer import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, Allowance, BoundedFile, ChunkReader, unpack
 from src.envs.trial_folder import JobsQuota, bound
@@ -281,3 +281,16 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
     kept = JobsQuota(limit=1000).settle(new)
     assert kept.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
     assert (old / "agent" / "log").is_file()
+
+
+@pytest.mark.parametrize(
+    "output", ["x" * 20_001, "é" * 30_000, "中" * 9_999 + "ab" * 9_999, "a" + "😀" * 12_345, "short", "y" * 10_000, "z" * 15_000]
+)
+def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
+    load_harbor()  # quietly, before anything imports it
+    from harbor.agents.terminus_2.terminus_2 import Terminus2
+
+    from src.envs.harbor_agent import TrainingTerminus2
+
+    agent = TrainingTerminus2.__new__(TrainingTerminus2)
+    assert agent._limit_output_length(output) == Terminus2._limit_output_length(agent, output)
