@@ -143,9 +143,9 @@ def test_validate_tells_a_task_without_a_solution_from_a_bad_one(tmp_path: Path,
     task(tmp_path / "tasks", "no-solution", test=graded, solution=False)
     task(tmp_path / "tasks", "sound", test=graded)
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 0
-    first, second, total = capsys.readouterr().out.splitlines()
+    first, second, *_, total = capsys.readouterr().out.splitlines()
     assert first.startswith("--   no-solution: nop 0.0; no solution/solve.sh")
-    assert second == "ok   sound: oracle 1.0, nop 0.0"
+    assert second.startswith("ok   sound: oracle 1.0, nop 0.0")
     assert total == "2 tasks in sandbox: 1 sound, 0 unsound, 1 without solution"
     task(tmp_path / "tasks", "given-away", solution=False)
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
@@ -157,4 +157,5 @@ def test_validate_names_the_internet_where_the_verifier_lacks_it(tmp_path: Path,
     folder = task(tmp_path / "tasks", "offline", test="uvx no-such-program-x /tests; echo $((1 - ($? > 0))) > /logs/verifier/reward.txt")
     assert verifier_needs(folder) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
-    assert "BAD  offline: oracle 0.0, nop 0.0 (tests/test.sh needs the internet for `uvx`)" in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("BAD  offline: oracle 0.0, nop 0.0") and line.endswith("(tests/test.sh needs the internet for `uvx`)")
