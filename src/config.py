@@ -40,7 +40,7 @@ REFUSED = {
 }
 
 TAU_BENCH_ONLY = ("train_data", "test_data")
-HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops")
+HARBOR_ONLY = ("environment_type", "train_subagents", "max_length_stops", "jobs_quota_gb")
 
 # The ranges of numbers. None is in each where it is the default.
 AT_LEAST_ONE = (
@@ -53,7 +53,15 @@ NOT_NEGATIVE = (
     *("lr_warmup_steps", "max_staleness", "dynamic_sampling_max_batches", "proactive_summarization_threshold"),
     *("retry_wait_sec", "quarantine_after", "reconnect_timeout_sec", "taxonomy_alpha", "judge_prompt_price", "judge_completion_price"),
 )
-ABOVE_ZERO = ("learning_rate", "tis_cap", "trial_timeout_sec", "server_timeout_sec", "answer_timeout_sec", "stop_timeout_sec")
+ABOVE_ZERO = (
+    "jobs_quota_gb",
+    "learning_rate",
+    "tis_cap",
+    "trial_timeout_sec",
+    "server_timeout_sec",
+    "answer_timeout_sec",
+    "stop_timeout_sec",
+)
 
 
 @chz.chz
@@ -220,6 +228,9 @@ class TrainerConfig:
         default=False, doc="Show an environment's tools in the model's own chat template, where the environment allows it; else in words"
     )
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once")
+    jobs_quota_gb: float = chz.field(
+        default=20.0, doc="GiB that the trials' files may take in the run's jobs/; past it a trial keeps only its result, reward and log"
+    )
     trial_timeout_sec: float | None = chz.field(default=None, doc="Deadline of one whole trial in seconds; None: two hours")
 
     trial_attempts: int = chz.field(default=3, doc="Tries of a trial that is lost to its sandbox, the back end or the verifier")

@@ -15,6 +15,7 @@ from src.console import Display
 from src.envs.base import TaskSource
 from src.errors import BackendError, StorageError
 from src.evaluation import Evaluation, EvaluationSettings, evaluate
+from src.event_loop import GapMeter
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
@@ -81,6 +82,7 @@ class Terminus2RLTrainer:
         self._settings = settings
         self._epoch = 0
         self._is_in_doubt = False  # whether an update was sent to the server and its answer did not come
+        self._gaps = GapMeter()
         self._groups = StepGroups(
             source=source,
             rollouts=rollouts,
@@ -107,7 +109,7 @@ class Terminus2RLTrainer:
                     self._journal.evaluated(self.steps_done)
                 else:  # perhaps it was due then, by other options, and the line waits to be sent
                     self._run_log.amend(self.steps_done, {})
-            async with self._groups.played(batches, policy):
+            async with self._gaps, self._groups.played(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch
                     await self._batch(batch, reference, num_batches=len(batches))
@@ -139,7 +141,8 @@ class Terminus2RLTrainer:
         finally:
             if self.steps_done == batch.step:
                 is_whole = evaluated or not self._is_evaluation_due(num_batches=num_batches)
-                self._run_log.log(batch.step, metrics | {"time/total": time.monotonic() - started}, is_whole=is_whole)
+                metrics |= {"time/total": time.monotonic() - started, "time/max_event_loop_gap_s": self._gaps.take()}
+                self._run_log.log(batch.step, metrics, is_whole=is_whole)
         if evaluated:
             self._journal.evaluated(batch.step)
         if last or _due(batch.step, settings.save_every):

@@ -1,29 +1,39 @@
 """`python -m src.envs.cleanup`: remove what dead runs of this user left behind, and only that.
 
 Sandbox processes need no cleaning: the kernel ends them with their trainer. What can stay are sandbox directories and, with Docker,
-containers and networks; all of them carry a run label, and a run counts as dead when nobody holds its lock.
+containers, networks, volumes and images of trials. All of them carry a run label; a run counts as dead when nobody holds its lock and its
+process is gone. Only what is gone afterwards is reported as removed; exit status 1 when something could not be removed.
 """
 
 from __future__ import annotations
 
-from src.envs.docker import remove_labelled, why_no_engine
+import sys
+
+from src.envs.docker import Cleaned, remove_dead, why_no_engine
 from src.envs.run_directory import living_labels, sweep
 
 
-def clean() -> list[str]:
-    """Remove dead runs' directories, containers and networks; one line for each."""
-    removed = [f"sandbox directory {label}" for label in sweep()]
-    if why_no_engine() is None:
-        removed += remove_labelled(keep=living_labels())
-    return removed
+def clean() -> Cleaned:
+    """Remove what dead runs left."""
+    living = living_labels()  # before their directories are looked at: a run that starts meanwhile has nothing yet
+    directories = [f"sandbox directory {label}" for label in sweep()]
+    cleaned = remove_dead(keep=living) if why_no_engine() is None else Cleaned()
+    cleaned.removed[:0] = directories
+    return cleaned
 
 
-def main() -> None:
-    removed = clean()
-    for line in removed:
+def main() -> int:
+    cleaned = clean()
+    for line in cleaned.removed:
         print(f"removed {line}")
-    print(f"cleanup: {len(removed)} removed, {len(living_labels())} living runs left alone")
+    for line in cleaned.left_alone:
+        print(f"left alone {line}; remove it there")
+    for line in cleaned.failed:
+        print(f"could not remove {line}", file=sys.stderr)
+    failed = f"{len(cleaned.failed)} could not be removed, " if cleaned.failed else ""
+    print(f"cleanup: {len(cleaned.removed)} removed, {failed}{len(living_labels())} living runs left alone")
+    return 1 if cleaned.failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from src.envs.shell_commands import apt_packages, commands, needs_network
 from src.envs.skeleton import installed_packages
 from src.errors import ConfigError
 
 IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL"}
-NEEDS_NETWORK = re.compile(r"(?:^|[;&|(]\s*|\s)((?:pip3?|uv|npm|yarn|gem|cargo|conda)\s+(?:install|add|ci)|(?:curl|wget)\s|git\s+clone)")
-APT_INSTALL = re.compile(r"\bapt(?:-get)?\s+(?:-\S+\s+)*install\b([^;&|\n]*)")
 USE_DOCKER = "use environment_type=docker for this task"
 
 
@@ -104,17 +103,17 @@ def parse_dockerfile(path: Path) -> Recipe:
 
 def why_not_runnable(script: str) -> str | None:
     """What in a RUN script plainly needs more than the host offers, if anything does."""
-    for match in APT_INSTALL.finditer(script):
-        words = [word for word in match.group(1).replace("\\", " ").split() if not word.startswith("-")]
-        missing = [word for word in words if not _is_installed(word.split("=")[0])]
+    for words in commands(script):
+        missing = [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]
         if missing:
             return f"install {' '.join(missing)}"
-    if match := NEEDS_NETWORK.search(script):
-        return f"reach the network for `{match.group(1).strip()}`"
+        if reaching := needs_network(words):
+            return f"reach the network for `{reaching}`"
     return None
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether the host, and so every sandbox, has a package or a program of that name."""
     return shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None or package in installed_packages()
 
 

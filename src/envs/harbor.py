@@ -18,9 +18,10 @@ from src.config import TrainerConfig, narrow, pairs
 from src.envs.base import Trial
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
-from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
+from src.envs.docker import ADDRESS_POOLS, why_no_engine
 from src.envs.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
+from src.envs.trial_folder import JobsQuota
 from src.errors import ConfigError
 from src.limits import LengthLimits
 from src.trajectory import Task
@@ -47,6 +48,7 @@ class HarborSettings:
     train_subagents: str  # "none" | "all": whether the answers of summarising sub-agents are trained
     proactive_summarization_threshold: int
     n_parallel_envs: int
+    jobs_quota_gb: float
     run_label: str
 
 
@@ -83,6 +85,7 @@ class HarborTasks:
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
+        self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
         self._environment = trial_environment(
             self.environment_type, settings.environment_kwargs, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
         )
@@ -103,7 +106,8 @@ class HarborTasks:
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         self._refuse_long_tasks()
-        clean()
+        for line in clean().failed:
+            logger.warning("a dead run's %s", line)
 
     def _refuse_long_tasks(self) -> None:
         from src.envs.harbor_agent import opening_prompt
@@ -125,6 +129,7 @@ class HarborTasks:
             settings=self.settings,
             chat=self._chat,
             environment=self._environment,
+            quota=self._quota,
             directory=directory,
             seed=seed,
             temperature=temperature,
@@ -197,8 +202,9 @@ def trial_environment(environment_type: str, given: Mapping[str, str], *, run_la
             options["import_path"] = "src.envs.sandbox:SandboxEnvironment"
             kwargs["run_label"] = run_label
         case "docker":
-            overlay = write_label_overlay(run_directory(run_label), run_label=run_label)
-            options |= {"type": "docker", "extra_docker_compose": [str(overlay)]}
+            run_directory(run_label)
+            options["import_path"] = "src.envs.containers:ContainerEnvironment"
+            kwargs["run_label"] = run_label
             if n_parallel > ADDRESS_POOLS:
                 logger.warning(
                     "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "

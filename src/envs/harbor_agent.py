@@ -90,6 +90,18 @@ class TrainingTerminus2(Terminus2):
         return interaction
 
     @override
+    def _limit_output_length(self, output: str, max_bytes: int = 10000) -> str:
+        """As Harbor does it, which encodes all of the output four times; an agent can make 16 MiB of it in every turn."""
+        if len(output) <= 2 * max_bytes:
+            return super()._limit_output_length(output, max_bytes)
+        first, last = (
+            part.encode()[where].decode(errors="ignore")
+            for part, where in ((output[:max_bytes], slice(max_bytes // 2)), (output[-max_bytes:], slice(-(max_bytes // 2), None)))
+        )
+        omitted = len(output.encode()) - len(first.encode()) - len(last.encode())
+        return f"{first}\n[... output limited to {max_bytes} bytes; {omitted} interior bytes omitted ...]\n{last}"
+
+    @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Play the episode. Raises only what makes it impossible to grade: a failing backend or a dead sandbox."""
         self._answers = 0

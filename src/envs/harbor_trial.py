@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
@@ -16,6 +17,7 @@ from harbor.trial.trial import Trial as RunnableTrial
 from src.chat import Chat
 from src.envs.harbor import HarborSettings
 from src.envs.harbor_agent import Session, registered
+from src.envs.trial_folder import JobsQuota, Kept
 from src.errors import BackendError, SandboxError, VerifierError
 from src.policy import Policy
 from src.rewards.verifier import score
@@ -38,6 +40,7 @@ class HarborTrial:
         settings: HarborSettings,
         chat: Chat,
         environment: Mapping[str, object],
+        quota: JobsQuota,
         directory: Path,
         seed: int,
         temperature: float,
@@ -46,6 +49,7 @@ class HarborTrial:
         self._settings = settings
         self._chat = chat
         self._environment = environment
+        self._quota = quota
         self._directory = directory
         self._name = ""  # Harbor gives it, and the trial's folder the same
         self._limits = SamplingLimits(
@@ -58,6 +62,26 @@ class HarborTrial:
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
         """Play and grade. Never raises but for cancellation, after which the sandbox is gone."""
+        try:
+            outcome = await self._play(policy)
+        finally:
+            kept = await self._settled()
+        if not isinstance(outcome, Trajectory):
+            return outcome
+        measured = {"files_left_out": float(not kept.is_whole), "essential_files_only": float(kept.is_essential_only)}
+        return replace(outcome, metrics={**outcome.metrics, **measured})
+
+    async def _settled(self) -> Kept:
+        """The trial's folder, bounded; in a thread, for it is as large as the agent made it."""
+        if not self._name:  # Harbor has made no folder
+            return Kept(size=0, is_whole=True)
+        try:
+            return await asyncio.to_thread(self._quota.settle, self._directory / self._name)
+        except OSError as error:
+            logger.warning("the folder of trial %s could not be bounded: %s", self._name, error)
+            return Kept(size=0, is_whole=False)
+
+    async def _play(self, policy: Policy) -> Trajectory | TrialFailure:
         started = time.monotonic()
         key = uuid.uuid4().hex
         timed = TimedPolicy(policy)

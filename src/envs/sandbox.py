@@ -2,18 +2,21 @@
 
 It keeps Harbor's contract (exec with cwd, environment, timeout; uploads and downloads) on top of `Bubblewrap`. Differences from Docker:
 - The image is the host's own userland, read-only; FROM names nothing that is fetched. `apt-get install` of what is there succeeds.
-- The network is off unless task.toml says `network_mode = "public"` itself (Harbor's own default is public) or `network=true` is given.
+- A public network, which is also Harbor's default, leads to the internet alone. Where this machine cannot provide one, tasks that do not
+  ask for it by name run without network, and the others are refused.
 - There is one user, root, without capabilities; it owns everything the task and the agent make.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import shlex
 import tarfile
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, override
 
@@ -21,16 +24,16 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, missing_programs
+from src.envs.bubblewrap import Bubblewrap, CommandTimeout, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.resource_limits import Limits
 from src.envs.run_directory import run_directory
+from src.envs.sandbox_network import why_no_network
 from src.envs.skeleton import build_skeleton
-from src.envs.transfer import extract_plain_files, files_below, lay_down
+from src.envs.transfer import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, lay_down
 from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
-MAX_DOWNLOAD_BYTES = 2**30
 CANNOT_RUN = (126, 127)  # the status of a command that is not there any more, from a shell and from a container's runtime
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
@@ -51,6 +54,7 @@ class SandboxEnvironment(BaseEnvironment):
         self._sandbox: Bubblewrap | None = None
         self._recipe = Recipe(environment={})
         super().__init__(*args, **kwargs)
+        self._collection = Collection(self.trial_paths.trial_dir)
 
     @staticmethod
     @override
@@ -79,7 +83,10 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def shares_network(self) -> bool:
-        return self._network_given or wants_network(self.task_env_config)
+        network = network_of(self.task_env_config, given=self._network_given)
+        if network is Network.REFUSED:
+            raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
+        return network is Network.PUBLIC
 
     @property
     def is_alive(self) -> bool:
@@ -127,7 +134,7 @@ class SandboxEnvironment(BaseEnvironment):
         environment = {**self._recipe.environment, **(self._merge_env(env) or {})}
         script = command_script(command, cwd=cwd or self._workdir, environment=environment)
         completed = await self._running.run(script, timeout_s=timeout_sec)
-        stdout, stderr = (output.decode("utf-8", "replace") for output in (completed.stdout, completed.stderr))
+        stdout, stderr = [await decoded(output) for output in (completed.stdout, completed.stderr)]
         if callback := self._output_callback():
             if stdout:
                 await callback(stdout, "stdout")
@@ -150,26 +157,56 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
         await self._make_directories([target], mode=None)
-        await self._unpack(files_below(Path(source_dir), target), target)
+        await self._unpack(await asyncio.to_thread(self._collection.made_here, Path(source_dir), target), target)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        with tempfile.TemporaryFile() as received:
-            completed = await self._running.run(f"test -f {source} && head -c {MAX_DOWNLOAD_BYTES} -- {source}", stdout=received)
-            if completed.status != 0:
-                raise SandboxError(f"cannot download {source_path}: {_last_line(completed.stderr) or 'no such file'}")
-            lay_down(received, Path(target_path))
+        given = self._collection.allowance(str(source_path))
+        left = replace(given)
+        with BoundedFile(given.size) as received:
+            is_whole = await self._receive(f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}", str(source_path), received)
+            if not is_whole or given.files <= 0:
+                self._collection.take(str(source_path), given, given, is_whole=False)
+                raise SandboxError(f"cannot download {source_path}: it is larger than what may be collected of one trial")
+            left.files -= 1
+            left.size -= received.tell()
+            self._collection.take(str(source_path), given, left, is_whole=True)
+            await asyncio.to_thread(lay_down, received, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        source = shlex.quote(str(source_dir))
-        with tempfile.TemporaryFile() as received:
-            archive = f"tar -C {source} --hard-dereference -cf - . | head -c {MAX_DOWNLOAD_BYTES}"
-            completed = await self._running.run(archive, stdout=received)
-            if completed.status != 0 or received.tell() == 0:
-                raise SandboxError(f"cannot download {source_dir}: {_last_line(completed.stderr) or 'no such directory'}")
-            extract_plain_files(received, Path(target_dir))
+        await self._download_dir(source_dir, target_dir)
+
+    @override
+    async def download_dir_with_exclusions(self, *, source_dir: str, target_dir: Path | str, exclude: list[str]) -> None:
+        await self._download_dir(source_dir, target_dir, exclude=exclude)
+
+    async def _download_dir(self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()) -> None:
+        given = self._collection.allowance(str(source_dir))
+        left = replace(given)
+        patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
+        script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
+            set --
+            for file in {" ".join(REWARD_FILES)}; do [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"; done
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . | /usr/bin/head -c {given.archive_bytes + 1}"""
+        with BoundedFile(given.archive_bytes) as received:
+            is_whole = await self._receive(script, str(source_dir), received)
+            if received.tell() == 0:
+                raise SandboxError(f"cannot download {source_dir}: no such directory")
+            received.seek(0)
+            is_whole &= await asyncio.to_thread(self._collection.unpack, received, Path(target_dir), left)
+        self._collection.take(str(source_dir), given, left, is_whole=is_whole)
+
+    async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:
+        """The output of a command goes to `received`; whether all of it is there. The agent may have replaced the programs."""
+        try:
+            completed = await self._running.run(script, timeout_s=COLLECT_TIMEOUT_S, stdout=received)
+        except CommandTimeout:
+            return False
+        if completed.status != 0:
+            raise SandboxError(f"cannot download {source}: {_last_line(completed.stderr) or 'not there'}")
+        return not received.was_cut
 
     @property
     def _running(self) -> Bubblewrap:
@@ -213,9 +250,7 @@ class SandboxEnvironment(BaseEnvironment):
             return
         host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
         try:
-            with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
-                for source, place in files:
-                    archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
+            await asyncio.to_thread(_pack, host_path, files, mode)
             script = f"tar -C / --no-same-owner --overwrite -xf {inside_path}"
             if directory_wins is not None:
                 quoted = shlex.quote(what)
@@ -237,10 +272,24 @@ def is_the_machines(status: int, environment: BaseEnvironment) -> bool:
     return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
 
 
-def wants_network(config: EnvironmentConfig) -> bool:
-    """Whether task.toml itself asks for the network; Harbor's default does not count."""
-    asked = {"network_mode", "allow_internet"} & config.model_fields_set
-    return bool(asked) and config.network_mode == NetworkMode.PUBLIC
+class Network(StrEnum):
+    """What network a task's sandbox has."""
+
+    PUBLIC = "public"
+    OFF = "off"  # the task asks for none
+    LACKING = "lacking"  # Harbor's default is public, this machine has none to give, and the task does not ask for it by name
+    REFUSED = "refused"  # as before, and the task or the user does ask for it
+
+
+def network_of(config: EnvironmentConfig, *, given: bool) -> Network:
+    """The network of a task, as its task.toml says, or `network=true` where that is `given`."""
+    if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
+        return Network.OFF
+    if why_no_network() is None:
+        return Network.PUBLIC
+    # Harbor turns allow_internet into network_mode, and sets the old field to None in every configuration.
+    is_asked_for = given or "network_mode" in config.model_fields_set or config.allow_internet is True
+    return Network.REFUSED if is_asked_for else Network.LACKING
 
 
 def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
@@ -263,6 +312,12 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name)]
     return "\n".join([*lines, command]) + "\n"
+
+
+def _pack(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None) -> None:
+    with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for source, place in files:
+            archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
 
 
 def _as_root(member: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:

@@ -1,7 +1,8 @@
 """`python -m src.envs.validate tasks_dir=DIR`: is every task solvable, and not solved already?
 
 Each task is played twice without a model: by its own solution, which must score 1, and by nobody, which must score 0. A task that fails
-either way teaches nothing or something wrong. Prints one line per task; exit status 1 when a task is unsound, 2 when nothing could run.
+either way teaches nothing or something wrong. Of a task without a solution only the second is known: it counts neither as sound nor as
+unsound. Prints one line per task; exit status 1 when a task is unsound, 2 when nothing could run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from src.rewards.verifier import score
 from src.trajectory import Task
 
 TRIAL_TIMEOUT_S = 1800.0
+SOLUTION = "solution/solve.sh"
 
 
 @chz.chz
@@ -45,15 +47,28 @@ class Verdict:
     """What a task's solution and what doing nothing scored; a string says why there is no score."""
 
     task: Task
-    oracle: float | str
+    oracle: float | str | None  # None: the task has no solution
     nop: float | str
 
     @property
     def is_sound(self) -> bool:
         return self.oracle == 1.0 and self.nop == 0.0
 
+    @property
+    def is_unsound(self) -> bool:
+        return self.nop != 0.0 or self.oracle not in (1.0, None)
+
     def line(self) -> str:
-        return f"{'ok  ' if self.is_sound else 'BAD '} {self.task.id}: oracle {self.oracle}, nop {self.nop}"
+        if self.oracle is None and not self.is_unsound:
+            return f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so nobody knows whether it can be solved"
+        scores = f"oracle {f'none (no {SOLUTION})' if self.oracle is None else self.oracle}, nop {self.nop}"
+        return f"{'ok  ' if self.is_sound else 'BAD '} {self.task.id}: {scores}{self._reason()}"
+
+    def _reason(self) -> str:
+        from src.envs.task_folders import verifier_needs
+
+        needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
+        return f" (tests/test.sh needs the internet for `{needed}`)" if needed else ""
 
 
 async def validate(
@@ -62,7 +77,7 @@ async def validate(
     """Play every task with its solution and with nothing; each verdict is told when it and those before it are known."""
     turns = asyncio.Semaphore(n_parallel)
 
-    async def play(task: Task, agent: str) -> float | str:
+    async def play(task: Task, agent: str) -> float | str | None:
         async with turns:
             return await _play(task, agent, environment=environment, directory=directory)
 
@@ -70,19 +85,21 @@ async def validate(
         plays = [(task, *(group.create_task(play(task, agent)) for agent in ("oracle", "nop"))) for task in tasks]
         verdicts = []
         for task, oracle, nop in plays:
-            verdicts.append(Verdict(task=task, oracle=await oracle, nop=await nop))
+            nop_score = await nop
+            assert nop_score is not None
+            verdicts.append(Verdict(task=task, oracle=await oracle, nop=nop_score))
             tell(verdicts[-1])
     return verdicts
 
 
-async def _play(task: Task, agent: str, *, environment: Mapping[str, object], directory: Path) -> float | str:
+async def _play(task: Task, agent: str, *, environment: Mapping[str, object], directory: Path) -> float | str | None:
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
     from harbor.trial.trial import Trial
 
     from src.envs.harbor_trial import finish_within, what_happened
 
-    if agent == "oracle" and not (task.path / "solution" / "solve.sh").is_file():
-        return "no solution/solve.sh"
+    if agent == "oracle" and not (task.path / SOLUTION).is_file():
+        return None
     config = TrialConfig(
         task=TaskConfig(path=task.path),
         trials_dir=directory,
@@ -121,8 +138,9 @@ def run(config: ValidateConfig) -> int:
                 tell=lambda verdict: print(verdict.line(), flush=True),
             )
         )
-    unsound = sum(not verdict.is_sound for verdict in verdicts)
-    print(f"{len(verdicts)} tasks in {kind}: {len(verdicts) - unsound} sound, {unsound} unsound")
+    sound, unsound = sum(verdict.is_sound for verdict in verdicts), sum(verdict.is_unsound for verdict in verdicts)
+    unknown = len(verdicts) - sound - unsound
+    print(f"{len(verdicts)} tasks in {kind}: {sound} sound, {unsound} unsound" + (f", {unknown} without solution" if unknown else ""))
     return 1 if unsound else 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.envs.docker import OWNER_LABEL, RUN_LABEL, remove_labelled, why_no_engine
+from src.envs.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
 from src.envs.harbor import open_harbor
 from src.envs.run_directory import living_labels, run_directory
 from src.trajectory import StopReason, Trajectory
@@ -51,7 +51,7 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     class Watching(ScriptedPolicy):
         async def sample(self, prompt_ids: list[int], **options: object) -> object:  # type: ignore[override]
             seen.append(labelled(label))
-            remove_labelled(keep=living_labels())  # as another trainer does at its start
+            remove_dead(keep=living_labels())  # as another trainer does at its start
             return await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
 
     script = [answer("rm -rf /tmp/*; cat /proc/1/comm; echo hello > /app/hello.txt", duration=1.0), *solving("true")[1:]]
@@ -73,7 +73,7 @@ def test_only_containers_of_dead_runs_are_removed() -> None:
     run_directory(alive)
     containers = {label: start(label) for label in (dead, alive)}
     try:
-        remove_labelled(keep=living_labels())
+        remove_dead(keep=living_labels())
         assert labelled(dead) == [] and len(labelled(alive)) == 1
     finally:
         subprocess.run(["docker", "rm", "--force", *containers.values()], capture_output=True, check=False)

@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert "[1/2] say-" in text and "/4 solved, 2.0 turns" in text
     assert "step 2/2" in text and "done: 2 steps in" in text and "held-out success:" in text
     assert str(bench.path) in text.splitlines()[-1]
+
+
+async def test_each_step_says_how_long_the_event_loop_was_held_up(tmp_path):
+    async def blocking(trial, policy):
+        time.sleep(0.3)  # noqa: ASYNC251 - what a trial must not do, and what the metric is there to show
+        return await say_a_token(trial, policy)
+
+    bench = Bench(tmp_path, play=blocking)
+    bench.source.eval = ()
+    await bench.go("max_steps=2", "group_size=2", "eval_every=0")
+    gaps = [line["time/max_event_loop_gap_s"] for line in bench.lines("metrics.jsonl") if line["step"] > 0]
+    assert len(gaps) == 2 and min(gaps) >= 0.2
 
 
 async def test_the_bandit_learns_to_say_three(tmp_path):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from src.envs.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.dockerfile import Copy, parse_dockerfile
 from src.envs.resource_limits import Limits
 from src.envs.run_directory import root_directory, run_directory, sweep
-from src.envs.sandbox import SandboxEnvironment, wants_network
+from src.envs.sandbox import Network, SandboxEnvironment, network_of
 from src.envs.skeleton import build_skeleton
 from src.errors import ConfigError, SandboxError
 
@@ -192,15 +193,27 @@ async def test_without_a_network_only_the_own_loopback_exists() -> None:
             assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"1\n"
 
 
-def test_only_an_explicit_public_network_mode_opens_the_network() -> None:
-    with pytest.warns(DeprecationWarning):
-        legacy = EnvironmentConfig(allow_internet=True)
-    assert [
-        wants_network(EnvironmentConfig()),
-        wants_network(EnvironmentConfig.model_validate({"network_mode": "no-network"})),
-        wants_network(EnvironmentConfig.model_validate({"network_mode": "public"})),
-        wants_network(legacy),
-    ] == [False, False, True, True]
+@pytest.mark.parametrize(
+    ("config", "given", "here", "lacking"),
+    [
+        ({}, False, Network.PUBLIC, Network.LACKING),
+        ({"network_mode": "no-network"}, False, Network.OFF, Network.OFF),
+        ({"network_mode": "public"}, False, Network.PUBLIC, Network.REFUSED),
+        ({"allow_internet": True}, False, Network.PUBLIC, Network.REFUSED),
+        ({"allow_internet": False}, False, Network.OFF, Network.OFF),
+        ({}, True, Network.PUBLIC, Network.REFUSED),
+        ({"network_mode": "no-network"}, True, Network.PUBLIC, Network.REFUSED),
+    ],
+)
+def test_a_task_has_harbors_default_network_unless_it_says_otherwise(
+    config: dict[str, object], given: bool, here: Network, lacking: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
+        parsed = EnvironmentConfig.model_validate(config)
+    for reason, expected in ((None, here), ("it needs a package", lacking)):
+        monkeypatch.setattr("src.envs.sandbox.why_no_network", lambda reason=reason: reason)
+        assert network_of(parsed, given=given) is expected
 
 
 async def test_limits_hold() -> None:

@@ -1,0 +1,237 @@
+"""Which commands a shell script runs, and which of them need the network or a package: commands, not words.
+
+A small lexer: quotes, escapes, comments, here-documents, substitutions, redirections and separators. It does not expand variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
+KEYWORDS = frozenset({"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "done", "fi"})
+WRAPPERS = frozenset({"sudo", "env", "exec", "command", "nice", "nohup", "timeout", "xargs", "eval", "stdbuf", "retry"})
+INFORMATION = frozenset({"--version", "--help", "-V"})
+LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
+ADDRESS = re.compile(r"://|\w\.\w")
+REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
+INSTALLERS = {  # program -> what it does over the network; an empty set means whatever it is asked
+    "curl": frozenset[str](),
+    "wget": frozenset[str](),
+    "uvx": frozenset[str](),
+    "npx": frozenset[str](),
+    "pip": frozenset({"install", "download"}),
+    "pipx": frozenset({"install", "run"}),
+    "uv": frozenset({"add", "sync", "pip", "tool", "python"}),
+    "npm": frozenset({"install", "i", "ci", "add"}),
+    "pnpm": frozenset({"install", "i", "add"}),
+    "yarn": frozenset({"install", "add"}),
+    "gem": frozenset({"install"}),
+    "cargo": frozenset({"install", "fetch"}),
+    "go": frozenset({"get", "install"}),
+    "conda": frozenset({"install", "create"}),
+    "mamba": frozenset({"install", "create"}),
+    "git": frozenset({"clone", "fetch", "pull"}),
+}
+
+
+def commands(script: str) -> list[list[str]]:
+    """The simple commands of a script, each as its words, without assignments, keywords and programs that only run another one.
+
+    >>> commands("cd /app && A=1 sudo -E pip install 'a b'  # wget\\necho \\"curl $(uname -s)\\"")
+    [['cd', '/app'], ['pip', 'install', 'a b'], ['uname', '-s'], ['echo', 'curl ']]
+    """
+    lexer = _Lexer(script)
+    lexer.run()
+    return lexer.found
+
+
+def needs_network(words: Sequence[str]) -> str | None:
+    """The words of a command that plainly reaches the network, else None."""
+    program, *arguments = words
+    program = program.rpartition("/")[2]
+    if re.fullmatch(r"python[\d.]*", program) and arguments[:1] == ["-m"]:
+        program, *arguments = arguments[1:] or [""]
+    program = re.sub(r"^pip[\d.]+$", "pip", program)
+    verbs = INSTALLERS.get(program)
+    plain = [argument for argument in arguments if not argument.startswith("-")]
+    if verbs is None or not plain or set(arguments) & INFORMATION:
+        return None
+    if verbs and plain[0] not in verbs:
+        return None
+    if "--no-index" in arguments or "--offline" in arguments:
+        return None
+    if program in ("curl", "wget") and (
+        any(LOCAL.match(argument) for argument in plain) or not any(ADDRESS.search(argument) for argument in plain)
+    ):
+        return None
+    if program == "git" and plain[0] == "clone" and not any(REMOTE.match(argument) or "$" in argument for argument in plain):
+        return None
+    return f"{program} {plain[0]}" if verbs else program
+
+
+def apt_packages(words: Sequence[str]) -> list[str]:
+    """The packages that a command installs with apt."""
+    program, *arguments = words
+    plain = [argument for argument in arguments if not argument.startswith("-")]
+    return plain[1:] if program.rpartition("/")[2] in ("apt", "apt-get") and plain[:1] == ["install"] else []
+
+
+class _Lexer:
+    def __init__(self, script: str) -> None:
+        self.found: list[list[str]] = []
+        self._text = script
+        self._at = 0
+        self._word: str | None = None  # None: between two words
+        self._words: list[str] = []
+        self._is_target = False  # the next word is where a redirection goes
+        self._here: list[tuple[str, bool]] = []  # the ends of the here-documents of this line; whether a shell reads them
+
+    def run(self) -> None:
+        while self._at < len(self._text):
+            self._step(self._text[self._at])
+        self._end_command()
+
+    def _step(self, char: str) -> None:
+        text, at = self._text, self._at
+        if char == "\\":
+            self._at += 2
+            if text[at + 1 : at + 2] != "\n":
+                self._add(text[at + 1 : at + 2])
+        elif char == "'":
+            end = _find(text, "'", at + 1)
+            self._add(text[at + 1 : end])
+            self._at = end + 1
+        elif char == '"':
+            self._at += 1
+            self._add("")
+            self._double_quoted()
+        elif text.startswith("$(", at) or char == "`":
+            self._add("")
+            self._substitution()
+        elif char == "#" and self._word is None:
+            self._at = _find(text, "\n", at)
+        elif char in " \t\r":
+            self._end_word()
+            self._at += 1
+        elif char in "<>":
+            self._redirection()
+        elif char in ";&|()\n":
+            self._end_command()
+            self._at += 1
+            if char == "\n":
+                self._here_documents()
+        else:
+            self._add(char)
+            self._at += 1
+
+    def _add(self, piece: str) -> None:
+        self._word = (self._word or "") + piece
+
+    def _end_word(self) -> None:
+        if self._word is not None and not self._is_target:
+            self._words.append(self._word)
+        if self._word is not None:
+            self._is_target = False
+        self._word = None
+
+    def _end_command(self) -> None:
+        self._end_word()
+        self._is_target = False
+        words = list(_stripped(self._words))
+        self._words = []
+        if not words:
+            return
+        if words[0].rpartition("/")[2] in SHELLS and (script := _inline_script(words)) is not None:
+            self.found += commands(script)
+        else:
+            self.found.append(words)
+
+    def _double_quoted(self) -> None:
+        text = self._text
+        while self._at < len(text) and (char := text[self._at]) != '"':
+            if char == "\\":
+                self._add(text[self._at + 1 : self._at + 2])
+                self._at += 2
+            elif text.startswith("$(", self._at) or char == "`":
+                self._substitution()
+            else:
+                self._add(char)
+                self._at += 1
+        self._at += 1
+
+    def _substitution(self) -> None:
+        """$(commands), `commands` or $((arithmetic)), from where the lexer stands to its end."""
+        text, start = self._text, self._at
+        if text[start] == "`":
+            end = _find(text, "`", start + 1)
+            self.found += commands(text[start + 1 : end])
+            self._at = end + 1
+            return
+        depth, at = 0, start + 1
+        while at < len(text):
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+            if depth == 0:
+                break
+        if not text.startswith("$((", start):
+            self.found += commands(text[start + 2 : at - 1])
+        self._at = at
+
+    def _redirection(self) -> None:
+        if self._word is not None and self._word.isdigit():
+            self._word = None
+        self._end_word()
+        match = re.compile(r"<<<|<<-?|>>|[<>]&\d*-?|<>|>\||[<>]").match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+        if match.group() in ("<<", "<<-"):
+            if marker := re.compile(r"\s*(['\"\\]?)([\w.-]+)['\"]?").match(self._text, self._at):
+                is_script = bool(self._words) and [*_stripped(self._words), ""][0].rpartition("/")[2] in SHELLS
+                self._here.append((marker.group(2), is_script))
+                self._at = marker.end()
+        elif not re.fullmatch(r"[<>]&[\d-]+", match.group()):
+            self._is_target = True
+
+    def _here_documents(self) -> None:
+        for marker, is_script in self._here:
+            end = re.compile(rf"^[ \t]*{re.escape(marker)}[ \t]*$", re.MULTILINE).search(self._text, self._at)
+            body = self._text[self._at : end.start() if end else len(self._text)]
+            if is_script:
+                self.found += commands(body)
+            self._at = end.end() if end else len(self._text)
+        self._here = []
+
+
+def _stripped(words: Sequence[str]) -> Iterator[str]:
+    """The words from the program on."""
+    left = list(words)
+    while left:
+        name = left[0].rpartition("/")[2]
+        if re.match(r"[A-Za-z_]\w*\+?=", left[0]) or left[0] in KEYWORDS:
+            left = left[1:]
+        elif name == "command" and left[1:2] in (["-v"], ["-V"]):
+            break
+        elif name in WRAPPERS and len(left) > 1:
+            left = left[1:]
+            while left and (left[0].startswith("-") or (name in ("timeout", "nice", "retry") and re.fullmatch(r"[\d.]+[smhd]?", left[0]))):
+                left = left[1:]
+        else:
+            break
+    yield from left
+
+
+def _inline_script(words: Sequence[str]) -> str | None:
+    """What `bash -ec 'script'` runs."""
+    for position, word in enumerate(words[1:], start=1):
+        if re.fullmatch(r"-\w*c", word):
+            return words[position + 1] if len(words) > position + 1 else None
+        if not word.startswith("-"):
+            return None
+    return None
+
+
+def _find(text: str, what: str, start: int) -> int:
+    """Where it is, or the end of the text."""
+    found = text.find(what, start)
+    return len(text) if found < 0 else found

@@ -1,0 +1,296 @@
+"""What an agent leaves in its machine is collected within bounds, off the event loop, and never changes its grade."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
+from src.config import TrainerConfig
+from src.envs.bubblewrap import why_no_sandbox
+from src.envs.harbor import HarborTasks, load_harbor, open_harbor
+from src.envs.sandbox import SandboxEnvironment
+from src.envs.transfer import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, Allowance, BoundedFile, ChunkReader, unpack
+from src.envs.trial_folder import JobsQuota, bound
+from src.event_loop import GapMeter
+from src.trajectory import Trajectory
+from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
+from tests.fakes.tokenizer import byte_chat
+
+REASON = why_no_sandbox()
+needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+
+HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
+LABEL = f"test-collection-{os.getpid()}"
+LONGEST_GAP_S = 5.0  # unpacking 20,000 files on the event loop takes several times as long as everything else a gap may come from
+
+
+@asynccontextmanager
+async def environment(tmp_path: Path) -> AsyncIterator[SandboxEnvironment]:
+    directory = tmp_path / "environment"
+    directory.mkdir()
+    (directory / "Dockerfile").write_text("FROM debian\nWORKDIR /app\n")
+    paths = TrialPaths(trial_dir=tmp_path / "trial")
+    paths.mkdir()
+    made = SandboxEnvironment(
+        environment_dir=directory,
+        environment_name="task",
+        session_id="task__env",
+        trial_paths=paths,
+        task_env_config=EnvironmentConfig.model_validate({"network_mode": "no-network"}),
+        run_label=LABEL,
+    )
+    try:
+        await made.start(force_build=False)
+        yield made
+    finally:
+        await made.stop(delete=True)
+
+
+def everything_below(folder: Path) -> list[Path]:
+    return [Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in everything_below(folder))
+
+
+def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
+    """A tar file of regular files, of directories where there is no content, and of whatever else is given."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in members:
+            member = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if content is None:
+                member.type = tarfile.DIRTYPE
+            data = content if isinstance(content, bytes) else b""
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    packed.seek(0)
+    return packed
+
+
+def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = tarfile.SYMTYPE, target
+    return name, member
+
+
+def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
+    files = [(f"f{number}", b"x" * 10) for number in range(100)]
+    left = Allowance(files=30, size=1000)
+    assert not unpack(archive(*files), tmp_path / "few", left)
+    assert len(everything_below(tmp_path / "few")) == 30 and left == Allowance(files=0, size=700)
+    assert not unpack(archive(*files), tmp_path / "small", Allowance(files=1000, size=55))
+    assert sum(path.stat().st_size for path in everything_below(tmp_path / "small")) == 55
+    assert (tmp_path / "small" / "f5.cut").is_file() and not (tmp_path / "small" / "f5").exists()
+    assert unpack(archive(*files), tmp_path / "all", Allowance())
+    assert len(everything_below(tmp_path / "all")) == 100
+
+
+def test_a_reward_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    assert unpack(archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", Allowance(files=1, size=0))
+    assert (tmp_path / "a" / "reward.json").read_bytes() == b'{"reward": 1}'
+    cut = io.BytesIO(archive(("./reward.txt", b"0.125" * 200)).getvalue()[:700])
+    assert not unpack(cut, tmp_path / "b", Allowance())
+    assert not (tmp_path / "b" / "reward.txt").exists()
+
+
+def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "trajectory.json").write_text("Harbor's own")
+    deep = "/".join("d" * (MAX_DEPTH + 1))
+    unpack(
+        archive(link("out", "/etc"), ("out/planted", b"x"), ("../outside", b"x"), (deep, b"x"), ("trajectory.json", b"x"), ("good", b"x")),
+        target,
+        Allowance(),
+    )
+    assert not any(path.is_symlink() for path in everything_below(target))
+    assert not (tmp_path / "outside").exists() and not (target / deep).exists()
+    assert (target / "trajectory.json").read_text() == "Harbor's own"
+    assert (target / "good").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("cut", [100, 513, 1025])
+def test_a_broken_archive_is_an_incomplete_one(tmp_path: Path, cut: int) -> None:
+    packed = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
+    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", Allowance())
+
+
+def test_an_endless_stream_ends_at_the_limit() -> None:
+    def endless() -> object:
+        while True:
+            yield b"\0" * 2**16
+
+    reader = ChunkReader(iter(endless()), 2**20)  # type: ignore[call-overload]
+    assert sum(len(piece) for piece in iter(lambda: reader.read(2**16), b"")) == 2**20
+    assert reader.was_cut
+    with BoundedFile(1000) as file:
+        for _ in range(100):
+            file.write(b"x" * 300)
+        assert (file.tell(), file.was_cut) == (1000, True)
+
+
+def block(seconds: float) -> None:
+    """What a coroutine must not do: hold up the event loop."""
+    time.sleep(seconds)
+
+
+async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
+    async with GapMeter(period_s=0.01) as gaps:
+        block(0.3)
+        assert gaps.take() >= 0.2
+        block(0.3)
+        await asyncio.sleep(0.02)  # the timer sees it
+        assert gaps.take() >= 0.2
+        assert gaps.take() < 0.2
+
+
+@needs_sandbox
+async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path) -> None:
+    turns = 0
+
+    async def neighbour() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    async with environment(tmp_path) as made:
+        await made.exec("mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz")
+        working = asyncio.create_task(neighbour())
+        async with GapMeter() as gaps:
+            await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+            await made.upload_dir(tmp_path / "trial" / "agent", "/logs/again")
+            longest = gaps.take()
+        working.cancel()
+        assert turns > 20 and longest < LONGEST_GAP_S, (turns, longest)
+    print(f"{turns} turns, longest gap {longest:.3f} s")
+    assert len(everything_below(tmp_path / "trial" / "agent")) <= MAX_FILES
+    assert "/logs/agent: cut at" in (tmp_path / "trial" / NOTE).read_text()
+
+
+@needs_sandbox
+async def test_a_sparse_file_and_deep_directories_cost_no_more_than_the_bounds(tmp_path: Path) -> None:
+    async with environment(tmp_path) as made:
+        make = "mkdir -p /logs/agent && cd /logs/agent && truncate -s 3G sparse && echo ok > a && "
+        make += "for i in $(seq 1 300); do mkdir d && cd d; done && echo deep > file"
+        assert (await made.exec(make)).return_code == 0
+        for number in range(6):
+            await made.download_dir("/logs/agent", tmp_path / "trial" / str(number))
+        with pytest.raises(RuntimeError, match="larger than what may be collected"):
+            await made.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
+    assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
+    assert max(len(path.relative_to(tmp_path / "trial").parts) for path in everything_below(tmp_path / "trial")) <= MAX_DEPTH + 1
+
+
+@needs_sandbox
+async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_files(tmp_path: Path) -> None:
+    async with environment(tmp_path) as made:
+        await made.exec("mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && chmod 640 small")
+        await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+        (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
+        await made.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
+        shown = await made.exec("cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json")
+        assert shown.stdout == "big\nsmall\ntrajectory.json\n41943040 644\n4 640\nHarbor's own"
+
+
+@needs_sandbox
+async def test_a_reward_arrives_whatever_else_the_verifier_left(tmp_path: Path) -> None:
+    async with environment(tmp_path) as made:
+        await made.exec("mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | xargs touch")
+        await made.exec("echo 1 > /logs/verifier/reward.txt")
+        await made.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
+    assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
+
+
+def source(**options: object) -> HarborTasks:
+    defaults = {"environment_type": "sandbox", "max_turns": 8, "enable_summarize": False, "eval_split": 0.0}
+    return open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(HELLO), **{**defaults, **options}), byte_chat())
+
+
+async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: float = 0.3) -> Trajectory:
+    policy = ScriptedPolicy(byte_chat(), {"": [answer(*commands, duration=duration), *solving("true")[1:]]})
+    outcome = await tasks.trial(tasks.train[0], directory=directory, seed=1, temperature=1.0).run(policy)
+    assert isinstance(outcome, Trajectory), outcome
+    return outcome
+
+
+@needs_sandbox
+async def test_an_agent_that_hoards_files_is_graded_as_any_other_and_keeps_little(tmp_path: Path) -> None:
+    hoard = "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p /logs/artifacts; cp big /logs/artifacts"
+    outcome = await play(source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0)
+    assert outcome.reward == 1.0
+    assert outcome.metrics["files_left_out"] == 1.0
+    (folder,) = (tmp_path / "jobs" / "step_000001").iterdir()
+    assert len(everything_below(folder)) <= MAX_FILES and size_of(folder) <= MAX_BYTES + 4096 * MAX_FILES
+    assert (folder / "result.json").is_file() and "cut at" in (folder / NOTE).read_text()
+
+
+@needs_sandbox
+async def test_past_the_quota_of_a_run_trials_keep_their_results(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tasks = source(jobs_quota_gb=2 / 1024)
+    commands = ("echo hello > /app/hello.txt", "head -c 1500000 /dev/urandom > /logs/agent/noise")
+    outcomes = [await play(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 1.0]
+    assert [outcome.metrics["essential_files_only"] for outcome in outcomes] == [0.0, 1.0, 1.0]
+    folders = {path.parent.parent.name: path for path in (tmp_path / "jobs").rglob("noise")}
+    assert list(folders) == [outcomes[0].trial_name]
+    for outcome in outcomes:
+        assert (tmp_path / "jobs" / "step_000001" / outcome.trial_name / "result.json").is_file()
+    assert sum("jobs_quota_gb" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("x")
+    folder = tmp_path / "jobs" / "trial"
+    (folder / "agent" / "deep").mkdir(parents=True)
+    (folder / "agent" / "link").symlink_to(outside)
+    (folder / "verifier").symlink_to(outside)
+    os.mkfifo(folder / "agent" / "pipe")
+    for number in range(50):
+        (folder / "agent" / "deep" / f"{number}").touch()
+    (folder / "result.json").write_text("{}")
+    with (folder / "agent" / "sparse").open("wb") as file:
+        file.truncate(2**33)
+    assert not bound(folder, files=20, size=2**20).is_whole
+    left = everything_below(folder)
+    assert len(left) <= 21 and (folder / "result.json").is_file()
+    assert not any(path.is_symlink() or path.is_fifo() for path in left) and not (folder / "agent" / "sparse").exists()
+    assert (outside / "kept").read_text() == "x"
+
+
+def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
+    old, new = (tmp_path / "jobs" / "step_1" / name for name in ("old", "new"))
+    for folder in (old, new):
+        (folder / "agent").mkdir(parents=True)
+        (folder / "agent" / "log").write_bytes(b"x" * 600)
+        (folder / "result.json").write_text("{}")
+    kept = JobsQuota(limit=1000).settle(new)
+    assert kept.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
+    assert (old / "agent" / "log").is_file()
+
+
+@pytest.mark.parametrize(
+    "output", ["x" * 20_001, "é" * 30_000, "中" * 9_999 + "ab" * 9_999, "a" + "😀" * 12_345, "short", "y" * 10_000, "z" * 15_000]
+)
+def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
+    load_harbor()  # quietly, before anything imports it
+    from harbor.agents.terminus_2.terminus_2 import Terminus2
+
+    from src.envs.harbor_agent import TrainingTerminus2
+
+    agent = TrainingTerminus2.__new__(TrainingTerminus2)
+    assert agent._limit_output_length(output) == Terminus2._limit_output_length(agent, output)

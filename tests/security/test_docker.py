@@ -1,0 +1,285 @@
+"""On a real Docker engine: an agent reaches no host file, costs no more than the bounds, and a killed trainer leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from docker.errors import NotFound
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.config import ServiceVolumeConfig
+from harbor.models.trial.paths import TrialPaths
+
+from src.envs.cleanup import main as cleanup
+from src.envs.containers import MAX_OUTPUT_BYTES, ContainerEnvironment
+from src.envs.docker import (
+    OWNER_LABEL,
+    PROCESS_LABEL,
+    PROJECT_LABEL,
+    RUN_LABEL,
+    engine,
+    process_name,
+    remove_dead,
+    run_labels,
+    why_no_engine,
+)
+from src.envs.run_directory import living_labels
+from src.envs.transfer import MAX_FILES, NOTE
+from src.errors import SandboxError
+from src.event_loop import GapMeter
+
+BASE_IMAGE = "debian:bookworm-slim"
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = f"""
+services:
+  main:
+    networks: [default, inner]
+    volumes: ["data:/data"]
+  database:
+    image: {BASE_IMAGE}
+    command: ["sleep", "infinity"]
+    networks: [inner]
+networks:
+  inner:
+    internal: true
+volumes:
+  data: {{}}
+"""
+
+
+def why_not() -> str | None:
+    if reason := why_no_engine():
+        return reason
+    with engine(timeout_s=20) as client:
+        try:
+            client.images.get(BASE_IMAGE)
+        except NotFound:
+            return f"the image {BASE_IMAGE} is not there"
+    return None
+
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no container here: {REASON}")
+
+
+def made(tmp_path: Path, name: str, *, label: str, compose: str | None = None) -> ContainerEnvironment:
+    directory = tmp_path / "environment"
+    directory.mkdir(exist_ok=True)
+    if compose:
+        (directory / "docker-compose.yaml").write_text(compose)
+    paths = TrialPaths(trial_dir=tmp_path / "trial")
+    paths.mkdir()
+    mounts: list[ServiceVolumeConfig] = [
+        {"type": "bind", "source": str(folder), "target": f"/logs/{target}"}
+        for folder, target in ((paths.agent_dir, "agent"), (paths.verifier_dir, "verifier"))
+    ]
+    return ContainerEnvironment(
+        environment_dir=directory,
+        environment_name="task",
+        session_id=name,
+        trial_paths=paths,
+        task_env_config=EnvironmentConfig(docker_image=BASE_IMAGE),
+        mounts=mounts,
+        run_label=label,
+    )
+
+
+@asynccontextmanager
+async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
+    one = made(tmp_path, f"test-{secrets.token_hex(4)}", label=f"test-docker-{os.getpid()}")
+    try:
+        await one.start(force_build=False)
+        yield one
+    finally:
+        await one.stop(delete=True)
+
+
+def everything_below(folder: Path) -> list[Path]:
+    return [Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
+def of_project(project: str) -> set[str]:
+    """The names of what there is of a compose project."""
+    filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
+    with engine(timeout_s=20) as client:
+        found = [
+            *client.containers.list(all=True, filters=filters),
+            *client.networks.list(filters=filters),
+            *client.volumes.list(filters=filters),
+        ]
+        return {str(one.name) for one in found}
+
+
+async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_host_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of the host")
+    async with environment(tmp_path) as one:
+        hoard = (
+            f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && truncate -s 10G sparse && echo ok > 0"
+        )
+        assert (await one.exec(hoard)).return_code == 0
+        assert everything_below(tmp_path / "trial" / "agent") == []  # nothing of the host is mounted
+        verifier = f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > reward.txt"
+        assert (await one.exec(verifier)).return_code == 0
+        turns = 0
+
+        async def neighbour() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        working = asyncio.create_task(neighbour())
+        async with GapMeter() as gaps:
+            await one.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+            await one.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
+            longest = gaps.take()
+        working.cancel()
+        assert turns > 20 and longest < 5, (turns, longest)
+        with pytest.raises(SandboxError, match="cannot download"):
+            await one.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
+        with pytest.raises(SandboxError, match="cannot download"):
+            await one.download_file("/logs/agent/link", tmp_path / "trial" / "link")
+        (tmp_path / "trial" / "verifier" / "host.txt").write_text("of Harbor")
+        await one.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
+        assert (await one.exec("cd /logs/verifier && ls && stat -c %s aaa")).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
+        with pytest.raises(SandboxError, match="cannot download /nowhere"):
+            await one.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
+    left = everything_below(tmp_path / "trial")
+    assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
+    assert len(left) <= MAX_FILES and sum(path.lstat().st_size for path in left) < 40 * 2**20
+    assert not any(path.is_symlink() or path.is_fifo() for path in left)
+    note = (tmp_path / "trial" / NOTE).read_text()
+    assert "/logs/agent: cut at" in note and "/logs/verifier: cut at" in note
+
+
+async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:
+    async with environment(tmp_path) as one:
+        shown = await one.exec("head -c 50M /dev/zero | tr '\\0' x; exit 3")
+        assert (len(shown.stdout or ""), shown.return_code) == (MAX_OUTPUT_BYTES, 3)
+        with pytest.raises(RuntimeError, match="timed out"):
+            await one.exec("sleep 60", timeout_sec=1)
+
+
+SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from tests.security.test_docker import COMPOSE, made
+
+async def main(place, name):
+    one = made(Path(place), name, label=f"test-killed-{name}", compose=COMPOSE)
+    await one.start(force_build=False)
+    await one.exec("echo x > /data/x")
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_kill_9_of_a_trainer_leaves_nothing_once_it_was_cleaned_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"killed-{secrets.token_hex(4)}"
+    elsewhere = tmp_path / "elsewhere"  # another TMPDIR: what is locked there is not seen here
+    elsewhere.mkdir()
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), name], cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(elsewhere)}
+    )
+    try:
+        with neighbours() as gone:
+            assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
+            before = of_project(name)
+            assert {f"{name}-main-1", f"{name}-database-1", f"{name}_default", f"{name}_inner", f"{name}_data"} <= before
+            cleanup()
+            assert of_project(name) == before, "a living run with another TMPDIR was touched"
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait()
+            capsys.readouterr()
+            assert cleanup() == 0
+            told = capsys.readouterr().out
+            assert of_project(name) == set()
+            assert all(f" {thing}\n" in told for thing in before), told
+            cleanup()
+            assert not any(thing in capsys.readouterr().out for thing in before)
+            assert gone() == set()
+    finally:
+        trainer.kill()
+        trainer.wait()
+        assert trainer.stdout is not None
+        trainer.stdout.close()
+
+
+@contextmanager
+def neighbours() -> Iterator[Callable[[], set[str]]]:
+    """A container, a network and a volume that are not ours; gives the names of those that are gone."""
+    project = f"neighbour-{secrets.token_hex(4)}"
+    labels = {PROJECT_LABEL: project}
+    names = {f"{project}-{kind}" for kind in ("network", "volume", "container")}
+    with engine(timeout_s=60) as client:
+        network = client.networks.create(f"{project}-network", labels=labels)
+        volume = client.volumes.create(f"{project}-volume", labels=labels)
+        container = client.containers.create(BASE_IMAGE, ["true"], name=f"{project}-container", network=network.name, labels=labels)
+        try:
+            yield lambda: names - of_project(project)
+        finally:
+            container.remove(force=True)
+            network.remove()
+            volume.remove()
+
+
+def dead_labels(run: str) -> dict[str, str]:
+    """Of a run whose process is gone."""
+    ended = subprocess.Popen(["true"])
+    name = process_name(ended.pid)
+    ended.wait()
+    return {RUN_LABEL: run, OWNER_LABEL: str(os.getuid()), PROCESS_LABEL: name}
+
+
+def test_a_trainer_killed_before_its_first_container_leaves_no_network() -> None:
+    project = f"early-{secrets.token_hex(4)}"
+    with engine(timeout_s=60) as client:
+        client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
+        client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
+    cleaned = remove_dead(keep=living_labels())
+    assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
+    assert of_project(project) == set()
+
+
+def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed() -> None:
+    project = f"busy-{secrets.token_hex(4)}"
+    with engine(timeout_s=60) as client:
+        network = client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
+        foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
+        try:
+            cleaned = remove_dead(keep=living_labels())
+            assert not any(project in line for line in cleaned.removed)
+            (line,) = [line for line in cleaned.failed if project in line]
+            assert "active endpoints" in line
+        finally:
+            foreign.remove(force=True)
+            network.remove()
+
+
+def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
+    away, alive = (f"{name}-{secrets.token_hex(4)}" for name in ("away", "alive"))
+    with engine(timeout_s=60) as client:
+        networks = [
+            client.networks.create(away, labels={**run_labels(away), PROCESS_LABEL: "another-host:1:1"}),
+            client.networks.create(alive, labels=run_labels(alive)),
+        ]
+        try:
+            cleaned = remove_dead(keep=living_labels())
+            for network in networks:
+                network.reload()
+            assert [line for line in cleaned.left_alone if away in line] == [f"network {away}: its trainer ran on the host another-host"]
+            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.left_alone))
+        finally:
+            for network in networks:
+                network.remove()
