@@ -78,13 +78,14 @@ class HarborTasks:
     ) -> None:
         """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
         load_harbor()
-        from src.envs import task_folders
+        from src.envs import grading, task_folders
 
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
+        given, option = grading.take_option(settings.environment_kwargs)
         self._environment = trial_environment(
-            self.environment_type, settings.environment_kwargs, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
+            self.environment_type, given, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
         )
         check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
@@ -103,6 +104,7 @@ class HarborTasks:
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         self._refuse_long_tasks()
+        self._grading = grading.tell_choices([*self.train, *self.eval], option)
         clean()
 
     def _refuse_long_tasks(self) -> None:
@@ -125,6 +127,7 @@ class HarborTasks:
             settings=self.settings,
             chat=self._chat,
             environment=self._environment,
+            grading=self._grading[task.path],
             directory=directory,
             seed=seed,
             temperature=temperature,
