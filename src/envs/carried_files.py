@@ -167,7 +167,7 @@ class CleanArchive:
     """An archive that holds nothing but what the rules take. Blocking: fill it in a thread."""
 
     def __init__(self, target: IO[bytes], rules: CarryRules, changes: Changes) -> None:
-        self._archive = tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape")
+        self._archive = tarfile.TarFile(fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape")
         self._rules = rules
         self._changes = changes
         self._links = set(changes.symlinks)

@@ -135,7 +135,9 @@ class DockerFiles:
             except APIError as error:
                 if error.is_server_error() and _is_full(error):
                     raise
-                raise AgentFault(ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be laid down again: {error.explanation}") from error
+                raise AgentFault(
+                    ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be laid down again: {error.explanation}"
+                ) from error
 
 
 def compose_project(session_id: str) -> str:

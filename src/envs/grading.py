@@ -12,16 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -39,130 +34,19 @@ from harbor.verifier.verifier import Verifier
 
 from src.envs.carried_files import STARTUP, AgentFault, Changes
 from src.envs.docker_files import DockerFiles, why_no_files
+from src.envs.grading_choice import Choice, Way
 from src.envs.sandbox import SandboxEnvironment
 from src.envs.sandbox_files import SandboxFiles
-from src.errors import ConfigError, SandboxError
-from src.record.durable import replace_text
+from src.errors import SandboxError
 from src.rewards.verifier import score
-from src.trajectory import Task, ZeroReason
+from src.trajectory import ZeroReason
 
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "grading.json"
 STOP_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 30
 VERIFIER_REASONS = (ZeroReason.VERIFIER_TIMEOUT, ZeroReason.NO_REWARD, ZeroReason.UNREADABLE_REWARD, ZeroReason.VERIFIER_ERROR)
 MIN_FREE_BYTES = 64 * 2**20  # with less room the host's disk counts as full
-
-
-class Way(StrEnum):
-    FRESH = "fresh"
-    IN_PLACE = "in_place"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """How one task's trials are graded."""
-
-    way: Way = Way.FRESH
-    keep_processes: bool = False  # in place: the verifier needs what the agent left running
-    is_recorded: bool = False  # validate saw that the task's verifier works
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradingOption:
-    """What `environment_kwargs` says about grading; without `choice` it is each task's record."""
-
-    choice: Choice | None = None
-
-    def of(self, task: Task) -> Choice:
-        return self.choice or recorded_choice(task) or Choice()
-
-
-def take_option(given: Mapping[str, str]) -> tuple[dict[str, str], GradingOption]:
-    """`environment_kwargs` without what concerns grading, and that.
-
-    >>> take_option({"memory_mb": "512", "keep_processes": "true"})[1].choice
-    Choice(way=<Way.IN_PLACE: 'in_place'>, keep_processes=True)
-    """
-    rest = dict(given)
-    way, keep = rest.pop("grading", "recorded"), rest.pop("keep_processes", "false")
-    if way not in ("recorded", *Way):
-        raise ConfigError(f"environment_kwargs grading={way} is none of fresh, in_place, recorded")
-    if keep.lower() not in ("true", "false"):
-        raise ConfigError(f"environment_kwargs keep_processes={keep} is neither true nor false")
-    keeps = keep.lower() == "true"
-    if keeps and way == Way.FRESH:
-        raise ConfigError("environment_kwargs keep_processes=true needs grading=in_place: a fresh environment has no processes of the agent")
-    if way == "recorded":
-        return rest, GradingOption(choice=Choice(way=Way.IN_PLACE, keep_processes=True) if keeps else None)
-    return rest, GradingOption(choice=Choice(way=Way(way), keep_processes=keeps))
-
-
-# -- records ---------------------------------------------------------------------------------------------------------------------------
-
-
-def task_checksum(folder: Path) -> str:
-    """Of all files of a task folder but a record of grading."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / RECORD_NAME:
-            name = path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
-            content = path.read_bytes()
-            digest.update(b"%d %s %d %d " % (len(name), name, len(content), path.stat().st_mode & 0o111) + content)
-    return digest.hexdigest()
-
-
-def write_records(directory: Path, choices: Mapping[Task, Choice]) -> Path:
-    """Adds what `validate` found to the record of a folder of tasks; its path."""
-    path = directory / RECORD_NAME
-    records = _records(path)
-    for task, choice in choices.items():
-        own = {"checksum": task_checksum(task.path), "grading": choice.way.value, "keep_processes": choice.keep_processes}
-        records = {**records, task.path.name: own}
-    replace_text(path, json.dumps(records, indent=2, sort_keys=True) + "\n")
-    return path
-
-
-def recorded_choice(task: Task) -> Choice | None:
-    """None without a record, or, with a warning, where the task has changed since."""
-    for path in (task.path.parent / RECORD_NAME, task.path / RECORD_NAME):
-        record = _records(path).get(task.path.name)
-        if record is None:
-            continue
-        if not isinstance(record, dict) or record.get("checksum") != task_checksum(task.path):
-            logger.warning("%s: the task has changed since it was recorded in %s; run src.envs.validate again", task.id, path)
-            return None
-        try:
-            way = Way(record.get("grading"))
-        except ValueError:
-            raise ConfigError(f"{path}: {task.path.name}: grading is neither fresh nor in_place; run src.envs.validate again") from None
-        return Choice(way=way, keep_processes=record.get("keep_processes") is True, is_recorded=True)
-    return None
-
-
-def tell_choices(tasks: Iterable[Task], option: GradingOption) -> dict[Path, Choice]:
-    """The choice for each task's folder, and one line in the log with the counts."""
-    choices = {task.path: option.of(task) for task in tasks}
-    counts = Counter(choice.way for choice in choices.values())
-    whence = "records of validate; without one: fresh" if option.choice is None else "environment_kwargs"
-    logger.info("grading: %d tasks in a fresh environment, %d in place (%s)", counts[Way.FRESH], counts[Way.IN_PLACE], whence)
-    return choices
-
-
-def _records(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        records = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); remove it and run src.envs.validate again") from error
-    if not isinstance(records, dict):
-        raise ConfigError(f"{path} is no record of grading; remove it and run src.envs.validate again")
-    return records
-
-
-# -- one trial -------------------------------------------------------------------------------------------------------------------------
 
 
 class AgentFiles(Protocol):
@@ -311,7 +195,9 @@ class Grading:
                 if verifies and not self._is_separate:
                     await self._verify_untouched(environment, paths)
             except Exception as error:  # whatever it is, it happens without the agent
-                logger.warning("%s: the task cannot be graded without an agent either: %s: %s", trial.task.name, type(error).__name__, error)
+                logger.warning(
+                    "%s: the task cannot be graded without an agent either: %s: %s", trial.task.name, type(error).__name__, error
+                )
                 return False
             finally:
                 for environment in self._started:
@@ -384,8 +270,6 @@ def _log_mounts(paths: TrialPaths, inside: EnvironmentPaths) -> list[ServiceVolu
         for host, place in pairs
     ]
 
-
-# -- in place --------------------------------------------------------------------------------------------------------------------------
 
 # Programs of `PATH` that stand before a system's program of the same name, and start-up files, if they changed since the agent started.
 CLEAN = """

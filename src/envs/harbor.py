@@ -19,6 +19,7 @@ from src.envs.base import Trial
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine, write_label_overlay
+from src.envs.grading_choice import take_option, tell_choices
 from src.envs.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.errors import ConfigError
@@ -78,12 +79,12 @@ class HarborTasks:
     ) -> None:
         """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
         load_harbor()
-        from src.envs import grading, task_folders
+        from src.envs import task_folders
 
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
-        given, option = grading.take_option(settings.environment_kwargs)
+        given, option = take_option(settings.environment_kwargs)
         self._environment = trial_environment(
             self.environment_type, given, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
         )
@@ -104,7 +105,7 @@ class HarborTasks:
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         self._refuse_long_tasks()
-        self._grading = grading.tell_choices([*self.train, *self.eval], option)
+        self._grading = tell_choices([*self.train, *self.eval], option, self.environment_type)
         clean()
 
     def _refuse_long_tasks(self) -> None:

@@ -14,7 +14,8 @@ from harbor.models.trial.result import TimingInfo, TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
 from src.chat import Chat
-from src.envs.grading import Choice, Grading, graded
+from src.envs.grading import Grading, graded
+from src.envs.grading_choice import Choice
 from src.envs.harbor import HarborSettings
 from src.envs.harbor_agent import Session, registered
 from src.errors import BackendError, SandboxError, VerifierError

@@ -37,7 +37,9 @@ class TrainingVerifier(Verifier):
         try:
             return await super().verify()
         except ValidationError as error:  # a reward file that is no mapping of names to numbers
-            raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"the verifier's rewards cannot be read: {error.error_count()} errors") from error
+            raise AgentFault(
+                ZeroReason.UNREADABLE_REWARD, f"the verifier's rewards cannot be read: {error.error_count()} errors"
+            ) from error
 
     @override
     def _parse_reward_text(self) -> dict[str, Any]:

@@ -1,0 +1,252 @@
+"""An agent cannot influence its grade but by its work, and cannot prevent its grading: whole trials by scripted agents in the sandbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from src.config import TrainerConfig
+from src.envs import carried_files
+from src.envs.bubblewrap import why_no_sandbox
+from src.envs.harbor import open_harbor
+from src.envs.run_directory import run_directory
+from src.trajectory import Trajectory, ZeroReason
+from tests.fakes.scripted_policy import ScriptedPolicy, answer
+from tests.fakes.tokenizer import byte_chat
+
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+
+TASK = '[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
+DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
+REWARD = "/logs/verifier/reward.txt"
+
+
+def graded_if(condition: str) -> str:
+    return f"cd /app; if {condition}; then echo 1; else echo 0; fi > {REWARD}"
+
+
+BY_CAT = graded_if('[ "$(cat /app/answer.txt)" = right ]')
+BY_TEST = graded_if('env test "$(< /app/answer.txt)" = right')
+BY_BASH = graded_if("""env bash -c '[ "$(cat /app/answer.txt)" = right ]'""")
+BY_LOGIN_SHELL = graded_if("""bash -lc '[ "$(cat /app/answer.txt)" = right ]'""")
+BY_INTERACTIVE_SHELL = graded_if("""bash -ic '[ "$(cat /app/answer.txt)" = right ]' 2>/dev/null""")
+BY_PYTHON = graded_if("""python3 -c 'import sys; sys.exit(open("/app/answer.txt").read() != "right")'""")
+BY_GIT = graded_if("git config --global --get answer.value")
+
+
+def seeing(*paths: str) -> str:
+    """A verifier that is taken in by any of the files."""
+    return graded_if(" || ".join(f"[ -e {path} ]" for path in paths))
+
+
+def task(folder: Path, test: str, *, dockerfile: str = DOCKERFILE, timeout: float = 30, files: Sequence[tuple[str, str]] = ()) -> Path:
+    for name in ("environment", "tests", "solution"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(TASK.format(timeout=timeout))
+    (folder / "instruction.md").write_text("Write right into /app/answer.txt.\n")
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+    (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nprintf right > /app/answer.txt\n")
+    for name, text in files:
+        (folder / name).write_text(text)
+    return folder
+
+
+async def play(tmp_path: Path, folder: Path, *commands: str, wait: float = 0.3, environment_type: str = "sandbox", **options: object):
+    settings = {"environment_type": environment_type, "max_turns": 6, "enable_summarize": False, "eval_split": 0.0, **options}
+    tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **settings), byte_chat())
+    script = [answer(*commands, duration=wait), answer(done=True), answer(done=True)]
+    policy = ScriptedPolicy(byte_chat(), {"": script})
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    left = {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    assert left <= {"lock", "skeleton", "labels.yaml"}, "an environment of this trial is left"
+    return outcome
+
+
+def shim(program: str, says: str = "echo right", directory: str = "/usr/local/bin") -> str:
+    return f"printf '#!/bin/sh\\n{says}\\n' > {directory}/{program}; chmod 755 {directory}/{program}"
+
+
+USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; echo "import os; os._exit(0)" > $site/'
+OTHER_PID_1 = r"""python3 - <<'END'
+import os, re
+for number in range(2000):
+    os.makedirs('/tmp/evilrequests', exist_ok=True)
+    for name in ('stdout', 'stderr', 'status'):
+        os.symlink(f'/.sandbox/requests/{number}.{name}', f'/tmp/evilrequests/{number}.{name}')
+    with open(f'/tmp/evilrequests/{number}.sh', 'w') as script:
+        script.write(f'. /.sandbox/requests/{number}.sh; test ! -d /logs/verifier || echo 1 > /logs/verifier/reward.txt\n')
+with open('/proc/1/mem', 'r+b', 0) as memory:
+    for line in open('/proc/1/maps'):
+        span, rights = line.split()[:2]
+        if rights.startswith('rw'):
+            start, end = (int(part, 16) for part in span.split('-'))
+            memory.seek(start)
+            content = memory.read(end - start)
+            for found in re.finditer(rb'/\.sandbox/requests/', content):
+                memory.seek(start + found.start())
+                memory.write(b'//tmp/evilrequests//'[:len(found.group())].ljust(len(found.group()), b'/'))
+END"""
+
+FORGERIES = {
+    "a cat of its own": (BY_CAT, shim("cat")),
+    "a test of its own": (BY_TEST, shim("test", "exit 0")),
+    "a bash of its own": (BY_BASH, shim("bash", "exit 0")),
+    "a python3 of its own": (BY_PYTHON, shim("python3", "exit 0")),
+    "usercustomize": (BY_PYTHON, f"{USER_SITE}usercustomize.py"),
+    "a .pth file": (BY_PYTHON, f"{USER_SITE}evil.pth"),
+    "sitecustomize of the system": (
+        BY_PYTHON,
+        'd=$(python3 -c "import sys; print([p for p in sys.path if p.startswith(\\"/usr/local\\")][0])" 2>/dev/null'
+        " || echo /usr/local/lib/python3/dist-packages); mkdir -p $d; echo 'import os; os._exit(0)' > $d/sitecustomize.py",
+    ),
+    "~/.bashrc": (BY_INTERACTIVE_SHELL, "echo 'cat() { echo right; }' >> /root/.bashrc"),
+    "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
+    "/etc/profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /etc/profile"),
+    "git's configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
+    "another home": (BY_LOGIN_SHELL, "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root"),
+    "ld.so.preload": (seeing("/etc/ld.so.preload"), "touch /etc/ld.so.preload"),
+    "the linker's cache": (
+        graded_if("[ -s /etc/ld.so.conf.d/evil.conf ]"),
+        "mkdir -p /etc/ld.so.conf.d; echo /e > /etc/ld.so.conf.d/evil.conf",
+    ),
+    "files for pytest": (seeing("/conftest.py", "/pytest.ini", "/root/conftest.py"), "touch /conftest.py /pytest.ini /root/conftest.py"),
+    "files beside the tests": (seeing("/tests/planted"), "mkdir -p /tests; touch /tests/planted"),
+    "a planted reward": ("true", f"mkdir -p /logs/verifier; echo 1 > {REWARD}"),
+    "a symlinked reward": (BY_CAT, f"echo 1 > /app/one; mkdir -p /logs/verifier; ln -sf /app/one {REWARD}"),
+    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+    "the memory of pid 1": (BY_CAT, OTHER_PID_1),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
+    test, attack = FORGERIES[name]
+    outcome = await play(tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=0.5)
+    if name == "a planted reward":  # its verifier writes none, with an agent or without
+        assert not isinstance(outcome, Trajectory)
+        return
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+
+
+async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
+    dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:$PATH\n"
+    folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools"))
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+    folder = task(tmp_path / "moved", BY_CAT, dockerfile=dockerfile)
+    attack = f"mkdir /app/own; {shim('cat', directory='/app/own')}; rm -rf /opt/tools; ln -s /app/own /opt/tools"
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
+HONEST = {
+    "a file where the agent works": ("printf right > /app/answer.txt", BY_CAT),
+    "files of the homes": (
+        "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > /home/user/deep/answer.txt",
+        graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
+    ),
+    "a deleted file and a deleted folder": ("rm -r /app/old.txt /app/folder", graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/folder ]")),
+    "a folder in place of a file": ("rm /app/old.txt; mkdir /app/old.txt", graded_if("[ -d /app/old.txt ]")),
+    "a file in place of a folder": ("rm -r /app/folder; touch /app/folder", graded_if("[ -f /app/folder ] && [ ! -s /app/folder ]")),
+    "symbolic links": (
+        "ln -s old.txt link; ln -s /nowhere broken",
+        graded_if("[ $(readlink link) = old.txt ] && [ $(readlink broken) = /nowhere ]"),
+    ),
+    "hard links": ("ln old.txt hard", graded_if("[ old.txt -ef hard ]")),
+    "modes": (
+        "chmod 741 old.txt; touch secret; chmod 000 secret; chmod 2750 folder",
+        graded_if('[ "$(stat -c %a old.txt secret folder | tr "\\n" " ")" = "741 0 2750 " ]'),
+    ),
+    "an empty folder": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
+    "times": ("touch -d 2001-02-03T04:05:06Z old.txt", graded_if("[ $(stat -c %Y old.txt) = 981173106 ]")),
+    "names of all kinds": (
+        "touch 'größe 日本' ' -rf' \"$(printf 'a\\nb')\" \"$(printf 'b\\377')\"",
+        graded_if("[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf 'b\\377')\" ]"),
+    ),
+    "a program, and files with the names of programs": (
+        "printf '#!/bin/sh\\necho right' > cat; chmod +x cat",
+        graded_if('[ "$(./cat)" = right ]'),
+    ),
+    "system settings": (
+        "echo '10.0.0.1 box' >> /etc/motd; echo x:x:7:7::/x:/bin/sh >> /etc/passwd",
+        graded_if("grep -q box /etc/motd && id x"),
+    ),
+    "an old modification time": ("printf right > answer.txt; touch -d 1999-01-01 answer.txt", BY_CAT),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -> None:
+    command, test = HONEST[name]
+    dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
+    outcome = await play(tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}")
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+
+
+RUNS_A_PROGRAM = f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"
+
+
+def program(text: str) -> str:
+    return f"printf '%s\\n' '{text}' > /app/run.sh"
+
+
+VOIDS = {
+    "its processes and itself killed": (RUNS_A_PROGRAM, "kill -9 -1", None),
+    "pid 1 without memory": (RUNS_A_PROGRAM, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
+    "pid 1 killed from inside": (RUNS_A_PROGRAM, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
+    "everything deleted": (RUNS_A_PROGRAM, "rm -rf --no-preserve-root / 2>/dev/null", None),
+    "a full disk": (RUNS_A_PROGRAM, "cat /dev/zero > /app/big 2>/dev/null", None),
+    "a file for /logs": (RUNS_A_PROGRAM, "rm -rf /logs /tests; touch /logs /tests", None),
+    "a verifier that hangs": (RUNS_A_PROGRAM, program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a verifier that is killed": (RUNS_A_PROGRAM, program("kill -9 -1"), ZeroReason.NO_REWARD),
+    "an empty reward": (RUNS_A_PROGRAM, program("> /app/score.txt"), ZeroReason.NO_REWARD),
+    "no number": (RUNS_A_PROGRAM, program("echo nan > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "words": (RUNS_A_PROGRAM, program("echo good > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "a huge reward": (RUNS_A_PROGRAM, program("head -c 9000000 /dev/zero > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "a folder for a reward": (RUNS_A_PROGRAM, program("mkdir -p /logs/verifier/reward.json/x"), ZeroReason.UNREADABLE_REWARD),
+    "a pipe for a reward": (RUNS_A_PROGRAM, program("mkfifo /logs/verifier/reward.json"), None),
+    "rewards of no kind": (RUNS_A_PROGRAM, program("echo [1] > /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "a number too large": (
+        RUNS_A_PROGRAM,
+        program('printf {\\"reward\\":%0400d} 0 | tr 0 9 > /logs/verifier/reward.json'),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VOIDS)
+async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str) -> None:
+    test, attack, reason = VOIDS[name]
+    outcome = await play(tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"])
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+    assert reason is ... or outcome.zero_reason is reason
+
+
+async def test_more_files_than_can_be_taken_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
+    outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}")
+    assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
+    monkeypatch.setattr(carried_files, "MAX_BYTES", 1000)
+    outcome = await play(tmp_path, task(tmp_path / "large", BY_CAT), "printf right > answer.txt; head -c 2000 /dev/zero > large")
+    assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
+
+
+async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
+        outcome = await play(tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt")
+        assert not isinstance(outcome, Trajectory), outcome
+        assert outcome.kind == "verifier"
+
+
+async def test_a_start_tells_how_many_tasks_are_graded_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+    assert "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)" in caplog.messages
