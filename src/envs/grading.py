@@ -127,12 +127,22 @@ class Grading:
         self._acted_at = time.time()
 
     async def _agent_ended(self, _: TrialHookEvent) -> None:
-        """The fresh environment starts while the agent's logs are collected."""
+        """A sandbox that answers no more ends, so that nobody waits for it. The fresh one starts while the agent's logs are collected."""
+        environment = self._trial.agent_environment
+        if isinstance(environment, SandboxEnvironment):
+            try:
+                await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)
+            except SandboxError as error:
+                self.fault = AgentFault(ZeroReason.SANDBOX_BROKEN, f"the agent's sandbox does not answer: {error}")
+                await environment.stop(delete=True)
+                return
         if self._files is not None and self._fresh is None:
             self._fresh = asyncio.create_task(self._start("grading", self._trial.paths))
 
     async def _verification_starts(self, _: TrialHookEvent) -> None:
         started = time.monotonic()
+        if self.fault is not None:
+            raise self.fault
         try:
             if self._files is not None:
                 await self._move(self._files)

@@ -33,8 +33,8 @@ LIST = (
     f"-o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
 )
 # Root has no capabilities in the sandbox, so it cannot read a file without the permission. The archive has the modes of the listing.
-PACK = "cd /; xargs -0 -r chmod -f u+r < {unreadable}; tar --null -T {names} --no-recursion -cf - 2>/dev/null | head -c {limit}"
-PLACE = "cd / || exit 1; xargs -0 -r rm -rf -- < {removed} || exit 1; tar --no-same-owner -xpf {archive} -C /"
+PACK = "cd /; xargs -0 -r chmod -f u+r < {unreadable}; tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"
+PLACE = "cd / || exit 1; xargs -0 -r rm -rf -- < {removed} || exit 1; [ ! -s {archive} ] || tar --no-same-owner -xpf {archive} -C /"
 
 
 class SandboxFiles:

@@ -20,7 +20,7 @@ from tests.fakes.tokenizer import byte_chat
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
-TASK = '[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
+TASK = '[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
 REWARD = "/logs/verifier/reward.txt"
 
@@ -135,7 +135,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 
 
 async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
-    dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:$PATH\n"
+    dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools"))
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
@@ -175,7 +175,7 @@ HONEST = {
     ),
     "system settings": (
         "echo '10.0.0.1 box' >> /etc/motd; echo x:x:7:7::/x:/bin/sh >> /etc/passwd",
-        graded_if("grep -q box /etc/motd && id x"),
+        graded_if("grep -q box /etc/motd && id x >/dev/null"),
     ),
     "an old modification time": ("printf right > answer.txt; touch -d 1999-01-01 answer.txt", BY_CAT),
 }
@@ -201,9 +201,9 @@ VOIDS = {
     "its processes and itself killed": (RUNS_A_PROGRAM, "kill -9 -1", None),
     "pid 1 without memory": (RUNS_A_PROGRAM, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
     "pid 1 killed from inside": (RUNS_A_PROGRAM, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
-    "everything deleted": (RUNS_A_PROGRAM, "rm -rf --no-preserve-root / 2>/dev/null", None),
-    "a full disk": (RUNS_A_PROGRAM, "cat /dev/zero > /app/big 2>/dev/null", None),
-    "a file for /logs": (RUNS_A_PROGRAM, "rm -rf /logs /tests; touch /logs /tests", None),
+    "everything deleted": (RUNS_A_PROGRAM, "rm -rf --no-preserve-root / 2>/dev/null", ...),
+    "a full disk": (RUNS_A_PROGRAM, "cat /dev/zero > /app/big 2>/dev/null", ...),
+    "a file for /logs": (RUNS_A_PROGRAM, "rm -rf /logs /tests; touch /logs /tests", ...),
     "a verifier that hangs": (RUNS_A_PROGRAM, program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
     "a verifier that is killed": (RUNS_A_PROGRAM, program("kill -9 -1"), ZeroReason.NO_REWARD),
     "an empty reward": (RUNS_A_PROGRAM, program("> /app/score.txt"), ZeroReason.NO_REWARD),
@@ -222,7 +222,8 @@ VOIDS = {
 
 
 @pytest.mark.parametrize("name", VOIDS)
-async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str) -> None:
+async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.grading.PROBE_TIMEOUT_S", 5)
     test, attack, reason = VOIDS[name]
     outcome = await play(tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"])
     assert isinstance(outcome, Trajectory), outcome
