@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,14 +12,26 @@ import pytest
 from src.config import TrainerConfig
 from src.envs import carried_files
 from src.envs.bubblewrap import why_no_sandbox
+from src.envs.docker import why_no_engine
 from src.envs.harbor import open_harbor
 from src.envs.run_directory import run_directory
 from src.trajectory import Trajectory, ZeroReason
 from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
 
+
+def why_no_image() -> str | None:
+    if reason := why_no_engine():
+        return reason
+    present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
+    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is not there"
+
+
+BASE_IMAGE = "debian:bookworm-slim"
 REASON = why_no_sandbox()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+NO_IMAGE = why_no_image()
+in_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+in_docker = pytest.mark.skipif(NO_IMAGE is not None, reason=f"no trial on Docker: {NO_IMAGE}")
 
 TASK = '[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
@@ -123,6 +136,7 @@ FORGERIES = {
 }
 
 
+@in_sandbox
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     test, attack = FORGERIES[name]
@@ -134,6 +148,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     assert outcome.reward == 0.0
 
 
+@in_sandbox
 async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
@@ -181,6 +196,7 @@ HONEST = {
 }
 
 
+@in_sandbox
 @pytest.mark.parametrize("name", HONEST)
 async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -> None:
     command, test = HONEST[name]
@@ -221,6 +237,7 @@ VOIDS = {
 }
 
 
+@in_sandbox
 @pytest.mark.parametrize("name", VOIDS)
 async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.envs.grading.PROBE_TIMEOUT_S", 5)
@@ -231,6 +248,7 @@ async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: 
     assert reason is ... or outcome.zero_reason is reason
 
 
+@in_sandbox
 async def test_more_files_than_can_be_taken_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
     outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}")
@@ -240,6 +258,7 @@ async def test_more_files_than_can_be_taken_are_graded_0(tmp_path: Path, monkeyp
     assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
 
 
+@in_sandbox
 async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
         outcome = await play(tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt")
@@ -247,7 +266,84 @@ async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path
         assert outcome.kind == "verifier"
 
 
+@in_sandbox
 async def test_a_start_tells_how_many_tasks_are_graded_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)" in caplog.messages
+
+
+# Terminus-2 needs tmux, which a container without network cannot install.
+DOCKER = f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\nWORKDIR /app\n"
+DOCKER += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\nENV PATH=/opt/tools:$PATH\n"
+DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n"
+
+
+def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
+    made = task(folder, test, dockerfile=DOCKER)
+    (made / "task.toml").write_text(DOCKER_TASK.format(timeout=timeout))  # no-network would need an image from a registry
+    return made
+
+
+def containers() -> set[str]:
+    return set(subprocess.run(["docker", "ps", "--all", "--quiet"], capture_output=True, text=True, check=True).stdout.split())
+
+
+DOCKER_FORGERIES = {
+    "shims and replaced programs": (
+        BY_CAT,
+        f"{shim('cat')}; {shim('cat', directory='/opt/tools')}; "
+        "cp /usr/local/bin/cat /usr/bin/cat; echo 'cat() { echo right; }' > /root/.bashrc",
+    ),
+    "the linker and a symlinked reward": (
+        seeing("/etc/ld.so.preload", "/app/preloaded"),
+        f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname /logs/verifier/reward.json",
+    ),
+    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+}
+
+
+@in_docker
+@pytest.mark.parametrize("name", DOCKER_FORGERIES)
+async def test_a_forged_grade_stays_0_in_a_container(tmp_path: Path, name: str) -> None:
+    test, attack = DOCKER_FORGERIES[name]
+    folder = docker_task(tmp_path / "task", test)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+
+
+@in_docker
+async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Path) -> None:
+    commands = (
+        "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt folder; mkdir -p a/b/c",
+        "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > /home/answer.txt; chmod 700 /srv",
+    )
+    test = graded_if(
+        '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && [ "$(stat -c %a answer.txt)" = 741 ] && '
+        "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e 'größe 日本' ] && "
+        "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
+    )
+    outcome = await play(tmp_path, docker_task(tmp_path / "task", test), *commands, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+
+
+DOCKER_VOIDS = {
+    "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
+    "its processes killed": ("kill -9 -1", ...),
+    "a verifier that hangs": (program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a pipe for a reward": (program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+}
+
+
+@in_docker
+@pytest.mark.parametrize("name", DOCKER_VOIDS)
+async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: str) -> None:
+    attack, reason = DOCKER_VOIDS[name]
+    folder = docker_task(tmp_path / "task", RUNS_A_PROGRAM, timeout=6)
+    outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+    assert reason is ... or outcome.zero_reason is reason
