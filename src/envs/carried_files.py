@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO
 
-from src.errors import TrainerError
+from src.errors import AgentFault
 from src.trajectory import ZeroReason
 
 MAX_MEMBERS = 100_000
@@ -47,14 +47,6 @@ TAKEN = ("/usr/local/share", "/usr/local/src", "/dev/shm")
 NOT_TAKEN_AFTER_ALL = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # where they existed before the agent acted
 ANYWHERE = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
-
-
-class AgentFault(TrainerError):
-    """The agent made its own grading impossible, which scores 0."""
-
-    def __init__(self, reason: ZeroReason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from docker.errors import APIError, DockerException, NotFound
 from harbor.environments.base import BaseEnvironment
 from requests.exceptions import RequestException
 
-from src.envs.carried_files import MAX_BYTES, MODULE_DIRECTORIES, AgentFault, CarryRules, Changes, CleanArchive, Entry, check_bounds
-from src.errors import SandboxError, boundary
+from src.envs.carried_files import MAX_BYTES, MODULE_DIRECTORIES, CarryRules, Changes, CleanArchive, Entry, check_bounds
+from src.errors import AgentFault, SandboxError, boundary
 from src.trajectory import ZeroReason
 
 ENGINE_TIMEOUT_S = 120

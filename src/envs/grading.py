@@ -32,12 +32,12 @@ from harbor.trial.network_policy import resolve_trial_network_plan
 from harbor.trial.trial import Trial
 from harbor.verifier.verifier import Verifier
 
-from src.envs.carried_files import STARTUP, AgentFault, Changes
+from src.envs.carried_files import STARTUP, Changes
 from src.envs.docker_files import DockerFiles, why_no_files
 from src.envs.grading_choice import Choice, Way
 from src.envs.sandbox import SandboxEnvironment
 from src.envs.sandbox_files import SandboxFiles
-from src.errors import SandboxError
+from src.errors import AgentFault, SandboxError
 from src.rewards.verifier import score
 from src.trajectory import ZeroReason
 

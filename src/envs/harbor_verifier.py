@@ -12,8 +12,8 @@ from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.verifier import Verifier
 from pydantic import ValidationError
 
-from src.envs.carried_files import AgentFault
 from src.envs.grading import grading_of
+from src.errors import AgentFault
 from src.trajectory import ZeroReason
 
 MAX_REWARD_BYTES = 2**20

@@ -13,7 +13,6 @@ from src.envs.carried_files import (
     LISTING_FORMAT,
     MAX_BYTES,
     MAX_LISTING_BYTES,
-    AgentFault,
     CarryRules,
     Changes,
     CleanArchive,
@@ -23,7 +22,7 @@ from src.envs.carried_files import (
     parse_listing,
 )
 from src.envs.sandbox import SandboxEnvironment
-from src.errors import SandboxError
+from src.errors import AgentFault, SandboxError
 from src.trajectory import ZeroReason
 
 TRANSFER_TIMEOUT_S = 300
