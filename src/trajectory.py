@@ -111,3 +111,19 @@ class TrajectoryGroup:
     @property
     def rewards(self) -> list[float]:
         return [trajectory.reward for trajectory in self.trajectories]
+
+
+@dataclass(kw_only=True, slots=True)
+class TimeSpent:
+    """Who used the time of a trial, from its first answer on: the agent and what it set going, or the sampler."""
+
+    started: float  # all by the same clock
+    first_answer: float | None = None
+    sampling_s: float = 0.0  # since the first answer, what was not answered included
+
+    def is_mostly_the_agents(self, now: float) -> bool:
+        """
+        >>> TimeSpent(started=0, first_answer=2, sampling_s=3).is_mostly_the_agents(12), TimeSpent(started=0).is_mostly_the_agents(12)
+        (True, False)
+        """
+        return self.first_answer is not None and now - self.first_answer - self.sampling_s > (now - self.started) / 2

@@ -75,6 +75,7 @@ class Grading:
         self._started: list[BaseEnvironment] = []
         self._is_broken = False  # no fresh environment could be started
         self._acted_at = time.time()
+        self.agent_ended_at: float | None = None  # by the monotonic clock
         trial.add_hook(TrialEvent.AGENT_START, self._agent_starts)
         trial.add_hook(TrialEvent.AGENT_END, self._agent_ended)
         trial.add_hook(TrialEvent.VERIFICATION_START, self._verification_starts)
@@ -129,6 +130,7 @@ class Grading:
     async def _agent_ended(self, _: TrialHookEvent) -> None:
         """A sandbox that answers no more ends, so that nobody waits for it. The fresh one starts while the agent's logs are collected."""
         environment = self._trial.agent_environment
+        self.agent_ended_at = time.monotonic()
         if isinstance(environment, SandboxEnvironment):
             try:
                 await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)

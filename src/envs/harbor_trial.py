@@ -22,7 +22,7 @@ from src.errors import BackendError, SandboxError, VerifierError
 from src.policy import Policy
 from src.rewards.verifier import score
 from src.tinker_llm import SamplingLimits, TinkerLLM
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn, ZeroReason
+from src.trajectory import FailureKind, StopReason, Task, TimeSpent, Trajectory, TrialFailure, Turn, ZeroReason
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class HarborTrial:
         self._grading = grading
         self._directory = directory
         self._name = ""  # Harbor gives it, and the trial's folder the same
+        self._played: tuple[RunnableTrial, Session, TimedPolicy, Grading, float] | None = None
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
@@ -73,6 +74,7 @@ class HarborTrial:
             with registered(key, session):
                 trial = await RunnableTrial.create(config)
                 async with graded(trial, self._grading) as grading:
+                    self._played = (trial, session, timed, grading, started)
                     try:
                         result = await finish_within(trial.run(), None)  # the runner has a deadline of its own, and cancels
                     except Exception:
@@ -83,6 +85,14 @@ class HarborTrial:
                     return await self._outcome(result, session, timed, grading, started)
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
+
+    def expired(self) -> Trajectory | None:
+        if self._played is None:
+            return None
+        trial, session, policy, grading, started = self._played
+        if not session.llm.turns or not policy.spent.is_mostly_the_agents(grading.agent_ended_at or time.monotonic()):
+            return None
+        return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.TIMEOUT, started)
 
     def _config(self, key: str) -> TrialConfig:
         settings = self._settings
@@ -167,6 +177,7 @@ class TimedPolicy(Policy):
     def __init__(self, policy: Policy) -> None:
         self.version = policy.version
         self.unanswered_s = 0.0
+        self.spent = TimeSpent(started=time.monotonic())
         self._policy = policy
         self._last_prompt: Sequence[int] = ()
 
@@ -178,6 +189,10 @@ class TimedPolicy(Policy):
         except asyncio.CancelledError:
             self.unanswered_s = time.monotonic() - asked
             raise
+        finally:
+            if self.spent.first_answer is not None:
+                self.spent.sampling_s += time.monotonic() - asked
+        self.spent.first_answer = self.spent.first_answer or time.monotonic()
         return turn
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:

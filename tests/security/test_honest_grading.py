@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from src.config import TrainerConfig
 from src.envs import carried_files
+from src.envs.base import Expiring
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.docker import why_no_engine
 from src.envs.harbor import open_harbor
@@ -264,6 +266,30 @@ async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path
         outcome = await play(tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt")
         assert not isinstance(outcome, Trajectory), outcome
         assert outcome.kind == "verifier"
+
+
+@in_sandbox
+async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path: Path) -> None:
+    """The deadline is what ends the trial, whenever it comes; what counts is who used the time until then."""
+    tasks = open_harbor(
+        TrainerConfig(
+            model_name="org/model", tasks_dir=str(task(tmp_path / "task", BY_CAT)), environment_type="sandbox", enable_summarize=False
+        ),
+        byte_chat(),
+    )
+    policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 1000", duration=0.1)] + [answer("", duration=60)] * 9})
+    trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
+    assert isinstance(trial, Expiring)
+    playing = asyncio.ensure_future(trial.run(policy))
+    outcome = None
+    async with asyncio.timeout(60):
+        while outcome is None:  # the start of the sandbox may take longer than the agent has worked
+            await asyncio.wait({playing}, timeout=0.5)
+            outcome = trial.expired()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert (outcome.reward, outcome.zero_reason, len(outcome.turns) > 0) == (0.0, ZeroReason.TIMEOUT, True)
 
 
 @in_sandbox

@@ -29,7 +29,7 @@ from src.envs.workers import WorkerPool
 from src.errors import ConfigError
 from src.failure_patterns import Pattern, patterns
 from src.generator import Observation
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, ZeroReason
+from src.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
