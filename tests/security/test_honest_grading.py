@@ -110,14 +110,14 @@ END"""
 FORGERIES = {
     "a cat of its own": (BY_CAT, shim("cat")),
     "a test of its own": (BY_TEST, shim("test", "exit 0")),
-    "a bash of its own": (BY_BASH, shim("bash", "exit 0")),
+    "a bash of its own": (BY_BASH, shim("bash", 'case "$1" in -c) exit 0;; esac; exec /bin/bash "$@"')),
     "a python3 of its own": (BY_PYTHON, shim("python3", "exit 0")),
     "usercustomize": (BY_PYTHON, f"{USER_SITE}usercustomize.py"),
     "a .pth file": (BY_PYTHON, f"{USER_SITE}evil.pth"),
-    "sitecustomize of the system": (
+    "a .pth file of the system": (
         BY_PYTHON,
-        'd=$(python3 -c "import sys; print([p for p in sys.path if p.startswith(\\"/usr/local\\")][0])" 2>/dev/null'
-        " || echo /usr/local/lib/python3/dist-packages); mkdir -p $d; echo 'import os; os._exit(0)' > $d/sitecustomize.py",
+        'd=/usr/local/lib/python3.$(python3 -c "import sys; print(sys.version_info[1])")/dist-packages; '
+        "mkdir -p $d; echo 'import os; os._exit(0)' > $d/evil.pth",
     ),
     "~/.bashrc": (BY_INTERACTIVE_SHELL, "echo 'cat() { echo right; }' >> /root/.bashrc"),
     "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
