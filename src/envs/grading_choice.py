@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,12 @@ def tell_choices(tasks: Iterable[Task], option: GradingOption, environment_type:
 
 
 def _records(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    return dict(_read_records(path, path.stat().st_mtime_ns)) if path.is_file() else {}
+
+
+@lru_cache(maxsize=16)
+def _read_records(path: Path, _changed_at: int) -> dict[str, Any]:
+    """Read once, however many tasks ask."""
     try:
         records = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -142,7 +142,8 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     test, attack = FORGERIES[name]
-    outcome = await play(tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=0.5)
+    wait = 2.0 if "memory" in name else 0.5
+    outcome = await play(tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait)
     if name == "a planted reward":  # its verifier writes none, with an agent or without
         assert not isinstance(outcome, Trajectory)
         return
