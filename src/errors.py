@@ -7,11 +7,14 @@ TrainerError                    one line for the user, exit status 1
 |-- SandboxError                a sandbox could not start or died
 |-- StorageError (OSError)      the run's own files cannot be written
 |-- RubbleError                 too many trials could not be graded to learn from the rest
-`-- VerifierError               a trial could not be graded
+|-- VerifierError               a trial could not be graded
+`-- AgentFault                  an agent made its own grading impossible, which scores 0
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from src.trajectory import ZeroReason
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 
@@ -48,6 +51,12 @@ class SandboxError(TrainerError, RuntimeError):
 
 class VerifierError(TrainerError, RuntimeError):
     pass
+
+
+class AgentFault(TrainerError, RuntimeError):
+    def __init__(self, reason: ZeroReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @contextmanager

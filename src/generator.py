@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from src.chat import Chat, Message
-from src.errors import BackendError, VerifierError, boundary
+from src.errors import AgentFault, BackendError, TrainerError, boundary
 from src.limits import LengthLimits
 from src.policy import Policy
-from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,11 @@ class MessageEnv(Protocol):
         ...
 
     async def step(self, answer: str) -> Observation:
-        """React to an answer, which may be empty or cut off. A bad answer is worth an observation; what this raises is a failure."""
+        """React to an answer, which may be empty or cut off. A bad answer is worth an observation.
+
+        ConnectionError, TimeoutError and the errors of `src.errors` say that something fails which no answer can cause: the trial is a
+        failure. Whatever else is raised counts as the answer's doing: the trial has the reward 0, with the reason `env_error`.
+        """
         ...
 
     async def close(self) -> None:
@@ -91,7 +95,11 @@ async def run_episode(
     started = time.monotonic()
     failure: tuple[FailureKind, str] | None = None
     try:
-        await episode.play()
+        try:
+            await episode.play()
+        except AgentFault as fault:
+            logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=True)
+            episode.ended_by(fault)
         json.dumps(episode.conversation)  # they are written down as they are
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
@@ -120,6 +128,7 @@ class _Episode:
         self._num_empty = 0
         self._num_cut = 0
         self._metrics: dict[str, float] = {}
+        self._zero_reason: ZeroReason | None = None
         self.conversation: list[Message] = []
 
     async def play(self) -> None:
@@ -139,7 +148,7 @@ class _Episode:
                 return
             turn = await self._answer(prompt_ids, max_tokens=room)
             text = self._chat.decode(turn.completion_ids)
-            observation = await self._env.step(text)
+            observation = await self._observation(turn, text)
             self._record(turn, observation)
             history += [{"role": "assistant", "content": text}, *observation.messages]
             if observation.is_done:
@@ -149,6 +158,27 @@ class _Episode:
                 prompt_ids = self._chat.render(history, tools=tools)
             else:
                 prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, observation.messages)
+
+    def ended_by(self, fault: AgentFault) -> None:
+        """The whole episode is worth 0, whatever it has earned so far."""
+        self._zero_reason = fault.reason
+        self._reward = 0.0
+        self._rewards = [0.0] * len(self._turns)
+
+    async def _observation(self, turn: Turn, text: str) -> Observation:
+        """The environment's answer. AgentFault where the agent's made it raise."""
+        try:
+            return await self._env.step(text)
+        except (TrainerError, ConnectionError, TimeoutError) as error:
+            if not isinstance(error, AgentFault):
+                raise
+            fault = error
+        except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
+            fault = AgentFault(ZeroReason.ENV_ERROR, f"{type(error).__name__}: {error}")
+            fault.__cause__ = error
+        self._take(turn, 0.0)
+        self.conversation.append({"role": "assistant", "content": text})
+        raise fault
 
     def trajectory(self, task_id: str, trial_name: str, *, duration_s: float) -> Trajectory:
         own = {
@@ -166,6 +196,7 @@ class _Episode:
             metrics=self._metrics | own,
             turn_rewards=self._rewards,
             conversation=self.conversation,
+            zero_reason=self._zero_reason,
         )
 
     async def _answer(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
@@ -186,9 +217,13 @@ class _Episode:
         """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
         reward = float(observation.reward)  # environments reckon in numpy, records are JSON
         if not math.isfinite(reward):
-            raise VerifierError(f"the environment gave a reward that is no number: {reward}")
+            self._take(turn, 0.0)
+            raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"the environment gave a reward that is no number: {reward}")
         self._reward += reward
         self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
+        self._take(turn, reward)
+
+    def _take(self, turn: Turn, reward: float) -> None:
         if turn.completion_ids:
             self._turns.append(turn)
             self._rewards.append(reward)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.envs.base import TaskSource
+from src.envs.base import Expiring, TaskSource
 from src.errors import BackendError, RubbleError
 from src.policy import Policy
 from src.record.finished import FinishedRollout, FinishedRollouts
@@ -157,7 +157,12 @@ class Rollouts:
         try:
             await asyncio.wait({playing}, timeout=deadline_s)
             if not playing.done():
-                return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=f"not finished after {deadline_s:g} s")
+                message = f"not finished after {deadline_s:g} s"
+                slow = trial.expired() if isinstance(trial, Expiring) else None
+                if slow is None:
+                    return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
+                logger.warning("%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message)
+                return slow
             if playing.cancelled():  # by what it awaited: nobody stops the run
                 return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside")
             return playing.result()

@@ -21,8 +21,23 @@ class StopReason(StrEnum):
     FAILED = "failed"  # the trial could not be graded, and failed_trial_reward stands in for its reward
 
 
+class ZeroReason(StrEnum):
+    """Why a trial has the reward 0 although no verifier said so: the agent prevented its own grading."""
+
+    SANDBOX_BROKEN = "sandbox_broken"  # it ended its sandbox, or left one in which no command runs
+    FILES_UNREADABLE = "files_unreadable"  # its files cannot be read or laid down again
+    FILES_TOO_LARGE = "files_too_large"
+    VERIFIER_TIMEOUT = "verifier_timeout"
+    NO_REWARD = "no_reward"  # the verifier wrote none
+    UNREADABLE_REWARD = "unreadable_reward"  # what the verifier wrote is no number, or far too long
+    VERIFIER_ERROR = "verifier_error"  # the tests could not be uploaded, or their output not be downloaded
+    AGENT_ERROR = "agent_error"  # its answers or its terminal ended the code that plays it
+    TIMEOUT = "timeout"  # it was still at work at the deadline of the whole trial
+    ENV_ERROR = "env_error"  # a message environment raised while it handled the agent's answer
+
+
 class FailureKind(StrEnum):
-    """Why a trial has no usable result. None of these is a reward."""
+    """Why a trial has no usable result: something that the agent cannot cause. None of these is a reward."""
 
     SANDBOX = "sandbox"
     BACKEND = "backend"
@@ -71,6 +86,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
     conversation: list[Mapping[str, object]] = field(default_factory=list)  # the messages, for readers; what trains is `turns`
     bonus: float = 0.0  # a judge's, on top of `reward` in training alone: no rate of success knows it
+    zero_reason: ZeroReason | None = None  # why `reward` is 0 without a verifier's word; None: it was graded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,3 +111,19 @@ class TrajectoryGroup:
     @property
     def rewards(self) -> list[float]:
         return [trajectory.reward for trajectory in self.trajectories]
+
+
+@dataclass(kw_only=True, slots=True)
+class TimeSpent:
+    """Who used the time of a trial, from its first answer on: the agent and what it set going, or the sampler."""
+
+    started: float  # all by the same clock
+    first_answer: float | None = None
+    sampling_s: float = 0.0  # since the first answer, what was not answered included
+
+    def is_mostly_the_agents(self, now: float) -> bool:
+        """
+        >>> TimeSpent(started=0, first_answer=2, sampling_s=3).is_mostly_the_agents(12), TimeSpent(started=0).is_mostly_the_agents(12)
+        (True, False)
+        """
+        return self.first_answer is not None and now - self.first_answer - self.sampling_s > (now - self.started) / 2

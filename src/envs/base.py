@@ -19,6 +19,15 @@ class Trial(Protocol):
 
 
 @runtime_checkable
+class Expiring(Protocol):
+    """A trial that can tell whose fault it is that it ran past its deadline."""
+
+    def expired(self) -> Trajectory | None:
+        """After a cancelled `run`: what the agent did, with the reward 0, where it used up most of the time itself; else None."""
+        ...
+
+
+@runtime_checkable
 class TaskSource(Protocol):
     """The tasks of a run, split into training and held-out ones."""
 

@@ -19,6 +19,7 @@ from src.envs.base import Trial
 from src.envs.bubblewrap import why_no_sandbox
 from src.envs.cleanup import clean
 from src.envs.docker import ADDRESS_POOLS, why_no_engine
+from src.envs.grading_choice import take_option, tell_choices
 from src.envs.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.envs.trial_folder import JobsQuota
@@ -86,8 +87,9 @@ class HarborTasks:
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
+        given, option = take_option(settings.environment_kwargs)
         self._environment = trial_environment(
-            self.environment_type, settings.environment_kwargs, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
+            self.environment_type, given, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
         )
         check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
@@ -106,6 +108,7 @@ class HarborTasks:
         if not self.train:
             raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
         self._refuse_long_tasks()
+        self._grading = tell_choices([*self.train, *self.eval], option, self.environment_type)
         for line in clean().failed:
             logger.warning("a dead run's %s", line)
 
@@ -130,6 +133,7 @@ class HarborTasks:
             chat=self._chat,
             environment=self._environment,
             quota=self._quota,
+            grading=self._grading[task.path],
             directory=directory,
             seed=seed,
             temperature=temperature,

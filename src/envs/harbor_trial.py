@@ -15,6 +15,8 @@ from harbor.models.trial.result import TimingInfo, TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
 from src.chat import Chat
+from src.envs.grading import Grading, graded
+from src.envs.grading_choice import Choice
 from src.envs.harbor import HarborSettings
 from src.envs.harbor_agent import Session, registered
 from src.envs.trial_folder import JobsQuota, Kept
@@ -22,11 +24,12 @@ from src.errors import BackendError, SandboxError, VerifierError
 from src.policy import Policy
 from src.rewards.verifier import score
 from src.tinker_llm import SamplingLimits, TinkerLLM
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
+from src.trajectory import FailureKind, StopReason, Task, TimeSpent, Trajectory, TrialFailure, Turn, ZeroReason
 
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 60.0
+ANSWERS_WITHIN_S = 20.0
 NO_STDERR = ". Stderr: None. "  # how Harbor's account of a command of Docker's ends
 
 
@@ -41,6 +44,7 @@ class HarborTrial:
         chat: Chat,
         environment: Mapping[str, object],
         quota: JobsQuota,
+        grading: Choice,
         directory: Path,
         seed: int,
         temperature: float,
@@ -50,8 +54,10 @@ class HarborTrial:
         self._chat = chat
         self._environment = environment
         self._quota = quota
+        self._grading = grading
         self._directory = directory
         self._name = ""  # Harbor gives it, and the trial's folder the same
+        self._played: tuple[RunnableTrial, Session, TimedPolicy, Grading, float] | None = None
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
@@ -91,12 +97,26 @@ class HarborTrial:
         try:
             with registered(key, session):
                 trial = await RunnableTrial.create(config)
-                result = await finish_within(trial.run(), None)  # the runner has a deadline of its own, and cancels
+                async with graded(trial, self._grading) as grading:
+                    self._played = (trial, session, timed, grading, started)
+                    try:
+                        result = await finish_within(trial.run(), None)  # the runner has a deadline of its own, and cancels
+                    except Exception:
+                        if not session.llm.turns or await grading.blame(ZeroReason.AGENT_ERROR) is None:
+                            raise
+                        logger.warning("%s: the trial broke on what its agent did", self._task.id, exc_info=True)
+                        return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.AGENT_ERROR, started)
+                    return await self._outcome(result, session, timed, grading, started)
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
-        if lost_s := starved(result, session, timed):
-            return self._failure(FailureKind.BACKEND, f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s")
-        return self._outcome(result, session, duration_s=time.monotonic() - started)
+
+    def expired(self) -> Trajectory | None:
+        if self._played is None:
+            return None
+        trial, session, policy, grading, started = self._played
+        if not session.llm.turns or not policy.spent.is_mostly_the_agents(grading.agent_ended_at or time.monotonic()):
+            return None
+        return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.TIMEOUT, started)
 
     def _config(self, key: str) -> TrialConfig:
         settings = self._settings
@@ -122,30 +142,46 @@ class HarborTrial:
             verifier=VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier"),
         )
 
-    def _outcome(self, result: TrialResult, session: Session, *, duration_s: float) -> Trajectory | TrialFailure:
-        llm = session.llm
+    async def _outcome(
+        self, result: TrialResult, session: Session, policy: TimedPolicy, grading: Grading, started: float
+    ) -> Trajectory | TrialFailure:
         if isinstance(session.error, BackendError):
             return self._failure(FailureKind.BACKEND, str(session.error))
+        if (lost_s := starved(result, session, policy)) and not (session.llm.turns and await policy.answers()):
+            return self._failure(FailureKind.BACKEND, f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s")
+        reason = None
         try:
             reward = score(result.verifier_result.rewards if result.verifier_result else None)
         except VerifierError as error:
-            return self._failure(failed_phase(result, session), what_happened(result) or str(error))
-        if not llm.turns:
+            message = what_happened(result) or str(error)
+            reason = await grading.blame(reason_for_zero(result, session)) if session.llm.turns else None
+            if reason is None:
+                return self._failure(failed_phase(result, session), message)
+            logger.warning("%s: reward 0, the agent prevented its grading (%s): %s", self._task.id, reason, message)
+            reward = 0.0
+        if not session.llm.turns:
             return self._failure(FailureKind.AGENT, "the agent gave no answer")
+        return self._trajectory(result, session, grading, reward, reason, started)
+
+    def _trajectory(
+        self, result: TrialResult, session: Session, grading: Grading, reward: float, reason: ZeroReason | None, started: float
+    ) -> Trajectory:
+        llm = session.llm
         stop_reason = StopReason.AGENT_TIMEOUT if timed_out(result) else session.stop_reason
-        assert stop_reason is not None, "a graded trial ended somehow"
         return Trajectory(
             task_id=self._task.id,
             turns=llm.all_turns if self._settings.train_subagents == "all" else llm.turns,
             reward=reward,
-            stop_reason=stop_reason,
+            stop_reason=stop_reason or StopReason.SESSION_CLOSED,
             trial_name=self._name,
             conversation=llm.conversation,
+            zero_reason=reason,
             metrics={
-                "duration_s": duration_s,
+                "duration_s": time.monotonic() - started,
                 "environment_setup_s": _seconds(result.environment_setup),
                 "agent_s": _seconds(result.agent_execution),
                 "verifier_s": _seconds(result.verifier),
+                "grading_s": grading.extra_s,
                 "prefix_breaks": float(llm.prefix_breaks),
                 "empty_completions": float(llm.empty_completions),
                 "subagent_turns": float(len(llm.subagent_turns)),
@@ -165,19 +201,35 @@ class TimedPolicy(Policy):
     def __init__(self, policy: Policy) -> None:
         self.version = policy.version
         self.unanswered_s = 0.0
+        self.spent = TimeSpent(started=time.monotonic())
         self._policy = policy
+        self._last_prompt: Sequence[int] = ()
 
     async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
         asked = time.monotonic()
+        self._last_prompt = prompt_ids
         try:
             turn = await self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
         except asyncio.CancelledError:
             self.unanswered_s = time.monotonic() - asked
             raise
+        finally:
+            if self.spent.first_answer is not None:
+                self.spent.sampling_s += time.monotonic() - asked
+        self.spent.first_answer = self.spent.first_answer or time.monotonic()
         return turn
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._policy.logprobs(token_ids)
+
+    async def answers(self) -> bool:
+        """Whether one token of an answer comes soon: then a late answer was a long one, and nothing was wrong with the server."""
+        try:
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                await self._policy.sample(self._last_prompt[:1], max_tokens=1, temperature=1.0, seed=None, stop=[])
+        except Exception:
+            return False
+        return True
 
 
 def starved(result: TrialResult, session: Session, policy: TimedPolicy) -> float:
@@ -223,6 +275,27 @@ def failed_phase(result: TrialResult, session: Session) -> FailureKind:
     if result.agent_execution is not None:
         return FailureKind.AGENT
     return FailureKind.SANDBOX if result.environment_setup is not None else FailureKind.HARBOR
+
+
+REASONS = {  # by the type of the exception that Harbor recorded
+    "VerifierTimeoutError": ZeroReason.VERIFIER_TIMEOUT,
+    "RewardFileNotFoundError": ZeroReason.NO_REWARD,
+    "RewardFileEmptyError": ZeroReason.NO_REWARD,
+    "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
+    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # of the verifier; any other is known to the grading
+    "SandboxError": ZeroReason.SANDBOX_BROKEN,
+    "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
+}
+
+
+def reason_for_zero(result: TrialResult, session: Session) -> ZeroReason:
+    """What an ungraded trial is called where its agent is to blame."""
+    if isinstance(session.error, SandboxError):
+        return ZeroReason.SANDBOX_BROKEN
+    if result.exception_info is None or timed_out(result):
+        return ZeroReason.UNREADABLE_REWARD if result.verifier_result is not None else ZeroReason.NO_REWARD
+    in_general = ZeroReason.AGENT_ERROR if result.verifier is None else ZeroReason.VERIFIER_ERROR
+    return REASONS.get(result.exception_info.exception_type, in_general)
 
 
 def what_happened(result: TrialResult) -> str:

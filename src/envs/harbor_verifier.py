@@ -1,59 +1,69 @@
-"""Harbor's verifier with two additions: nothing the agent left behind takes part in grading, and a machine it broke is graded 0."""
+"""Harbor's verifier, run where `grading` says, in a place where nothing that the agent left takes part unasked."""
 
 from __future__ import annotations
 
-from typing import override
+import stat
+from pathlib import Path
+from typing import Any, override
 
-from harbor.models.task.verifier_mode import VerifierEnvironmentMode, resolve_task_verifier_mode
+from harbor.environments.base import BaseEnvironment
 from harbor.models.trial.paths import EnvironmentPaths
 from harbor.models.verifier.result import VerifierResult
-from harbor.verifier.verifier import AddTestsDirError, DownloadVerifierDirError, RewardFileEmptyError, RewardFileNotFoundError, Verifier
+from harbor.verifier.verifier import Verifier
+from pydantic import ValidationError
 
-from src.envs.sandbox import SandboxEnvironment, is_the_machines
+from src.envs.grading import grading_of
+from src.errors import AgentFault
+from src.trajectory import ZeroReason
 
-PROBE_TIMEOUT_S = 20
-SOUND = "sound"
-# What grading needs of a machine: commands that run, a place for the tests and for the reward, and room there.
-PROBE = f"""for place in {{places}}; do
-    mkdir -p $place && head -c 65536 /dev/zero > $place/.probe && rm $place/.probe || exit 1
-done; echo {SOUND}"""
+MAX_REWARD_BYTES = 2**20
 
 
 class TrainingVerifier(Verifier):
-    """Grades in a clean corner of the agent's sandbox, or in the sandbox of its own that a task asks for."""
+    """Grades in the environment that the trial's grading has prepared, or in the one of its own that a task asks for."""
 
     @override
     async def verify(self) -> VerifierResult:
-        """Grade. Before that the agent's processes end (sandbox only), and reward files and tests it may have planted are removed.
+        """Grade. Reward files and tests that were there before are removed. Whoever runs the trial decides what an error is worth."""
+        if (grading := grading_of(self.environment)) is not None:
+            user = self.environment.default_user
+            self.environment = grading.environment
+            with self.environment.with_default_user(user):
+                await self._clear_the_ground(self.environment)
+                return await self._verified()
+        return await self._verified()
 
-        A missing reward is an error, unless the machine answers but can no longer run `true`: then the agent broke it, and that scores 0.
-        So does a sandbox, whose files are the agent's alone, in which nothing can be laid down any more: a full disk, a file for `/tests`.
-        """
-        if resolve_task_verifier_mode(self.task.config) is VerifierEnvironmentMode.SHARED:
-            await self._clear_the_ground()
+    async def _verified(self) -> VerifierResult:
         try:
             return await super().verify()
-        except (AddTestsDirError, RewardFileNotFoundError, RewardFileEmptyError, DownloadVerifierDirError) as error:
-            if await self._is_sound(error):
-                raise
-            self.logger.warning("the agent left a machine in which nothing can be graded: reward 0")
-            return VerifierResult(rewards={"reward": 0.0})
+        except ValidationError as error:  # a reward file that is no mapping of names to numbers
+            raise AgentFault(
+                ZeroReason.UNREADABLE_REWARD, f"the verifier's rewards cannot be read: {error.error_count()} errors"
+            ) from error
 
-    async def _is_sound(self, error: Exception) -> bool:
-        """Whether a failure to grade is not the agent's doing. A container's disk may be full because its host's is."""
-        if not isinstance(self.environment, SandboxEnvironment):
-            status = (await self.environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)).return_code
-            return isinstance(error, AddTestsDirError) or status == 0 or not is_the_machines(status, self.environment)
-        paths = EnvironmentPaths.for_os(self.environment.os)
-        places = " ".join(str(path) for path in (paths.tests_dir, paths.verifier_dir))
-        probe = await self.environment.exec(PROBE.format(places=places), timeout_sec=PROBE_TIMEOUT_S)
-        return probe.return_code == 0 and (probe.stdout or "").strip() == SOUND
+    @override
+    def _parse_reward_text(self) -> dict[str, Any]:
+        require_plain(self.trial_paths.reward_text_path)
+        return super()._parse_reward_text()
 
-    async def _clear_the_ground(self) -> None:
-        paths = EnvironmentPaths.for_os(self.environment.os)
-        if isinstance(self.environment, SandboxEnvironment) and not self.environment.keep_processes:
-            await self.environment.kill_processes()
-        await self.environment.empty_dirs([paths.verifier_dir])
-        await self.environment.empty_dirs([paths.tests_dir], chmod=False)
+    @override
+    def _parse_reward_json(self) -> dict[str, Any]:
+        require_plain(self.trial_paths.reward_json_path)
+        return super()._parse_reward_json()
+
+    async def _clear_the_ground(self, environment: BaseEnvironment) -> None:
+        paths = EnvironmentPaths.for_os(environment.os)
+        await environment.empty_dirs([paths.verifier_dir])
+        await environment.empty_dirs([paths.tests_dir], chmod=False)
         for stale in (self.trial_paths.reward_json_path, self.trial_paths.reward_text_path):
-            stale.unlink(missing_ok=True)
+            if stale.is_symlink() or not stale.is_dir():
+                stale.unlink(missing_ok=True)
+
+
+def require_plain(path: Path) -> None:
+    """AgentFault for a reward file that is no plain file of a reasonable size: it may lie in a directory that a container writes to."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"{path.name} is no plain file")
+    if status.st_size > MAX_REWARD_BYTES:
+        raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"{path.name} has {status.st_size} bytes")

@@ -88,7 +88,13 @@ class OpenEnv:
 
     async def step(self, answer: str) -> Observation:
         assert self._client is not None
-        result = await self._client.step(self._to_action(answer))
+        action = self._to_action(answer)
+        try:
+            result = await self._client.step(action)
+        except Exception as error:
+            if type(error).__module__.startswith("websockets"):  # its errors are no ConnectionErrors
+                raise ConnectionError(f"the OpenEnv server: {error}") from error
+            raise
         return Observation(messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done)
 
     async def close(self) -> None:

@@ -14,17 +14,18 @@ import itertools
 import re
 import shlex
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, override
+from typing import Any, BinaryIO, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, missing_programs
+from src.envs.bubblewrap import BASE_ENVIRONMENT, Bubblewrap, CommandTimeout, Completed, missing_programs
 from src.envs.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
 from src.envs.resource_limits import Limits
 from src.envs.run_directory import run_directory
@@ -43,14 +44,12 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (public, whatever the task
-    says), `keep_processes` (leave the agent's processes running while the verifier grades).
+    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (public, whatever the task says).
     """
 
-    def __init__(self, *args: Any, run_label: str, network: bool = False, keep_processes: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:
         self._run_label = run_label
         self._network_given = network
-        self.keep_processes = keep_processes
         self._sandbox: Bubblewrap | None = None
         self._recipe = Recipe(environment={})
         super().__init__(*args, **kwargs)
@@ -142,9 +141,27 @@ class SandboxEnvironment(BaseEnvironment):
                 await callback(stderr, "stderr")
         return ExecResult(stdout=stdout, stderr=stderr, return_code=completed.status)
 
+    @property
+    def environment_variables(self) -> Mapping[str, str]:
+        """What every command of the task sees."""
+        return {**BASE_ENVIRONMENT, **self._recipe.environment, **(self._merge_env(None) or {})}
+
     async def kill_processes(self) -> None:
         """End everything the agent left running."""
         await self._running.kill_processes()
+
+    async def run_script(self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None) -> Completed:
+        """Run a script that is not the task's own, with the system's programs and none of the task's environment variables."""
+        return await self._running.run(f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}", timeout_s=timeout_s, stdout=stdout)
+
+    @contextmanager
+    def handed_in(self) -> Iterator[tuple[Path, str]]:
+        """A place for a file to hand in while the block lasts: its path on the host and, read-only, inside."""
+        host_path, inside_path = self._running.put(f"{next(_instances)}.in")
+        try:
+            yield host_path, inside_path
+        finally:
+            host_path.unlink(missing_ok=True)
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:

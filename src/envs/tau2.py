@@ -24,9 +24,9 @@ from src.envs.service import Grade, Reaction, names_of
 from src.envs.task_rows import Definition
 from src.envs.tool_calls import ToolCall, parse
 from src.envs.workers import Reply, WorkerPool, WorkerSettings, WorkerTimeout
-from src.errors import ConfigError, SandboxError, VerifierError
+from src.errors import AgentFault, ConfigError, SandboxError, VerifierError
 from src.generator import Opening
-from src.trajectory import StopReason, Task
+from src.trajectory import StopReason, Task, ZeroReason
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,10 @@ class Tau2Episode:
                 raise
             self._is_stuck = True
             return Reaction(is_done=True)
+        except SandboxError as error:  # what the agent called ended two workers, or cannot be done
+            if not calls:
+                raise
+            raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
         num_errors = self._num_tool_errors - errors_before
         state = await self._until_agent(state)
         return Reaction(messages=state["messages"], is_done=state["turn"] == tau2_worker.OVER, num_errors=num_errors)

@@ -12,7 +12,7 @@ import numpy as np
 from src.learning.datums import merge_turns
 from src.learning.examples import Example
 from src.learning.filters import DropReason
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup
+from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup, ZeroReason
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
 SOLVED = 1.0  # the reward from which on a trial counts as a success
@@ -25,6 +25,8 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     failures = Counter(failure.kind for group in groups for failure in group.failures)
     metrics = {f"trials/failed/{kind}": float(failures[kind]) for kind in FailureKind}
+    zeros = Counter(trajectory.zero_reason for trajectory in trajectories)
+    metrics |= {f"trials/graded_zero/{reason}": float(zeros[reason]) for reason in ZeroReason}
     metrics["trials/ungraded"] = float(failures.total())
     metrics |= {"trials/total": float(len(trajectories) + failures.total()), "trials/graded": float(len(trajectories))}
     metrics |= {

@@ -25,7 +25,7 @@ from src.record.durable import append_record, mend, remove
 from src.record.journal import Journal, Place
 from src.record.reading import Count, Finite, Whole, read_lines, same
 from src.token_ids import TokenIds
-from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+from src.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
 LARGEST = 2**30  # bytes of a packed array; more is no rollout
@@ -148,7 +148,10 @@ def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
 def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
-    return Trajectory(**{**values, "turns": _decoded_turns(values["turns"]), "stop_reason": StopReason(values["stop_reason"])})
+    reasons: dict[str, StopReason | ZeroReason] = {"stop_reason": StopReason(values["stop_reason"])}
+    if reason := values.get("zero_reason"):
+        reasons["zero_reason"] = ZeroReason(reason)
+    return Trajectory(**{**values, "turns": _decoded_turns(values["turns"]), **reasons})
 
 
 def packed(numbers: Sequence[float]) -> str:

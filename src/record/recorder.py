@@ -29,6 +29,7 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
         "reward": trajectory.reward,
         **({"bonus": trajectory.bonus} if trajectory.bonus else {}),
         "stop_reason": trajectory.stop_reason,
+        **({"zero_reason": trajectory.zero_reason} if trajectory.zero_reason else {}),
         "advantage": advantage,
         "turns": len(trajectory.turns),
         "tokens": sum(len(turn.completion_ids) for turn in trajectory.turns),

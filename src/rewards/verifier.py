@@ -19,6 +19,10 @@ def score(rewards: Mapping[str, float] | None) -> float:
     if not rewards:
         raise VerifierError("the verifier wrote no reward")
     values = [rewards[REWARD_KEY]] if REWARD_KEY in rewards else list(rewards.values())
-    if not all(math.isfinite(value) for value in values):
+    try:
+        reward = float(sum(values) / len(values))
+    except (OverflowError, TypeError) as error:
+        raise VerifierError(f"the verifier wrote a reward that is no number: {error}") from error
+    if not math.isfinite(reward):
         raise VerifierError(f"the verifier wrote a reward that is no number: {dict(rewards)}")
-    return float(sum(values) / len(values))
+    return reward

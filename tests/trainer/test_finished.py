@@ -6,7 +6,7 @@ import numpy as np
 
 from src.record.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
 from src.record.journal import Journal, Place
-from src.trajectory import FailureKind, StopReason, Trajectory
+from src.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
 from tests.fakes.trials import failure, turn
 
 STEP = Place(purpose="step", step=1, task="a", member=2)
@@ -37,6 +37,8 @@ def test_every_token_and_logprob_comes_back_as_it_was():
         assert list(back.metrics) == ["b", "a"] and back.stop_reason is StopReason.MAX_TURNS
     lost = failure("a", FailureKind.VERIFIER)
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
+    voided = Trajectory(task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD)
+    assert decoded(json.loads(json.dumps(encoded(voided)))) == voided
 
 
 def test_a_growing_conversation_is_written_once_and_compactly():

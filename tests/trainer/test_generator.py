@@ -14,12 +14,13 @@ import pytest
 import tinker
 
 from src.chat import Chat
+from src.errors import SandboxError
 from src.generator import EpisodeSettings, Observation, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
 from src.learning.filters import FilterSettings, rewarded, trains, with_failures_rewarded
 from src.limits import LengthLimits
 from src.policy import Policy
-from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn
+from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
@@ -310,20 +311,35 @@ async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only
     assert (stand_in.turns, stand_in.reward) == ([], 0) and not trains(stand_in, filters("stop_reason"))
 
 
-async def test_an_environment_that_breaks_is_no_reward_and_the_log_says_on_which_line(caplog):
-    failure, _, _ = await play([OB, ValueError("bad state")], ["AB", "C"])
-    assert isinstance(failure, TrialFailure)
-    assert (failure.kind, failure.message) == (FailureKind.ENV_ERROR, "ValueError: bad state")
+async def test_an_answer_that_makes_the_environment_raise_is_worth_0_and_the_log_says_on_which_line(caplog):
+    rewarded = Observation(messages=OB.messages, reward=0.5)
+    trajectory, _, _ = await play([rewarded, ValueError("bad state")], ["AB", "C"])
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (0.0, [0.0, 0.0], ZeroReason.ENV_ERROR)
+    assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True], "the answer that did it is trained"
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None and "in step" in caplog.text
 
 
-@pytest.mark.parametrize("broken", ["exit", "object"])
-async def test_what_would_end_the_process_or_cannot_be_written_down_is_a_failure(broken):
+async def test_an_answer_that_makes_the_environment_end_the_process_is_worth_0():
+    class Exiting(ScriptedEnv):
+        async def step(self, answer: str) -> Observation:
+            raise SystemExit("usage: ...")
+
+    chat = toy_chat()
+    trajectory = await run_episode(Exiting([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
+    assert isinstance(trajectory, Trajectory) and trajectory.zero_reason is ZeroReason.ENV_ERROR
+
+
+@pytest.mark.parametrize("error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no customer")])
+async def test_what_no_answer_can_cause_is_a_failure(error):
+    failure, _, _ = await play([error], ["AB"])
+    assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
+
+
+async def test_what_cannot_be_written_down_is_a_failure():
     class Broken(ScriptedEnv):
         async def step(self, answer: str) -> Observation:
-            if broken == "exit":
-                raise SystemExit("usage: ...")
             return Observation(messages=[{"role": "user", "content": "x", "extra": object()}], is_done=True)
 
     chat = toy_chat()
@@ -348,9 +364,10 @@ async def test_a_cancelled_episode_closes_its_environment():
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
-async def test_a_reward_that_is_no_number_is_a_failure(reward):
-    failure, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
-    assert isinstance(failure, TrialFailure) and f"a reward that is no number: {reward}" in failure.message
+async def test_a_reward_that_is_no_number_is_worth_0(reward):
+    trajectory, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (0.0, [0.0], ZeroReason.UNREADABLE_REWARD)
 
 
 async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):

@@ -216,7 +216,10 @@ class SilentPolicy(ScriptedPolicy):
 
 
 @pytest.mark.parametrize("answers", [0, 1])
-async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(tmp_path: Path, answers: int) -> None:
+async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(
+    tmp_path: Path, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.envs.harbor_trial.ANSWERS_WITHIN_S", 1)
     tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
     policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
     policy.silent_after = answers
@@ -465,8 +468,9 @@ def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "hello-file" / "tests" / "test.sh").write_text("#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
     status = validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"])
     assert capsys.readouterr().out.splitlines() == [
-        "ok   count-lines: oracle 1.0, nop 0.0",
-        "BAD  hello-file: oracle 1.0, nop 1.0",
+        "ok   count-lines: oracle 1.0, nop 0.0, graded fresh",
+        "BAD  hello-file: oracle 1.0, nop 1.0, graded fresh",
+        f"how each task is graded: {tmp_path / 'grading.json'}",
         "2 tasks in sandbox: 1 sound, 1 unsound",
     ]
     assert status == 1

@@ -6,7 +6,7 @@ import pytest
 from src.learning.examples import Example
 from src.learning.filters import DropReason
 from src.learning.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
-from src.trajectory import FailureKind, StopReason, TrajectoryGroup
+from src.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -113,6 +113,14 @@ def test_shares_of_groups_add_up():
     metrics = group_metrics(FOUR, group_size=4)
     shares = [metrics[f"env/all/by_group/frac_{kind}"] for kind in ("mixed", "all_good", "all_bad")]
     assert shares == [0.5, 0.25, 0.25]
+
+
+def test_trials_whose_agents_prevented_their_grading_are_counted_by_reason():
+    voided = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
+    metrics = group_metrics([replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2)
+    counts = {reason: metrics[f"trials/graded_zero/{reason}"] for reason in ZeroReason}
+    assert counts == {reason: float(reason is ZeroReason.VERIFIER_TIMEOUT) for reason in ZeroReason}
+    assert (metrics["trials/graded"], metrics["env/all/reward/total"]) == (2, 0.5)
 
 
 def test_failures_are_counted_by_kind_and_touch_no_reward():

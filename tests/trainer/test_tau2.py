@@ -29,7 +29,7 @@ from src.envs.workers import WorkerPool
 from src.errors import ConfigError
 from src.failure_patterns import Pattern, patterns
 from src.generator import Observation
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
+from src.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -148,9 +148,9 @@ async def test_a_call_that_never_ends_ends_the_episode_without_a_reward(home: Pa
     assert trajectory.metrics["tool_timeouts"] == 1.0
 
 
-async def test_a_worker_that_dies_twice_over_an_episode_is_a_failure_and_no_reward(home: Path):
+async def test_a_call_that_ends_two_workers_is_worth_0(home: Path):
     found = await result(open_task_source(config(home), byte_chat()), [called("die")])
-    assert isinstance(found, TrialFailure) and found.kind is FailureKind.ENV_ERROR and "ended with status 3" in found.message
+    assert isinstance(found, Trajectory) and (found.reward, found.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
 
 
 async def test_what_cannot_be_evaluated_is_a_reward_of_0_and_counted(home: Path):

@@ -1,0 +1,376 @@
+"""An agent cannot influence its grade but by its work, and cannot prevent its grading: whole trials by scripted agents in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from src.config import TrainerConfig
+from src.envs import carried_files
+from src.envs.base import Expiring
+from src.envs.bubblewrap import why_no_sandbox
+from src.envs.docker import why_no_engine
+from src.envs.harbor import open_harbor
+from src.envs.run_directory import run_directory
+from src.trajectory import Trajectory, ZeroReason
+from tests.fakes.scripted_policy import ScriptedPolicy, answer
+from tests.fakes.tokenizer import byte_chat
+
+
+def why_no_image() -> str | None:
+    if reason := why_no_engine():
+        return reason
+    present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
+    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is not there"
+
+
+BASE_IMAGE = "debian:bookworm-slim"
+REASON = why_no_sandbox()
+NO_IMAGE = why_no_image()
+in_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+in_docker = pytest.mark.skipif(NO_IMAGE is not None, reason=f"no trial on Docker: {NO_IMAGE}")
+
+TASK = '[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
+DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
+REWARD = "/logs/verifier/reward.txt"
+
+
+def graded_if(condition: str) -> str:
+    return f"cd /app; if {condition}; then echo 1; else echo 0; fi > {REWARD}"
+
+
+BY_CAT = graded_if('[ "$(cat /app/answer.txt)" = right ]')
+BY_TEST = graded_if('env test "$(< /app/answer.txt)" = right')
+BY_BASH = graded_if("""env bash -c '[ "$(cat /app/answer.txt)" = right ]'""")
+BY_LOGIN_SHELL = graded_if("""bash -lc '[ "$(cat /app/answer.txt)" = right ]'""")
+BY_INTERACTIVE_SHELL = graded_if("""bash -ic '[ "$(cat /app/answer.txt)" = right ]' 2>/dev/null""")
+BY_PYTHON = graded_if("""python3 -c 'import sys; sys.exit(open("/app/answer.txt").read() != "right")'""")
+BY_GIT = graded_if("git config --global --get answer.value")
+
+
+def seeing(*paths: str) -> str:
+    """A verifier that is taken in by any of the files."""
+    return graded_if(" || ".join(f"[ -e {path} ]" for path in paths))
+
+
+def task(folder: Path, test: str, *, dockerfile: str = DOCKERFILE, timeout: float = 30, files: Sequence[tuple[str, str]] = ()) -> Path:
+    for name in ("environment", "tests", "solution"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(TASK.format(timeout=timeout))
+    (folder / "instruction.md").write_text("Write right into /app/answer.txt.\n")
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
+    (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nprintf right > /app/answer.txt\n")
+    for name, text in files:
+        (folder / name).write_text(text)
+    return folder
+
+
+async def play(tmp_path: Path, folder: Path, *commands: str, wait: float = 0.3, environment_type: str = "sandbox", **options: object):
+    settings = {"environment_type": environment_type, "max_turns": 6, "enable_summarize": False, "eval_split": 0.0, **options}
+    tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **settings), byte_chat())
+    script = [answer(*commands, duration=wait), answer(done=True), answer(done=True)]
+    policy = ScriptedPolicy(byte_chat(), {"": script})
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    left = {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    assert left <= {"lock", "skeleton", "labels.yaml"}, "an environment of this trial is left"
+    return outcome
+
+
+def shim(program: str, says: str = "echo right", directory: str = "/usr/local/bin") -> str:
+    return f"printf '#!/bin/sh\\n{says}\\n' > {directory}/{program}; chmod 755 {directory}/{program}"
+
+
+USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; echo "import os; os._exit(0)" > $site/'
+OTHER_PID_1 = r"""python3 - <<'END'
+import os, re
+for number in range(2000):
+    os.makedirs('/tmp/evilrequests', exist_ok=True)
+    for name in ('stdout', 'stderr', 'status'):
+        os.symlink(f'/.sandbox/requests/{number}.{name}', f'/tmp/evilrequests/{number}.{name}')
+    with open(f'/tmp/evilrequests/{number}.sh', 'w') as script:
+        script.write(f'. /.sandbox/requests/{number}.sh; test ! -d /logs/verifier || echo 1 > /logs/verifier/reward.txt\n')
+with open('/proc/1/mem', 'r+b', 0) as memory:
+    for line in open('/proc/1/maps'):
+        span, rights = line.split()[:2]
+        if rights.startswith('rw'):
+            start, end = (int(part, 16) for part in span.split('-'))
+            memory.seek(start)
+            content = memory.read(end - start)
+            for found in re.finditer(rb'/\.sandbox/requests/', content):
+                memory.seek(start + found.start())
+                memory.write(b'//tmp/evilrequests//'[:len(found.group())].ljust(len(found.group()), b'/'))
+END"""
+
+FORGERIES = {
+    "a cat of its own": (BY_CAT, shim("cat")),
+    "a test of its own": (BY_TEST, shim("test", "exit 0")),
+    "a bash of its own": (BY_BASH, shim("bash", 'case "$1" in -c) exit 0;; esac; exec /bin/bash "$@"')),
+    "a python3 of its own": (BY_PYTHON, shim("python3", "exit 0")),
+    "usercustomize": (BY_PYTHON, f"{USER_SITE}usercustomize.py"),
+    "a .pth file": (BY_PYTHON, f"{USER_SITE}evil.pth"),
+    "a .pth file of the system": (
+        BY_PYTHON,
+        'd=/usr/local/lib/python3.$(python3 -c "import sys; print(sys.version_info[1])")/dist-packages; '
+        "mkdir -p $d; echo 'import os; os._exit(0)' > $d/evil.pth",
+    ),
+    "~/.bashrc": (BY_INTERACTIVE_SHELL, "echo 'cat() { echo right; }' >> /root/.bashrc"),
+    "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
+    "/etc/profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /etc/profile"),
+    "git's configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
+    "another home": (BY_LOGIN_SHELL, "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root"),
+    "ld.so.preload": (seeing("/etc/ld.so.preload"), "touch /etc/ld.so.preload"),
+    "the linker's cache": (
+        graded_if("[ -s /etc/ld.so.conf.d/evil.conf ]"),
+        "mkdir -p /etc/ld.so.conf.d; echo /e > /etc/ld.so.conf.d/evil.conf",
+    ),
+    "files for pytest": (seeing("/conftest.py", "/pytest.ini", "/root/conftest.py"), "touch /conftest.py /pytest.ini /root/conftest.py"),
+    "files beside the tests": (seeing("/tests/planted"), "mkdir -p /tests; touch /tests/planted"),
+    "a planted reward": ("true", f"mkdir -p /logs/verifier; echo 1 > {REWARD}"),
+    "a symlinked reward": (BY_CAT, f"echo 1 > /app/one; mkdir -p /logs/verifier; ln -sf /app/one {REWARD}"),
+    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+    "the memory of pid 1": (BY_CAT, OTHER_PID_1),
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
+    test, attack = FORGERIES[name]
+    wait = 2.0 if "memory" in name else 0.5
+    outcome = await play(tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait)
+    if name == "a planted reward":  # its verifier writes none, with an agent or without
+        assert not isinstance(outcome, Trajectory)
+        return
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+
+
+@in_sandbox
+async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
+    dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
+    folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools"))
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+    folder = task(tmp_path / "moved", BY_CAT, dockerfile=dockerfile)
+    attack = f"mkdir /app/own; {shim('cat', directory='/app/own')}; rm -rf /opt/tools; ln -s /app/own /opt/tools"
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
+HONEST = {
+    "a file where the agent works": ("printf right > /app/answer.txt", BY_CAT),
+    "files of the homes": (
+        "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > /home/user/deep/answer.txt",
+        graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
+    ),
+    "a deleted file and a deleted folder": ("rm -r /app/old.txt /app/folder", graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/folder ]")),
+    "a folder in place of a file": ("rm /app/old.txt; mkdir /app/old.txt", graded_if("[ -d /app/old.txt ]")),
+    "a file in place of a folder": ("rm -r /app/folder; touch /app/folder", graded_if("[ -f /app/folder ] && [ ! -s /app/folder ]")),
+    "symbolic links": (
+        "ln -s old.txt link; ln -s /nowhere broken",
+        graded_if("[ $(readlink link) = old.txt ] && [ $(readlink broken) = /nowhere ]"),
+    ),
+    "hard links": ("ln old.txt hard", graded_if("[ old.txt -ef hard ]")),
+    "modes": (
+        "chmod 741 old.txt; touch secret; chmod 000 secret; chmod 2750 folder",
+        graded_if('[ "$(stat -c %a old.txt secret folder | tr "\\n" " ")" = "741 0 2750 " ]'),
+    ),
+    "an empty folder": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
+    "times": ("touch -d 2001-02-03T04:05:06Z old.txt", graded_if("[ $(stat -c %Y old.txt) = 981173106 ]")),
+    "names of all kinds": (
+        "touch 'größe 日本' ' -rf' \"$(printf 'a\\nb')\" \"$(printf 'b\\377')\"",
+        graded_if("[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf 'b\\377')\" ]"),
+    ),
+    "a program, and files with the names of programs": (
+        "printf '#!/bin/sh\\necho right' > cat; chmod +x cat",
+        graded_if('[ "$(./cat)" = right ]'),
+    ),
+    "system settings": (
+        "echo '10.0.0.1 box' >> /etc/motd; echo x:x:7:7::/x:/bin/sh >> /etc/passwd",
+        graded_if("grep -q box /etc/motd && id x >/dev/null"),
+    ),
+    "an old modification time": ("printf right > answer.txt; touch -d 1999-01-01 answer.txt", BY_CAT),
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", HONEST)
+async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -> None:
+    command, test = HONEST[name]
+    dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
+    outcome = await play(tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}")
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+
+
+RUNS_A_PROGRAM = f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"
+
+
+def program(text: str) -> str:
+    return f"printf '%s\\n' '{text}' > /app/run.sh"
+
+
+VOIDS = {
+    "its processes and itself killed": (RUNS_A_PROGRAM, "kill -9 -1", None),
+    "pid 1 without memory": (RUNS_A_PROGRAM, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
+    "pid 1 killed from inside": (RUNS_A_PROGRAM, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
+    "everything deleted": (RUNS_A_PROGRAM, "rm -rf --no-preserve-root / 2>/dev/null", ...),
+    "a full disk": (RUNS_A_PROGRAM, "cat /dev/zero > /app/big 2>/dev/null", ...),
+    "a file for /logs": (RUNS_A_PROGRAM, "rm -rf /logs /tests; touch /logs /tests", ...),
+    "a verifier that hangs": (RUNS_A_PROGRAM, program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a verifier that is killed": (RUNS_A_PROGRAM, program("kill -9 -1"), ZeroReason.NO_REWARD),
+    "an empty reward": (RUNS_A_PROGRAM, program("> /app/score.txt"), ZeroReason.NO_REWARD),
+    "no number": (RUNS_A_PROGRAM, program("echo nan > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "words": (RUNS_A_PROGRAM, program("echo good > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "a huge reward": (RUNS_A_PROGRAM, program("head -c 9000000 /dev/zero > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "a folder for a reward": (RUNS_A_PROGRAM, program("mkdir -p /logs/verifier/reward.json/x"), ZeroReason.UNREADABLE_REWARD),
+    "a pipe for a reward": (RUNS_A_PROGRAM, program("mkfifo /logs/verifier/reward.json"), None),
+    "rewards of no kind": (RUNS_A_PROGRAM, program("echo [1] > /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "a number too large": (
+        RUNS_A_PROGRAM,
+        program('printf {\\"reward\\":%0400d} 0 | tr 0 9 > /logs/verifier/reward.json'),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
+}
+
+
+@in_sandbox
+@pytest.mark.parametrize("name", VOIDS)
+async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.envs.grading.PROBE_TIMEOUT_S", 5)
+    test, attack, reason = VOIDS[name]
+    outcome = await play(tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"])
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+    assert reason is ... or outcome.zero_reason is reason
+
+
+@in_sandbox
+async def test_more_files_than_can_be_taken_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
+    outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}")
+    assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
+    monkeypatch.setattr(carried_files, "MAX_BYTES", 1000)
+    outcome = await play(tmp_path, task(tmp_path / "large", BY_CAT), "printf right > answer.txt; head -c 2000 /dev/zero > large")
+    assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
+
+
+@in_sandbox
+async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
+        outcome = await play(tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt")
+        assert not isinstance(outcome, Trajectory), outcome
+        assert outcome.kind == "verifier"
+
+
+@in_sandbox
+async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path: Path) -> None:
+    """The deadline is what ends the trial, whenever it comes; what counts is who used the time until then."""
+    tasks = open_harbor(
+        TrainerConfig(
+            model_name="org/model", tasks_dir=str(task(tmp_path / "task", BY_CAT)), environment_type="sandbox", enable_summarize=False
+        ),
+        byte_chat(),
+    )
+    policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 1000", duration=0.1)] + [answer("", duration=60)] * 9})
+    trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
+    assert isinstance(trial, Expiring)
+    playing = asyncio.ensure_future(trial.run(policy))
+    outcome = None
+    async with asyncio.timeout(60):
+        while outcome is None:  # the start of the sandbox may take longer than the agent has worked
+            await asyncio.wait({playing}, timeout=0.5)
+            outcome = trial.expired()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert (outcome.reward, outcome.zero_reason, len(outcome.turns) > 0) == (0.0, ZeroReason.TIMEOUT, True)
+
+
+@in_sandbox
+async def test_a_start_tells_how_many_tasks_are_graded_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+    assert "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)" in caplog.messages
+
+
+# Terminus-2 needs tmux, which a container without network cannot install.
+DOCKER = f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\nWORKDIR /app\n"
+DOCKER += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\nENV PATH=/opt/tools:$PATH\n"
+DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n"
+
+
+def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
+    made = task(folder, test, dockerfile=DOCKER)
+    (made / "task.toml").write_text(DOCKER_TASK.format(timeout=timeout))  # no-network would need an image from a registry
+    return made
+
+
+def containers() -> set[str]:
+    return set(subprocess.run(["docker", "ps", "--all", "--quiet"], capture_output=True, text=True, check=True).stdout.split())
+
+
+DOCKER_FORGERIES = {
+    "shims and replaced programs": (
+        BY_CAT,
+        f"{shim('cat')}; {shim('cat', directory='/opt/tools')}; "
+        "cp /usr/local/bin/cat /usr/bin/cat; echo 'cat() { echo right; }' > /root/.bashrc",
+    ),
+    "the linker and a symlinked reward": (
+        seeing("/etc/ld.so.preload", "/app/preloaded"),
+        f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname /logs/verifier/reward.json",
+    ),
+    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+}
+
+
+@in_docker
+@pytest.mark.parametrize("name", DOCKER_FORGERIES)
+async def test_a_forged_grade_stays_0_in_a_container(tmp_path: Path, name: str) -> None:
+    test, attack = DOCKER_FORGERIES[name]
+    folder = docker_task(tmp_path / "task", test)
+    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+
+
+@in_docker
+async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Path) -> None:
+    commands = (
+        "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt folder; mkdir -p a/b/c",
+        "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > /home/answer.txt; chmod 700 /srv",
+    )
+    test = graded_if(
+        '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && [ "$(stat -c %a answer.txt)" = 741 ] && '
+        "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e 'größe 日本' ] && "
+        "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
+    )
+    outcome = await play(tmp_path, docker_task(tmp_path / "task", test), *commands, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+
+
+DOCKER_VOIDS = {
+    "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
+    "its processes killed": ("kill -9 -1", ...),
+    "a verifier that hangs": (program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a pipe for a reward": (program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+}
+
+
+@in_docker
+@pytest.mark.parametrize("name", DOCKER_VOIDS)
+async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: str) -> None:
+    attack, reason = DOCKER_VOIDS[name]
+    folder = docker_task(tmp_path / "task", RUNS_A_PROGRAM, timeout=6)
+    outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+    assert reason is ... or outcome.zero_reason is reason
