@@ -57,12 +57,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, name: str, *more_options: str) -> Iterator[Server]:
+def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
     options = (f"base_model={QUICKSTART / 'model'}", "model_alias=local/quickstart", f"port={url.rsplit(':', 1)[1]}", *SIZES)
     limits = ("session_timeout_s=60", "max_request_mb=8", f"checkpoints_dir={folder / name}", "log_level=warning", *more_options)
+    environment = os.environ | ({} if api_key is None else {"SKYRL_TX_API_KEY": api_key})
+    command = [sys.executable, "-m", "skyrl_tx_server", *options, *limits]
     with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-m", "skyrl_tx_server", *options, *limits], stdout=output, stderr=output, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
     try:
         while not healthy(url):
             if process.poll() is not None:

@@ -73,6 +73,8 @@ async def large_metadata(world: World) -> None:
 
 SAMPLER = {"sampling_session_seq_id": 0, "base_model": "local/quickstart"}
 LISTINGS = ("/api/v1/sessions", "/api/v1/training_runs", "/api/v1/checkpoints", "/v1/models", "/api/v1/stats", "/metrics")
+SILENT = ("/cancel_future", "/finish", "/checkpoints")
+"""Routes that give this empty answer also for an object that does not exist."""
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
@@ -118,7 +120,7 @@ def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
         if response.status_code not in NO_ACCESS:
             answer = response.json() if "json" in response.headers.get("content-type", "") else {}
             pending = answer.get("request_id") if isinstance(answer, dict) else None
-            if path.endswith("cancel_future"):  # answers alike whether or not the request exists
+            if path.endswith(SILENT) and response.text in ("", '{"checkpoints":[]}'):
                 return
             if pending is None or "error" not in await world.outcome(pending):
                 world.fault(f"cross-tenant: {method} {path} was answered {response.status_code} {response.text[:200]}")

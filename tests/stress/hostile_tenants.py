@@ -39,7 +39,7 @@ MAX_LATENCY_RATIO = 10.0
 SAMPLES_ALONE = 200
 SAMPLE_EVERY_S = 1.0
 TIMEOUT_S = 300.0
-OPERATOR, TRAINER, PROBE = "operator", "trainer", "probe"
+TRAINER, PROBE = "trainer", "probe"
 
 
 def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
@@ -127,9 +127,10 @@ class Run:
 
 def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float) -> Run:
     names = [f"hostile-{number}" for number in range(tenants)]
-    keys_file, keys = write_keys(folder, [OPERATOR, TRAINER, PROBE, *names])
+    keys_file, keys = write_keys(folder, [TRAINER, PROBE, *names])
+    operator_key = f"tml-{secrets.token_hex(16)}"
     (folder / "hostile_keys.json").write_text(json.dumps([keys[name] for name in names]))
-    with server(folder, "disturbed", f"api_keys_file={keys_file}") as running, contextlib.ExitStack() as stack:
+    with server(folder, "disturbed", f"api_keys_file={keys_file}", api_key=operator_key) as running, contextlib.ExitStack() as stack:
         probe = LatencyProbe(running.url, keys[PROBE])
         for _ in range(20):  # compiles what the measurement needs
             probe.sample()
@@ -154,7 +155,7 @@ def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float,
             for attacker in attackers:
                 attacker.kill()
         watch.stop()
-        left = what_is_left(running.url, {"x-api-key": keys[OPERATOR]})
+        left = what_is_left(running.url, {"x-api-key": operator_key})
         lived = running.process.poll() is None and hostile_status == 0
     hostile = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
     log = running.log.read_text(errors="replace")
