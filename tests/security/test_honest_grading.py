@@ -356,12 +356,13 @@ async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Pat
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
 
+# A special file is not collected: the number that the verifier wrote itself counts.
 DOCKER_VOIDS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "its processes killed": ("kill -9 -1", ...),
     "a verifier that hangs": (program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
-    "a pipe for a reward": (program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
-    "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "a pipe for a reward": (program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"), None),
+    "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), None),
 }
 
 
