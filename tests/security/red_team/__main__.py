@@ -18,7 +18,9 @@ from tests.security.red_team.table import ATTACKS, chosen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.security.red_team", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.security.red_team", description="Play the red team's attacks, all or by name, and print what held."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to play; all where none is given")
     parser.add_argument("--where", type=Where, choices=list(Where), action="append", help="the kind of environment; both where not given")
     parser.add_argument("--as", dest="whom", type=Whom, choices=list(Whom), action="append", help="as whom; both where not given")

@@ -41,12 +41,13 @@ class Agent(Policy):
         text = self._chat.tokenizer.decode(list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._look(text.rsplit(LAST_MESSAGE, 1)[-1])
         ids = [*self._chat.tokenizer.encode(self._reply(), add_special_tokens=False), self._chat.turn_end_id]
-        assert len(ids) <= max_tokens, f"the script takes {len(ids)} tokens"
+        assert len(ids) <= max_tokens or max_tokens == 1, f"the script takes {len(ids)} tokens"
+        completion = ids[:max_tokens]
         return Turn(
             prompt_ids=list(prompt_ids),
-            completion_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            stop_reason=StopReason.STOP,
+            completion_ids=completion,
+            logprobs=[-0.5] * len(completion),
+            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
             policy_version=self.version,
         )
 

@@ -166,7 +166,7 @@ class Arena:
             unit.holes.setdefault(name, []).append(text)
         match outcome:
             case Trajectory():
-                unit.reward, unit.reason = outcome.reward, outcome.stop_reason.value
+                unit.reward, unit.reason = outcome.reward, " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason)))
                 if outcome.reward != (1.0 if solves else 0.0):
                     unit.own.append(f"the reward is {outcome.reward:g}")
                 if outcome.metrics["prefix_breaks"]:
@@ -216,7 +216,7 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
     os.environ[SECRET] = f"secret-{prefix}"
     with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
-        folder.chmod(0o755)
+        os.chmod(folder, 0o755)
         write_tasks(folder / "tasks", where=where, whom=whom, image=image.build() if where is Where.DOCKER else "", prefix=prefix)
         sentinels = [folder / "sentinel", folder / "reward"]
         for path, text in zip(sentinels, ("sentinel\n", "1\n"), strict=True):

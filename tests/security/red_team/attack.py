@@ -44,8 +44,8 @@ ANSWER = "42"
 MAX_SCRIPT_S = 25  # one script is killed after this time
 REPORT = "HOLE"
 
-# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host, $PORT a server on the host's loopback interface,
-# $HOST_PID the trainer's process, `hole TEXT` to report a success, and `py` to run Python from stdin with the same names.
+# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host, $PORT a server on the host's
+# loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and `py` to run Python from stdin with the same names.
 SHELL_PRELUDE = """
 hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
 py() { { cat "$HERE/prelude.py"; cat; } > "$HERE/$NAME.py"; python3 "$HERE/$NAME.py"; }

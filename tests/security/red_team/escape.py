@@ -70,14 +70,15 @@ END
         "namespaces",
         """
 py <<'END'
-for name, flag in dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000, ipc=0x08000000, uts=0x04000000, cgroup=0x02000000, time=0x80).items():
+for name, flag in dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000, ipc=0x08000000, uts=0x04000000,
+                       cgroup=0x02000000, time=0x80).items():
     child = os.fork()
     if child == 0:
         os._exit(0 if libc.unshare(flag) == 0 else 1)
     if os.waitpid(child, 0)[1] == 0:
         hole(f"a new {name} namespace")
 class CloneArguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("flags", "pidfd", "child", "parent", "signal", "stack", "size", "tls", "tid", "number", "cgroup")]
+    _fields_ = [(name, ctypes.c_uint64) for name in "flags pidfd child parent signal stack size tls tid number cgroup".split()]
 arguments = CloneArguments(flags=0x10000000, signal=17)
 child = syscall(435, ctypes.byref(arguments), ctypes.sizeof(arguments))
 if child == 0:
@@ -191,10 +192,10 @@ true
         "devices",
         """
 py <<'END'
-for path in ("/dev/mem", "/dev/kmem", "/dev/port", "/dev/kmsg", "/dev/kvm", "/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/loop-control", "/dev/vsock",
-             "/dev/net/tun", "/dev/fuse", "/dev/uinput", "/dev/mapper/control", "/dev/vhost-net", "/dev/vhost-vsock", "/dev/cuse", "/dev/hpet"):
-    if opens(path, os.O_RDONLY):
-        hole(f"{path} can be opened")
+for name in ("mem kmem port kmsg kvm vda sda nvme0n1 loop-control vsock net/tun fuse uinput mapper/control vhost-net vhost-vsock "
+             "cuse hpet").split():
+    if opens(f"/dev/{name}", os.O_RDONLY):
+        hole(f"/dev/{name} can be opened")
 for name, kind, major, minor in (("mem", 0o020000, 1, 1), ("kmsg", 0o020000, 1, 11), ("disk", 0o060000, 254, 0), ("disk2", 0o060000, 8, 0),
                                  ("loop", 0o060000, 7, 0), ("tty", 0o020000, 4, 0), ("fuse", 0o020000, 10, 229)):
     path = f"/tmp/device-{name}"
@@ -211,8 +212,8 @@ END
         "socket-families",
         """
 py <<'END'
-for name, family, kind in (("AF_VSOCK", 40, 1), ("AF_PACKET", 17, 3), ("AF_ALG", 38, 5), ("AF_KEY", 15, 3), ("AF_TIPC", 30, 5), ("AF_RDS", 21, 5),
-                           ("AF_BLUETOOTH", 31, 3), ("AF_CAN", 29, 3), ("AF_XDP", 44, 3), ("AF_X25", 9, 5), ("AF_AX25", 3, 2)):
+for name, family, kind in (("AF_VSOCK", 40, 1), ("AF_PACKET", 17, 3), ("AF_ALG", 38, 5), ("AF_KEY", 15, 3), ("AF_TIPC", 30, 5),
+                           ("AF_RDS", 21, 5), ("AF_BLUETOOTH", 31, 3), ("AF_CAN", 29, 3), ("AF_XDP", 44, 3), ("AF_X25", 9, 5)):
     try:
         socket.socket(family, kind, 0).close()
         hole(f"a socket of {name}")
@@ -257,8 +258,8 @@ END
         "cgroup-files",
         """
 find / -xdev -name release_agent 2>/dev/null | head -n 1 | grep -q . && hole "a release_agent is visible"
-for path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name notify_on_release -o -name cgroup.procs -o -name devices.allow \
-    -o -name memory.max -o -name memory.limit_in_bytes \\) 2>/dev/null | head -n 60); do
+for path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name notify_on_release -o -name cgroup.procs \\
+    -o -name devices.allow -o -name memory.max -o -name memory.limit_in_bytes \\) 2>/dev/null | head -n 60); do
     (exec 7>> "$path") 2>/dev/null && hole "$path can be opened for writing"
 done
 mkdir "/sys/fs/cgroup/$T" 2>/dev/null && hole "a cgroup can be made"
@@ -268,7 +269,8 @@ true
     escape(
         "host-files",
         """
-for place in /usr /usr/bin /usr/lib /bin /lib /lib64 /etc/alternatives /etc/ssl/certs /.sandbox/requests /.sandbox/skeleton /dev /sys /proc; do
+for place in /usr /usr/bin /usr/lib /bin /lib /lib64 /etc/alternatives /etc/ssl/certs \\
+    /.sandbox/requests /.sandbox/skeleton /dev /sys /proc; do
     touch "$place/$T" 2>/dev/null && hole "a file can be made in $place"
     mkdir "$place/$T.d" 2>/dev/null && hole "a directory can be made in $place"
 done
@@ -349,10 +351,12 @@ true
 py <<'END'
 zeros = ctypes.create_string_buffer(256)
 event = struct.pack("IIQQQQ", 1, 112, 1, 0, 0, 0x60).ljust(112, b"\\0")
-calls = dict(bpf=(321, 0, struct.pack("IIII", 2, 4, 4, 1).ljust(72, b"\\0"), 72), perf_event_open=(298, event, 0, -1, -1, 0), userfaultfd=(323, 1),
-             kexec_load=(246, 0, 0, 0, 0), iopl=(172, 3), swapoff=(168, b"/nowhere"), acct=(163, 0), quotactl=(179, 0x800003 << 8, 0, 0, zeros),
-             setdomainname=(171, b"x", 1), vhangup=(153,), pivot_root=(155, b"/", b"/"), init_module=(175, zeros, 0, b""), delete_module=(176, b"x", 0),
-             lookup_dcookie=(212, 0, zeros, 10), nfsservctl=(180,), fanotify_init=(300, 0, 0), open_by_handle_at=(304, -100, zeros, 0))
+array = struct.pack("IIII", 2, 4, 4, 1).ljust(72, b"\\0")
+calls = dict(bpf=(321, 0, array, 72), perf_event_open=(298, event, 0, -1, -1, 0), userfaultfd=(323, 1), kexec_load=(246, 0, 0, 0, 0),
+             iopl=(172, 3), swapoff=(168, b"/nowhere"), acct=(163, 0), quotactl=(179, 0x800003 << 8, 0, 0, zeros),
+             setdomainname=(171, b"x", 1), vhangup=(153,), pivot_root=(155, b"/", b"/"), init_module=(175, zeros, 0, b""),
+             delete_module=(176, b"x", 0), lookup_dcookie=(212, 0, zeros, 10), nfsservctl=(180,), fanotify_init=(300, 0, 0),
+             open_by_handle_at=(304, -100, zeros, 0))
 for name, (number, *arguments) in calls.items():
     if syscall(number, *arguments) >= 0:
         hole(f"{name} is let through")
@@ -381,7 +385,8 @@ END
 env | grep -q RED_TEAM_SECRET && hole "a secret is in the environment"
 cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -q RED_TEAM_SECRET && hole "a secret is in a process's environment"
 cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -q 'agent-trainer-[0-9]' && hole "a path of the host is in a command line"
-for path in /root/.ssh /root/.netrc /root/.docker /root/.config /var/run/docker.sock /run/docker.sock /run/containerd /run/dbus /run/user; do
+for path in /root/.ssh /root/.netrc /root/.docker /root/.config /var/run/docker.sock /run/docker.sock /run/containerd \\
+    /run/dbus /run/user; do
     [ -e "$path" ] && hole "$path is visible"
 done
 grep -v '^root:' /etc/shadow 2>/dev/null | grep -q ':\\$' && hole "the host's passwords are visible"

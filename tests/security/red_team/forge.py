@@ -55,9 +55,10 @@ true
         "shim-tools",  # the whole tool and then a reward
         f"""
 mkdir -p ~/bin
+echo 'exec 2>/dev/null; sleep 0.1; for try in $(seq 5000); do echo 1 > {REWARDS}.txt; done' > /app/write.sh
 for directory in /usr/local/sbin /usr/local/bin ~/bin ~/.local/bin; do
     for tool in bash sh env mkdir chmod rm tee head tail test true find grep sed timeout ls cp mv dirname id; do
-        printf '#!/bin/bash\\n/usr/bin/%s "$@"\\nstatus=$?\\n(sleep 0.1; while :; do echo 1 > {REWARDS}.txt; done) >/dev/null 2>&1 &\\necho 1 > {REWARDS}.txt\\nexit $status\\n' $tool \\
+        printf '#!/bin/bash\\n/usr/bin/%s "$@"\\nstatus=$?\\nbash /app/write.sh >/dev/null 2>&1 &\\nexit $status\\n' $tool \\
             > $directory/$tool && chmod 755 $directory/$tool
     done
 done 2>/dev/null
@@ -101,8 +102,8 @@ def forge():
 atexit.register(forge)
 END
 version=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-for place in ~/.local/lib/python$version/site-packages /usr/local/lib/python$version/dist-packages /usr/local/lib/python$version/site-packages \\
-    /usr/lib/python3/dist-packages /usr/lib/python$version /app /tests; do
+for place in ~/.local/lib/python$version/site-packages /usr/local/lib/python$version/dist-packages \\
+    /usr/local/lib/python$version/site-packages /usr/lib/python3/dist-packages /usr/lib/python$version /app /tests; do
     mkdir -p $place
     for name in usercustomize sitecustomize json pathlib; do
         case $name$place in json/usr*|pathlib/usr*|json/root*|pathlib/root*) continue ;; esac
@@ -148,7 +149,8 @@ true
     forge(
         "shell-startup",
         f"""
-for file in ~/.bashrc ~/.bash_profile ~/.profile ~/.bash_login ~/.bash_env /etc/profile.d/x.sh /etc/bash.bashrc /etc/profile ~/.bash_logout; do
+for file in ~/.bashrc ~/.bash_profile ~/.profile ~/.bash_login ~/.bash_logout ~/.bash_env /etc/profile.d/x.sh /etc/bash.bashrc \\
+    /etc/profile; do
     printf 'cat() {{ echo 42; }}\\nexport -f cat\\nexport BASH_ENV=~/.bash_env PATH=/app/bin:$PATH\\n' >> $file
     printf 'trap "echo 1 > {REWARDS}.txt" EXIT\\n' >> $file
 done 2>/dev/null
@@ -344,7 +346,9 @@ true
     forge(
         "reward-of-the-host",  # a link that only the host can follow
         f"""
-(setsid bash -c 'for try in $(seq 20000); do ln -sf "$(dirname "$SENTINEL")/reward" {REWARDS}.txt; rm -f {REWARDS}.json; done' &) </dev/null >/dev/null 2>&1
+(setsid bash -c 'for try in $(seq 20000); do
+    ln -sf "${{SENTINEL%/*}}/reward" {REWARDS}.txt; rm -f {REWARDS}.json
+done' &) </dev/null >/dev/null 2>&1
 true
 """,
         DOCKER,

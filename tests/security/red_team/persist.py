@@ -36,7 +36,8 @@ true
     persist(
         "files-of-the-host",
         """
-for place in / /tmp /var/tmp /dev/shm /run /etc /etc/cron.d /etc/profile.d /usr/local/bin /home /root /dev /sys/fs/cgroup /sys/fs/cgroup/*; do
+for place in / /tmp /var/tmp /dev/shm /run /etc /etc/cron.d /etc/profile.d /usr/local/bin /home /root /dev \\
+    /sys/fs/cgroup /sys/fs/cgroup/*; do
     touch "$place/$T" 2>/dev/null; mkdir "$place/$T.d" 2>/dev/null
 done
 true

@@ -48,8 +48,8 @@ async def play(where: Where, whom: Whom, results: Path | None, names: Sequence[s
 def print_row(result: Result) -> None:
     reward = "-" if result.reward is None else f"{result.reward:g}"
     held = "held" if not result.violations else "VIOLATED: " + "; ".join(result.violations)
-    row = f"{result.attack:24} {result.category:9} {result.where:8} {result.whom:5} {reward:>3} {result.seconds:6.1f} s  {result.reason:18.60} {held}"
-    print(row, flush=True)
+    place = f"{result.attack:26} {result.category:9} {result.where:7} {result.whom:4}"
+    print(f"{place} {reward:>3} {result.seconds:6.1f} s  {result.reason:16.60} {held}", flush=True)
 
 
 def main() -> None:

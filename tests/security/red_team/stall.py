@@ -42,7 +42,10 @@ END
     stall(
         "sparse-file",
         """
-for place in /logs/agent /app /logs/artifacts; do truncate -s $([ $WHERE = sandbox ] && echo 100G || echo 3G) $place/sparse || truncate -s 200M $place/sparse; done 2>/dev/null
+[ $WHERE = sandbox ] && size=100G || size=3G
+for place in /logs/agent /app /logs/artifacts; do
+    truncate -s $size $place/sparse || truncate -s 200M $place/sparse
+done 2>/dev/null
 true
 """,
     ),
