@@ -125,6 +125,7 @@ class Arena:
             found.append(f"the event loop stood still for {max(gaps):.1f} s")
         # A trial's descendants end with it; what is left of this process's are those that escaped.
         found += [f"a process was left: {command[:60]}" for pid, command in host.descendants().items() if pid not in running]
+        found += host.marked_cgroups(self.tasks.settings.run_label)
         if self.where is Where.DOCKER:
             found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(self.prefix)
         words = {unit.word: unit for unit in units}
@@ -132,7 +133,7 @@ class Arena:
             blamed = words.get(connection)
             (blamed.own if blamed else found).append("a server on the host's loopback interface was reached")
         for unit in units:
-            unit.own += host.marked_processes(unit.word) + host.marked_files(unit.word)
+            unit.own += host.marked_processes(unit.word) + host.marked_files(unit.word) + host.marked_cgroups(unit.word)
         host.remove(self.jobs / name)
         return found
 

@@ -50,7 +50,6 @@ class Snapshot:
     mounts: dict[str, str]
     interfaces: dict[str, str]
     shared_memory: dict[str, str]
-    cgroups: dict[str, str]
 
     @classmethod
     def take(cls, sentinels: list[Path]) -> Snapshot:
@@ -60,7 +59,6 @@ class Snapshot:
             mounts=dict(_mounts()),
             interfaces={name: "" for name in os.listdir("/sys/class/net") if not name.startswith(("veth", "br-", "docker"))},
             shared_memory={name: Path("/proc/sysvipc", name).read_text() for name in ("shm", "sem", "msg")},
-            cgroups={path: "" for path in _cgroups()},
         )
 
     def changes(self, later: Snapshot) -> list[str]:
@@ -121,6 +119,11 @@ def marked_files(word: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def marked_cgroups(word: str) -> list[str]:
+    """Control groups whose name has `word`."""
+    return [f"the control group {path} was left" for path, _, _ in os.walk("/sys/fs/cgroup") if word in os.path.basename(path)]
 
 
 def marked_docker_objects(word: str) -> list[str]:
@@ -184,7 +187,3 @@ def _identity(path: Path) -> str:
 def _mounts() -> list[tuple[str, str]]:
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return [(fields[4], fields[5]) for fields in lines if "/docker/" not in fields[4] and not fields[4].startswith("/run/docker")]
-
-
-def _cgroups() -> list[str]:
-    return [path for path, _, _ in os.walk("/sys/fs/cgroup") if "docker" not in path]
