@@ -27,9 +27,9 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, Kind, Where, Whom, typed
 from tests.security.red_team.tasks import write_tasks
 
-ATTACKS_AT_ONCE = 3
+ATTACKS_AT_ONCE = {Where.SANDBOX: 3, Where.DOCKER: 8}  # a container takes ten seconds to stop, and no processor meanwhile
 SHARED_AT_MOST = 8
-DEADLINE_S = 75
+DEADLINE_S = 100
 MAX_LOOP_GAP_S = 3.0
 BEAT_S = 0.02
 SECRET = "RED_TEAM_SECRET"
@@ -81,8 +81,8 @@ class Arena:
     connections: list[str]
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        units = shared(attacks)
-        for number, batch in enumerate(batched(units, ATTACKS_AT_ONCE)):
+        units = shared(attacks, self.where)
+        for number, batch in enumerate(batched(units, ATTACKS_AT_ONCE[self.where])):
             together = await self._play_batch(list(batch), f"batch-{number}")
             for unit in batch:
                 blamed = [*unit.own, *together]
@@ -181,11 +181,11 @@ class Arena:
         unit.own += host.faults_of_folder(directory / unit.word)
 
 
-def shared(attacks: Iterable[Attack]) -> list[Unit]:
+def shared(attacks: Iterable[Attack], where: Where) -> list[Unit]:
     """The trials to play, long ones first, so that those of a batch take about as long as each other."""
     groups: dict[object, list[Attack]] = {}
     for number, attack in enumerate(attacks):
-        key = (attack.category, attack.kind, attack.solves) if attack.shares else number
+        key = (attack.category, attack.kind, attack.solves) if where in attack.shares else number
         groups.setdefault(key, []).append(attack)
     units = [Unit(attacks=part) for group in groups.values() for part in batched(group, SHARED_AT_MOST)]
     return sorted(units, key=lambda unit: -sum(attack.patience_s for attack in unit.attacks))

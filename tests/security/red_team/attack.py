@@ -48,7 +48,8 @@ REPORT = "HOLE"
 # loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and `py` to run Python from stdin with the same names.
 SHELL_PRELUDE = """
 hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
-py() { { cat "$HERE/prelude.py"; cat; } > "$HERE/$NAME.py"; python3 "$HERE/$NAME.py"; }
+py() { { printf '%s\\n' "$(< "$HERE/prelude.py")"; while IFS= read -r line; do printf '%s\\n' "$line"; done; } > "$HERE/$NAME.py"
+    /usr/bin/python3 -I "$HERE/$NAME.py"; }
 cd /app
 """
 PYTHON_PRELUDE = """
@@ -80,7 +81,7 @@ class Attack:
     kind: Kind = Kind.PLAIN
     places: frozenset[tuple[Where, Whom]] = ALL
     patience_s: int = 12  # how long the agent waits for the script to end
-    shares: bool = False  # may be played with others of its category in one trial
+    shares: frozenset[Where] = frozenset()  # where it may be played with others of its category in one trial
 
 
 def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
@@ -90,5 +91,5 @@ def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> 
     for attack in attacks:
         script = f"{SHELL_PRELUDE}{attack.script}"
         lines += [f"export NAME={attack.name}", f"cat > $HERE/{attack.name}.sh <<'END_OF_ATTACK'{script}\nEND_OF_ATTACK"]
-        lines += [f"timeout -k 1 {MAX_SCRIPT_S} bash $HERE/{attack.name}.sh </dev/null"]
+        lines += [f"/usr/bin/timeout -k 1 {MAX_SCRIPT_S} /bin/bash $HERE/{attack.name}.sh </dev/null"]
     return "\n".join([*lines, f"echo {end}", ""])

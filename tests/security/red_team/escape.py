@@ -8,7 +8,9 @@ from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Where
 
 
 def escape(name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL) -> Attack:
-    return Attack(name=name, category=Category.ESCAPE, script=script, solves=True, places=frozenset(places), patience_s=8, shares=True)
+    return Attack(
+        name=name, category=Category.ESCAPE, script=script, solves=True, places=frozenset(places), patience_s=8, shares=frozenset(Where)
+    )
 
 
 ATTACKS = (

@@ -13,12 +13,9 @@ def forge(
     places: Iterable[tuple[Where, Whom]] = ALL,
     *,
     kind: Kind = Kind.PLAIN,
-    shares: bool = False,
-    patience_s: int = 6,
+    shares: frozenset[Where] = frozenset({Where.DOCKER}),
 ) -> Attack:
-    return Attack(
-        name=name, category=Category.FORGE, script=script, kind=kind, places=frozenset(places), shares=shares, patience_s=patience_s
-    )
+    return Attack(name=name, category=Category.FORGE, script=script, kind=kind, places=frozenset(places), shares=shares, patience_s=6)
 
 
 # A shared object that makes every program named `cat` print 42:
@@ -159,7 +156,7 @@ printf 'BASH_ENV=/root/.bash_env\\nENV=/root/.bash_env\\nPATH=/app/bin:/usr/bin:
 cp /etc/environment ~/.pam_environment
 true
 """,
-        shares=True,
+        shares=frozenset(Where),
     ),
     forge(
         "background-writer",
@@ -212,6 +209,7 @@ true
         """
 ln -s /tests/expected.txt /app/answer.txt
 """,
+        shares=frozenset(),
     ),
     forge(
         "linked-verifier-folder",
@@ -226,6 +224,7 @@ chmod 444 /app/forged/reward.txt
 chmod 555 /app/forged /logs
 true
 """,
+        shares=frozenset(),
     ),
     forge(
         "planted-rewards",
@@ -241,6 +240,7 @@ chmod -R 555 /tests /logs/verifier
 chattr +i /tests/test.sh /tests/expected.txt {REWARDS}.txt 2>/dev/null
 true
 """,
+        shares=frozenset(),
     ),
     forge(
         "linked-tests",
@@ -252,6 +252,7 @@ rm -rf /tests; ln -s /app/tests /tests
 echo anything > /tests/expected.txt; echo anything > /app/answer.txt
 true
 """,
+        SANDBOX,
     ),
     forge(
         "scheduled-writer",
@@ -265,7 +266,7 @@ tmux run-shell -b 'while :; do echo 1 > {REWARDS}.txt; done'
 tmux new-session -d -s other 'while :; do echo 1 > {REWARDS}.txt; done'
 true
 """,
-        shares=True,
+        shares=frozenset(Where),
     ),
     forge(
         "rewritten-pid-1",  # the exec server is made to run another script for every later command
@@ -342,6 +343,7 @@ chmod 755 /usr/bin/bash
 true
 """,
         frozenset({(Where.DOCKER, Whom.ROOT)}),
+        shares=frozenset(),
     ),
     forge(
         "reward-of-the-host",  # a link that only the host can follow
@@ -352,5 +354,6 @@ done' &) </dev/null >/dev/null 2>&1
 true
 """,
         DOCKER,
+        shares=frozenset(),
     ),
 )

@@ -41,6 +41,7 @@ except OSError:
     pass
 END
 """,
+        SANDBOX,
     ),
     hoard(
         "system-v-memory",
@@ -56,6 +57,7 @@ if address not in (None, 2**64 - 1):
     hole("a System V segment of {TOO_MUCH_MB} MiB")
 END
 """,
+        SANDBOX,
     ),
     hoard(
         "private-memory",
@@ -70,6 +72,7 @@ except (OSError, MemoryError):
     pass
 END
 """,
+        SANDBOX,
     ),
     hoard(
         "memory-of-many-processes",

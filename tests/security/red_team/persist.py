@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.security.red_team.attack import ALL, DOCKER, Attack, Category, Where, Whom
 
 
-def persist(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, shares: bool = True) -> Attack:
+def persist(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, shares: frozenset[Where] = frozenset(Where)) -> Attack:
     return Attack(name=name, category=Category.PERSIST, script=script, solves=True, places=places, patience_s=6, shares=shares)
 
 
@@ -66,7 +66,7 @@ ln -sf /etc /logs/artifacts/etc
 for name in test-stdout.txt test-stderr.txt ctrf.json; do ln -sf "$SENTINEL" /logs/verifier/$name; done
 true
 """,
-        shares=False,
+        shares=frozenset(),
     ),
     persist(
         "linked-logs-later",  # while the trainer writes
@@ -77,7 +77,7 @@ done' &) </dev/null >/dev/null 2>&1
 true
 """,
         DOCKER,
-        shares=False,
+        shares=frozenset(),
     ),
     persist(
         "network-devices",

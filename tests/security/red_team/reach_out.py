@@ -14,7 +14,7 @@ def reach_out(name: str, script: str, places: frozenset[tuple[Where, Whom]] = AL
         kind=kind,
         places=places,
         patience_s=8,
-        shares=kind is Kind.PLAIN,
+        shares=frozenset(Where) if kind is Kind.PLAIN else frozenset(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Where, Whom
 
 
 def stall(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 14) -> Attack:
@@ -14,16 +14,16 @@ def files(place: str, count: int) -> str:
 py <<'END'
 os.makedirs("{place}/many", exist_ok=True)
 os.chdir("{place}/many")
-for number in range({count} if os.environ["WHERE"] == "sandbox" else 40_000):  # a container's lie on a disk
+for number in range({count} if os.environ["WHERE"] == "sandbox" else 20_000):  # a container's lie on a disk
     os.close(os.open(str(number), os.O_CREAT | os.O_WRONLY))
 END
 """
 
 
 ATTACKS = (
-    stall("many-logs", files("/logs/agent", 150_000)),
-    stall("many-artifacts", files("/logs/artifacts", 50_000)),
-    stall("many-files", files("/app", 50_000)),
+    stall("many-logs", files("/logs/agent", 60_000)),
+    stall("many-artifacts", files("/logs/artifacts", 20_000), SANDBOX),
+    stall("many-files", files("/app", 20_000), SANDBOX),
     stall(
         "deep-directories",
         """
@@ -57,6 +57,7 @@ head -c 60000000 /dev/zero > /logs/agent/linked
 for number in $(seq 40); do ln /logs/agent/linked /logs/agent/linked.$number; done
 true
 """,
+        SANDBOX,
     ),
     stall(
         "long-names",
@@ -67,6 +68,7 @@ for number in range(12_000):
     os.symlink("y" * 4000, f"{number:05}" + "n" * 250)
 END
 """,
+        SANDBOX,
     ),
-    stall("printed-output", "timeout 15 yes 'a line of text that is printed again and again' | head -c 60000000", patience_s=18),
+    stall("printed-output", "timeout 15 yes 'a line of text that is printed again and again' | head -c 60000000", SANDBOX, patience_s=18),
 )

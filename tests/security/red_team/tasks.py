@@ -10,7 +10,7 @@ INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
 MEMORY_MB = 512
 STORAGE_MB = 256
 AGENT_S = 45
-VERIFIER_S = 8
+VERIFIER_S = 12
 USER = "agent"  # of the image
 
 BASH_TEST = """#!/bin/bash

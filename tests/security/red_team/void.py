@@ -7,12 +7,8 @@ from collections.abc import Iterable
 from tests.security.red_team.attack import ALL, DOCKER, DOCKER_ROOT, SANDBOX, Attack, Category, Where, Whom
 
 
-def void(
-    name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL, *, solves: bool = False, patience_s: int = 4, shares: bool = False
-) -> Attack:
-    return Attack(
-        name=name, category=Category.VOID, script=script, solves=solves, places=frozenset(places), patience_s=patience_s, shares=shares
-    )
+def void(name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL, *, solves: bool = False, patience_s: int = 4) -> Attack:
+    return Attack(name=name, category=Category.VOID, script=script, solves=solves, places=frozenset(places), patience_s=patience_s)
 
 
 REWARD = "/logs/verifier/reward.txt"
@@ -125,29 +121,34 @@ true
         SANDBOX,
         patience_s=8,
     ),
-    void("no-usr-local", "rm -rf /usr/local /opt /usr/local/* /home /srv /mnt /media"),
+    void("no-usr-local", "rm -rf /usr/local /opt /usr/local/* /home /srv /mnt /media", SANDBOX),
     void("removed-root", "rm -rf --no-preserve-root / 2>/dev/null", patience_s=8),
-    void("removed-directories", "rm -rf /tmp /var/tmp /run /logs /tests /root /etc /app; true"),
+    void("removed-directories", "rm -rf /tmp /var/tmp /run /logs /tests /root /etc /app; true", SANDBOX),
     void("file-for-logs", "mv /logs /logs.old; rm -rf /logs/*; echo > /logs; echo > /logs/verifier; true"),
-    void("file-for-tests", "rm -rf /tests; echo > /tests; true"),
-    void("file-for-tmp", "rm -rf /tmp /var/tmp; echo > /tmp; echo > /var/tmp; true"),
-    void("file-for-app", "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true"),
+    void("file-for-tests", "rm -rf /tests; echo > /tests; true", SANDBOX),
+    void("file-for-tmp", "rm -rf /tmp /var/tmp; echo > /tmp; echo > /var/tmp; true", SANDBOX),
+    void("file-for-app", "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true", SANDBOX),
     void("no-permissions", "chmod 000 /app /logs/verifier /logs/agent /logs /tests /tmp /root /etc /usr/local /run /var /; true"),
     void("fifo-for-answer", "mkfifo /app/answer.txt"),
-    void("endless-answer", "ln -s /dev/zero /app/answer.txt"),
-    void("random-answer", "ln -s /dev/urandom /app/answer.txt"),
-    void("answer-in-a-loop", "ln -s answer.txt /app/answer.txt; ln -s . /app/loop", shares=True),
-    void("directory-for-answer", "mkdir -p /app/answer.txt/a/b"),
+    void("endless-answer", "ln -s /dev/zero /app/answer.txt", SANDBOX),
+    void("random-answer", "ln -s /dev/urandom /app/answer.txt", SANDBOX),
+    void("answer-in-a-loop", "ln -s answer.txt /app/answer.txt; ln -s . /app/loop", SANDBOX),
+    void("directory-for-answer", "mkdir -p /app/answer.txt/a/b", SANDBOX),
     void("huge-answer", "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true"),
-    void("terminal-for-answer", "ln -s $(tty 2>/dev/null || echo /dev/tty) /app/answer.txt; ln -sf /proc/self/fd/0 /app/answer.txt"),
-    void("no-answer-links", "ln -s /proc/1/fd/0 /app/answer.txt; ln -s /proc/kmsg /app/x; ln -s /dev/stdin /app/y"),
+    void(
+        "terminal-for-answer", "ln -s $(tty 2>/dev/null || echo /dev/tty) /app/answer.txt; ln -sf /proc/self/fd/0 /app/answer.txt", SANDBOX
+    ),
+    void("no-answer-links", "ln -s /proc/1/fd/0 /app/answer.txt; ln -s /proc/kmsg /app/x; ln -s /dev/stdin /app/y", SANDBOX),
     void("closed-terminal", "tmux kill-server"),
-    void("removed-terminal", "rm -rf /run/tmux* /tmp/tmux*; tmux kill-session; true"),
+    void("removed-terminal", "rm -rf /run/tmux* /tmp/tmux*; tmux kill-session; true", SANDBOX),
     void(
         "many-terminals",
         "for number in $(seq 40); do tmux new-session -d -s x$number; tmux rename-session -t terminus-2 y; done 2>/dev/null; true",
+        SANDBOX,
     ),
-    void("output-bomb", "timeout 12 head -c 100000000 /dev/zero | tr '\\\\0' 'x' > $(tmux display -p '#{pane_tty}')", patience_s=16),
+    void(
+        "output-bomb", "timeout 12 head -c 100000000 /dev/zero | tr '\\\\0' 'x' > $(tmux display -p '#{pane_tty}')", SANDBOX, patience_s=16
+    ),
     void(
         "control-characters",
         """
