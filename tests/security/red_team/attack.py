@@ -38,6 +38,7 @@ class Kind(StrEnum):
 ALL = frozenset((where, whom) for where in Where for whom in Whom)
 SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
 DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
+SANDBOX_ROOT = frozenset({(Where.SANDBOX, Whom.ROOT)})  # with a network: an ordinary user may lack the device that it takes
 DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
 
 ANSWER = "42"

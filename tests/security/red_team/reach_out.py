@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Kind, Where, Whom
+from tests.security.red_team.attack import ALL, SANDBOX_ROOT, Attack, Category, Kind, Where, Whom
 
 
 def reach_out(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, kind: Kind = Kind.PLAIN) -> Attack:
@@ -55,8 +55,8 @@ true
 ATTACKS = (
     reach_out("loopback", LOOPBACK),
     reach_out("network-tables", TABLES),
-    reach_out("loopback-with-network", LOOPBACK, SANDBOX, kind=Kind.PUBLIC),
-    reach_out("network-tables-with-network", TABLES, SANDBOX, kind=Kind.PUBLIC),
+    reach_out("loopback-with-network", LOOPBACK, SANDBOX_ROOT, kind=Kind.PUBLIC),
+    reach_out("network-tables-with-network", TABLES, SANDBOX_ROOT, kind=Kind.PUBLIC),
     reach_out(
         "virtual-machine-sockets",
         """
@@ -69,7 +69,7 @@ except OSError:
     pass
 END
 """,
-        SANDBOX,
+        SANDBOX_ROOT,
         kind=Kind.PUBLIC,
     ),
 )

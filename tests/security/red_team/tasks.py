@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.security.red_team.attack import ANSWER, Kind, Where, Whom
+from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, Kind, Where, Whom
 
 INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
 MEMORY_MB = 512
@@ -39,6 +39,8 @@ pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(
 def write_tasks(folder: Path, *, where: Where, whom: Whom, image: str, prefix: str) -> None:
     """Lay the task folders down below `folder`, as `<prefix>-<kind>`."""
     for kind in Kind:
+        if kind is Kind.PUBLIC and (where, whom) not in SANDBOX_ROOT:
+            continue
         task = folder / f"{prefix}-{kind.value}"
         for name in ("environment", "tests", "solution"):
             (task / name).mkdir(parents=True)

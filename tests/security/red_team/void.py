@@ -160,7 +160,7 @@ head -c 20000 /dev/urandom > $tty
 sleep 0.5
 printf '\\033c\\033[?1049l\\033[!p\\n' > $tty
 stty -F $tty sane
-true
+echo 42 > /app/answer.txt  # a terminal answers some of these sequences, which then stand in the next command
 """,
         solves=True,
     ),
