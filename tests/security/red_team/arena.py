@@ -1,6 +1,6 @@
 """Plays attacks as real trials, an honest trial beside every few of them, and says what did not hold.
 
-Attacks that may share a trial do. Where something did not hold and more than one attack can be to blame, they are played again one by one.
+Attacks that may share a trial do. Where something did not hold and more than one attack can be to blame, they are played again apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, Kind, Where, Whom, typed
 from tests.security.red_team.tasks import write_tasks
 
-ATTACKS_AT_ONCE = {Where.SANDBOX: 3, Where.DOCKER: 8}  # a container takes ten seconds to stop, and no processor meanwhile
+ATTACKS_AT_ONCE = {Where.SANDBOX: 3, Where.DOCKER: 6}  # a container takes ten seconds to stop, and no processor meanwhile
 SHARED_AT_MOST = 8
 DEADLINE_S = 100
 MAX_LOOP_GAP_S = 3.0
@@ -81,23 +81,26 @@ class Arena:
     connections: list[str]
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        units = shared(attacks, self.where)
-        for number, batch in enumerate(batched(units, ATTACKS_AT_ONCE[self.where])):
-            together = await self._play_batch(list(batch), f"batch-{number}")
+        suspects: list[Unit] = []  # of a batch in which something did not hold that any of them can have caused
+        divided: list[Unit] = []  # the attacks, one each, of a trial in which something did not hold
+        for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
+            together = await self._play_batch(batch)
             for unit in batch:
-                blamed = [*unit.own, *together]
-                if not blamed or (len(unit.attacks) == 1 and (unit.own or len(batch) == 1)):
-                    for attack in unit.attacks:
-                        yield self._result(unit, attack, blamed)
-                    continue
-                again = [Unit(attacks=[attack]) for attack in unit.attacks]
-                found = False
-                for one in again:
-                    alone = await self._play_batch([one], f"batch-{number}-{one.attacks[0].name}")
-                    found |= bool(one.own or alone or one.holes)
-                    yield self._result(one, one.attacks[0], [*one.own, *alone])
-                if not found and unit.own:
-                    yield self._result(unit, unit.attacks[0], [f"{line} (only together with others)" for line in unit.own])
+                if together and len(batch) > 1:
+                    suspects.append(Unit(attacks=unit.attacks))
+                elif unit.own and len(unit.attacks) > 1:
+                    divided += [Unit(attacks=[attack]) for attack in unit.attacks]
+                else:
+                    for result in self._results(unit, together):
+                        yield result
+        for batch in [*((unit,) for unit in suspects), *batched(divided, ATTACKS_AT_ONCE[self.where])]:
+            together = await self._play_batch(batch)
+            for unit in batch:
+                for result in self._results(unit, together):
+                    yield result
+
+    def _results(self, unit: Unit, together: Sequence[str]) -> list[Result]:
+        return [self._result(unit, attack, [*unit.own, *together]) for attack in unit.attacks]
 
     def _result(self, unit: Unit, attack: Attack, violations: list[str]) -> Result:
         return Result(
@@ -111,13 +114,14 @@ class Arena:
             seconds=round(unit.seconds, 1),
         )
 
-    async def _play_batch(self, units: Sequence[Unit], name: str) -> list[str]:
+    async def _play_batch(self, units: Sequence[Unit]) -> list[str]:
         """Play the units and an honest trial at once. What cannot be blamed on one unit."""
+        folder = self.jobs / secrets.token_hex(4)
         before, running = host.Snapshot.take(self.sentinels), host.descendants()
         self.connections.clear()
         honest = Unit(attacks=[])
         async with longest_gap() as gaps:
-            await asyncio.gather(*(self._play_unit(unit, self.jobs / name) for unit in units), self._play_unit(honest, self.jobs / name))
+            await asyncio.gather(*(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder))
         found = before.changes(host.Snapshot.take(self.sentinels))
         if honest.own:
             found.append(f"the honest trial beside it: {'; '.join(honest.own)}")
@@ -134,7 +138,7 @@ class Arena:
             (blamed.own if blamed else found).append("a server on the host's loopback interface was reached")
         for unit in units:
             unit.own += host.marked_processes(unit.word) + host.marked_files(unit.word) + host.marked_cgroups(unit.word)
-        host.remove(self.jobs / name)
+        host.remove(folder)
         return found
 
     async def _play_unit(self, unit: Unit, directory: Path) -> None:

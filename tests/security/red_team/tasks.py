@@ -9,8 +9,8 @@ from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, Kind, Where, Wh
 INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
 MEMORY_MB = 512
 STORAGE_MB = 256
-AGENT_S = 45
-VERIFIER_S = 12
+AGENT_S = {Where.SANDBOX: 45, Where.DOCKER: 60}
+VERIFIER_S = {Where.SANDBOX: 12, Where.DOCKER: 25}
 USER = "agent"  # of the image
 
 BASH_TEST = """#!/bin/bash
@@ -56,7 +56,7 @@ def write_tasks(folder: Path, *, where: Where, whom: Whom, image: str, prefix: s
 
 
 def configuration(kind: Kind, *, where: Where, whom: Whom, image: str) -> str:
-    agent = [f"timeout_sec = {AGENT_S}"]
+    agent = [f"timeout_sec = {AGENT_S[where]}"]
     environment = [f"memory_mb = {MEMORY_MB}"]
     if where is Where.SANDBOX:
         environment += [f"storage_mb = {STORAGE_MB}", f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"']
@@ -64,5 +64,5 @@ def configuration(kind: Kind, *, where: Where, whom: Whom, image: str) -> str:
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
         if whom is Whom.USER:
             agent += [f'user = "{USER}"']
-    sections = {"agent": agent, "verifier": [f"timeout_sec = {VERIFIER_S}"], "environment": environment}
+    sections = {"agent": agent, "verifier": [f"timeout_sec = {VERIFIER_S[where]}"], "environment": environment}
     return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
