@@ -81,22 +81,28 @@ class Arena:
     connections: list[str]
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        suspects: list[Unit] = []  # of a batch in which something did not hold that any of them can have caused
-        divided: list[Unit] = []  # the attacks, one each, of a trial in which something did not hold
+        suspects: list[Unit] = []  # of trials and batches in which something did not hold that several attacks can have caused
         for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
             together = await self._play_batch(batch)
             for unit in batch:
-                if together and len(batch) > 1:
+                if (together and len(batch) > 1) or (unit.own and len(unit.attacks) > 1):
                     suspects.append(Unit(attacks=unit.attacks))
-                elif unit.own and len(unit.attacks) > 1:
-                    divided += [Unit(attacks=[attack]) for attack in unit.attacks]
-                else:
-                    for result in self._results(unit, together):
-                        yield result
-        for batch in [*((unit,) for unit in suspects), *batched(divided, ATTACKS_AT_ONCE[self.where])]:
-            together = await self._play_batch(batch)
-            for unit in batch:
+                    continue
                 for result in self._results(unit, together):
+                    yield result
+        for unit in suspects:
+            alone = await self._play_batch((unit,))
+            parts = [Unit(attacks=[attack]) for attack in unit.attacks]
+            found = False
+            if (unit.own or alone) and len(parts) > 1:
+                for batch in batched(parts, ATTACKS_AT_ONCE[self.where]):
+                    together = await self._play_batch(batch)
+                    for part in batch:
+                        found |= bool(part.own or part.holes or together)
+                        for result in self._results(part, together):
+                            yield result
+            if not found:
+                for result in self._results(unit, alone):
                     yield result
 
     def _results(self, unit: Unit, together: Sequence[str]) -> list[Result]:
