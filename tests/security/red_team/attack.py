@@ -39,6 +39,7 @@ ALL = frozenset((where, whom) for where in Where for whom in Whom)
 SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
 DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
 SANDBOX_ROOT = frozenset({(Where.SANDBOX, Whom.ROOT)})  # with a network: an ordinary user may lack the device that it takes
+NOT_DOCKER_USER = ALL - {(Where.DOCKER, Whom.USER)}
 DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
 
 ANSWER = "42"

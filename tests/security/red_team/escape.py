@@ -42,7 +42,7 @@ for path in /proc/kcore /proc/timer_list /proc/sched_debug /proc/keys /proc/late
     [ -f $path ] && [ "$(timeout 2 head -c 1 $path 2>/dev/null | wc -c)" = 1 ] && hole "$path can be read"
 done
 [ $WHERE = docker ] || { grep -qv '^ *00000000-00000000' /proc/iomem 2>/dev/null && hole "/proc/iomem shows addresses"; }
-[ $WHERE = docker ] || grep -qv '^0000000000000000' /proc/kallsyms 2>/dev/null && hole "/proc/kallsyms shows addresses"
+[ $WHERE = docker ] || { grep -qv '^0000000000000000' /proc/kallsyms 2>/dev/null && hole "/proc/kallsyms shows addresses"; }
 true
 """,
     ),
@@ -264,7 +264,9 @@ for path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name n
     -o -name devices.allow -o -name memory.max -o -name memory.limit_in_bytes \\) 2>/dev/null | head -n 60); do
     (exec 7>> "$path") 2>/dev/null && hole "$path can be opened for writing"
 done
-mkdir "/sys/fs/cgroup/$T" 2>/dev/null && hole "a cgroup can be made"
+for place in /sys/fs/cgroup /sys/fs/cgroup/*; do
+    mkdir "$place/$T" 2>/dev/null && [ -e "$place/$T/cgroup.procs" ] && hole "a cgroup can be made in $place"
+done
 true
 """,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
 from tests.security.red_team.tasks import MEMORY_MB, STORAGE_MB
 
 TOO_MUCH_MB = MEMORY_MB * 5 // 4
@@ -97,6 +97,7 @@ if all(os.read(reader, 1) for reader in pipes):
     hole("{TOO_MUCH_MB // 5 * 5} MiB in five processes")
 END
 """,
+        NOT_DOCKER_USER,
     ),
     hoard(
         "files-in-memory",

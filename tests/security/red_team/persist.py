@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, DOCKER, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, DOCKER_ROOT, Attack, Category, Where, Whom
 
 
 def persist(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, shares: frozenset[Where] = frozenset(Where)) -> Attack:
@@ -76,7 +76,7 @@ true
 done' &) </dev/null >/dev/null 2>&1
 true
 """,
-        DOCKER,
+        DOCKER_ROOT,
         shares=frozenset(),
     ),
     persist(

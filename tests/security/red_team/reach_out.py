@@ -36,7 +36,9 @@ def attempt(family, address):
         connection.close()
 attempts = [(socket.AF_INET, (address, PORT)) for address in ("127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.2.2", "10.0.2.3", *gateways)]
 attempts += [(socket.AF_INET6, (address, PORT)) for address in ("::1", "::ffff:127.0.0.1", "fd00::2")]
-attempts += [(socket.AF_UNIX, f"\\0red-team-{PORT}"), (socket.AF_INET, ("169.254.169.254", 80))]
+attempts += [(socket.AF_UNIX, f"\\0red-team-{PORT}")]
+if os.environ["WHERE"] == "sandbox":
+    attempts += [(socket.AF_INET, ("169.254.169.254", 80))]
 threads = [threading.Thread(target=attempt, args=arguments) for arguments in attempts]
 for thread in threads:
     thread.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
 
 
 def stall(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 14) -> Attack:
@@ -38,6 +38,7 @@ for place in ("/logs/agent", "/app"):
             break
 END
 """,
+        NOT_DOCKER_USER,
     ),
     stall(
         "sparse-file",
@@ -48,8 +49,9 @@ for place in /logs/agent /app /logs/artifacts; do
 done 2>/dev/null
 true
 """,
+        NOT_DOCKER_USER,
     ),
-    stall("large-logs", "head -c 200000000 /dev/urandom > /logs/agent/large; true"),
+    stall("large-logs", "head -c 200000000 /dev/urandom > /logs/agent/large; true", SANDBOX),
     stall(
         "hard-links",
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tests.security.red_team.attack import ALL, DOCKER, DOCKER_ROOT, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, DOCKER, DOCKER_ROOT, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
 
 
 def void(name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL, *, solves: bool = False, patience_s: int = 4) -> Attack:
@@ -22,7 +22,7 @@ def racing(action: str) -> str:
 
 ATTACKS = (
     void("kill-everything", "kill -9 -1"),
-    void("kill-pid-1", "for number in $(seq 64); do kill -$number 1; done 2>/dev/null; kill -9 1"),
+    void("kill-pid-1", "for number in $(seq 64); do kill -$number 1; done 2>/dev/null; kill -9 1", NOT_DOCKER_USER),
     void(
         "limits-of-pid-1",
         """
@@ -34,6 +34,7 @@ for name in ("NOFILE", "FSIZE", "NPROC", "AS", "STACK", "CPU"):
         pass
 END
 """,
+        NOT_DOCKER_USER,
     ),
     void(
         "memory-of-pid-1",
@@ -62,8 +63,9 @@ END
     void(
         "stopped-pid-1",
         "py <<'END'\nif os.fork() == 0:\n    os.setsid()\n    libc.ptrace(16, 1, None, None)\n    time.sleep(20)\n    os._exit(0)\nEND",
+        SANDBOX,
     ),
-    void("stopped-processes", "kill -STOP -1; kill -STOP $(pgrep tmux)"),
+    void("stopped-processes", "kill -STOP -1; kill -STOP $(pgrep tmux)", SANDBOX),
     void(
         "fork-bomb",
         """
@@ -122,9 +124,9 @@ true
         patience_s=8,
     ),
     void("no-usr-local", "rm -rf /usr/local /opt /usr/local/* /home /srv /mnt /media", SANDBOX),
-    void("removed-root", "rm -rf --no-preserve-root / 2>/dev/null", patience_s=8),
+    void("removed-root", "rm -rf --no-preserve-root / 2>/dev/null", NOT_DOCKER_USER, patience_s=8),
     void("removed-directories", "rm -rf /tmp /var/tmp /run /logs /tests /root /etc /app; true", SANDBOX),
-    void("file-for-logs", "mv /logs /logs.old; rm -rf /logs/*; echo > /logs; echo > /logs/verifier; true"),
+    void("file-for-logs", "mv /logs /logs.old; rm -rf /logs/*; echo > /logs; echo > /logs/verifier; true", SANDBOX),
     void("file-for-tests", "rm -rf /tests; echo > /tests; true", SANDBOX),
     void("file-for-tmp", "rm -rf /tmp /var/tmp; echo > /tmp; echo > /var/tmp; true", SANDBOX),
     void("file-for-app", "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true", SANDBOX),
@@ -134,12 +136,12 @@ true
     void("random-answer", "ln -s /dev/urandom /app/answer.txt", SANDBOX),
     void("answer-in-a-loop", "ln -s answer.txt /app/answer.txt; ln -s . /app/loop", SANDBOX),
     void("directory-for-answer", "mkdir -p /app/answer.txt/a/b", SANDBOX),
-    void("huge-answer", "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true"),
+    void("huge-answer", "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true", SANDBOX),
     void(
         "terminal-for-answer", "ln -s $(tty 2>/dev/null || echo /dev/tty) /app/answer.txt; ln -sf /proc/self/fd/0 /app/answer.txt", SANDBOX
     ),
     void("no-answer-links", "ln -s /proc/1/fd/0 /app/answer.txt; ln -s /proc/kmsg /app/x; ln -s /dev/stdin /app/y", SANDBOX),
-    void("closed-terminal", "tmux kill-server"),
+    void("closed-terminal", "tmux kill-server", SANDBOX),
     void("removed-terminal", "rm -rf /run/tmux* /tmp/tmux*; tmux kill-session; true", SANDBOX),
     void(
         "many-terminals",
@@ -161,6 +163,7 @@ sleep 0.5
 printf '\\033c\\033[?1049l\\033[!p\\n' > $tty
 echo 42 > /app/answer.txt  # a terminal answers some of these sequences, which then stand in the next command
 """,
+        SANDBOX,
         solves=True,
     ),
     void(
@@ -177,6 +180,7 @@ head -c 1000 /dev/urandom > /logs/agent/random
 printf '\\377\\376' > /logs/agent/trajectory.json
 true
 """,
+        NOT_DOCKER_USER,
         solves=True,
     ),
     void(
@@ -187,13 +191,11 @@ setsid timeout 15 bash -c 'for try in $(seq 20000); do
     touch /logs/agent/f$try; rm -f /logs/agent/f$((try - 1)); done' </dev/null >/dev/null 2>&1 &
 true
 """,
+        NOT_DOCKER_USER,
     ),
     void("no-shell", "rm -f /bin/bash /usr/bin/bash /bin/sh /usr/bin/sh /bin/dash; rm -rf /lib/x86_64-linux-gnu /lib64; true", DOCKER_ROOT),
     void("no-devices", "rm -rf /dev/null /dev/zero /dev/tty; mkdir /dev/null; true", DOCKER_ROOT),
     void("reward-is-nan", racing(f"echo nan > {REWARD}"), DOCKER),
-    void("reward-is-binary", racing(f"head -c 100 /dev/urandom > {REWARD}"), DOCKER),
-    void("reward-is-a-directory", racing(f"rm -f {REWARD}; mkdir -p {REWARD}/x"), DOCKER),
-    void("reward-is-a-fifo", racing(f"rm -f {REWARD}; mkfifo {REWARD}"), DOCKER),
-    void("reward-is-huge", racing(f"truncate -s 1G {REWARD}"), DOCKER),
-    void("reward-is-gone", racing(f"rm -f {REWARD}"), DOCKER),
+    void("reward-is-a-directory", racing(f"rm -f {REWARD}; mkdir -p {REWARD}/x"), DOCKER_ROOT),
+    void("reward-is-huge", racing(f"truncate -s 1G {REWARD}"), DOCKER_ROOT),
 )
