@@ -180,6 +180,8 @@ class Arena:
                 unit.reward, unit.reason = outcome.reward, " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason)))
                 if outcome.reward != (1.0 if solves else 0.0):
                     unit.own.append(f"the reward is {outcome.reward:g}")
+                if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
+                    unit.own.append(f"the reason is {unit.reason}, without {missing[0]}")
                 if outcome.metrics["prefix_breaks"]:
                     unit.own.append("the tokens of the trial are not one sequence")
             case TrialFailure():

@@ -39,6 +39,7 @@ ALL = frozenset((where, whom) for where in Where for whom in Whom)
 SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
 DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
 SANDBOX_ROOT = frozenset({(Where.SANDBOX, Whom.ROOT)})  # with a network: an ordinary user may lack the device that it takes
+ROOT = frozenset((where, Whom.ROOT) for where in Where)  # an ordinary user may be unable to create control groups
 NOT_DOCKER_USER = ALL - {(Where.DOCKER, Whom.USER)}
 DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
 
@@ -82,6 +83,7 @@ class Attack:
     solves: bool = False  # whether the agent writes the right answer after the script: the attack must not change the grade
     kind: Kind = Kind.PLAIN
     places: frozenset[tuple[Where, Whom]] = ALL
+    reason: str = ""  # a word that the reason of the result must have
     patience_s: int = 12  # how long the agent waits for the script to end
     shares: frozenset[Where] = frozenset()  # where it may be played with others of its category in one trial
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, ROOT, SANDBOX, SANDBOX_ROOT, Attack, Category, Where, Whom
 from tests.security.red_team.tasks import MEMORY_MB, STORAGE_MB
 
 TOO_MUCH_MB = MEMORY_MB * 5 // 4
-PROCESSES = 4096
+PROCESSES = 2048
 
 
 def hoard(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 10) -> Attack:
@@ -57,7 +57,7 @@ if address not in (None, 2**64 - 1):
     hole("a System V segment of {TOO_MUCH_MB} MiB")
 END
 """,
-        SANDBOX,
+        SANDBOX_ROOT,
     ),
     hoard(
         "private-memory",
@@ -97,7 +97,7 @@ if all(os.read(reader, 1) for reader in pipes):
     hole("{TOO_MUCH_MB // 5 * 5} MiB in five processes")
 END
 """,
-        NOT_DOCKER_USER,
+        ROOT,
     ),
     hoard(
         "files-in-memory",
@@ -118,7 +118,7 @@ true
 py <<'END'
 children = []
 try:
-    while len(children) < {PROCESSES} + 404:
+    while len(children) < {PROCESSES} + 250:
         child = os.fork()
         if child == 0:
             time.sleep(10)

@@ -7,8 +7,18 @@ from collections.abc import Iterable
 from tests.security.red_team.attack import ALL, DOCKER, DOCKER_ROOT, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
 
 
-def void(name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL, *, solves: bool = False, patience_s: int = 4) -> Attack:
-    return Attack(name=name, category=Category.VOID, script=script, solves=solves, places=frozenset(places), patience_s=patience_s)
+def void(
+    name: str,
+    script: str,
+    places: Iterable[tuple[Where, Whom]] = ALL,
+    *,
+    solves: bool = False,
+    patience_s: int = 4,
+    reason: str = "",
+) -> Attack:
+    return Attack(
+        name=name, category=Category.VOID, script=script, solves=solves, places=frozenset(places), patience_s=patience_s, reason=reason
+    )
 
 
 REWARD = "/logs/verifier/reward.txt"
@@ -65,7 +75,7 @@ END
         "py <<'END'\nif os.fork() == 0:\n    os.setsid()\n    libc.ptrace(16, 1, None, None)\n    time.sleep(20)\n    os._exit(0)\nEND",
         SANDBOX,
     ),
-    void("stopped-processes", "kill -STOP -1; kill -STOP $(pgrep tmux)", SANDBOX),
+    void("stopped-processes", "kill -STOP -1; kill -STOP $(pgrep tmux)", SANDBOX, reason="agent_timeout"),
     void(
         "fork-bomb",
         """
@@ -132,8 +142,8 @@ true
     void("file-for-app", "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true", SANDBOX),
     void("no-permissions", "chmod 000 /app /logs/verifier /logs/agent /logs /tests /tmp /root /etc /usr/local /run /var /; true"),
     void("fifo-for-answer", "mkfifo /app/answer.txt"),
-    void("endless-answer", "ln -s /dev/zero /app/answer.txt", SANDBOX),
-    void("random-answer", "ln -s /dev/urandom /app/answer.txt", SANDBOX),
+    void("endless-answer", "ln -s /dev/zero /app/answer.txt", SANDBOX, reason="verifier_timeout"),
+    void("random-answer", "ln -s /dev/urandom /app/answer.txt", SANDBOX, reason="verifier_timeout"),
     void("answer-in-a-loop", "ln -s answer.txt /app/answer.txt; ln -s . /app/loop", SANDBOX),
     void("directory-for-answer", "mkdir -p /app/answer.txt/a/b", SANDBOX),
     void("huge-answer", "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true", SANDBOX),
