@@ -79,9 +79,11 @@ END
         f"""
 py <<'END'
 pipes = []
+gate, gate_of_parent = os.pipe()
 for _ in range(5):
     reader, writer = os.pipe()
     if os.fork() == 0:
+        os.close(gate_of_parent)
         try:
             area = bytearray({TOO_MUCH_MB // 5} * 2**20)
             for position in range(0, len(area), 4096):
@@ -89,7 +91,7 @@ for _ in range(5):
             os.write(writer, b"x")
         except MemoryError:
             pass
-        time.sleep(3)
+        os.read(gate, 1)  # until the parent ends: all of them hold their memory at once
         os._exit(0)
     os.close(writer)
     pipes.append(reader)
