@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,23 +33,23 @@ def why_not(where: Where) -> str | None:
 
 
 class Games:
-    """Plays each place once, with all of its attacks that this session collected, several at once."""
+    """Plays the attacks that this session collected: all of a place together, and two places at a time, as containers mostly wait."""
 
-    def __init__(self, names: set[str], folder: Path) -> None:
-        self._names = names
+    def __init__(self, collected: set[tuple[Where, Whom, str]], folder: Path, pool: Executor) -> None:
+        self._collected = collected
         self._folder = folder
-        self._violations: dict[tuple[Where, Whom], dict[str, list[str]]] = {}
+        order = [place for whom in Whom for place in PLACES if place[1] is whom and any(case[:2] == place for case in collected)]
+        self._reasons = {where: why_not(where) for where, _ in order}
+        self._played = {place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None}
 
     def violations(self, where: Where, whom: Whom) -> dict[str, list[str]]:
         """What did not hold, by attack."""
-        if reason := why_not(where):
+        if reason := self._reasons[where]:
             pytest.skip(f"no trial in {where}: {reason}")
-        if (where, whom) not in self._violations:
-            self._violations[where, whom] = self._play(where, whom)
-        return self._violations[where, whom]
+        return self._played[where, whom].result()
 
     def _play(self, where: Where, whom: Whom) -> dict[str, list[str]]:
-        names = [attack.name for attack in chosen([], where, whom) if attack.name in self._names]
+        names = [attack.name for attack in chosen([], where, whom) if (where, whom, attack.name) in self._collected]
         results = self._folder / f"{where}-{whom}"
         results.touch()
         results.chmod(0o666)  # the sandbox's user writes to it
@@ -68,10 +69,11 @@ class Games:
 
 @pytest.fixture(scope="module")
 def games(request: pytest.FixtureRequest) -> Iterator[Games]:
-    names = {item.callspec.params["attack"] for item in request.session.items if "games" in getattr(item, "fixturenames", ())}  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory(prefix="red-team-results-") as folder:
+    parameters = [item.callspec.params for item in request.session.items if "games" in getattr(item, "fixturenames", ())]  # type: ignore[attr-defined]
+    collected = {(case["where"], case["whom"], case["attack"]) for case in parameters}
+    with tempfile.TemporaryDirectory(prefix="red-team-results-") as folder, ThreadPoolExecutor(max_workers=2) as pool:
         os.chmod(folder, 0o755)  # pytest's own temporary folders are closed to the sandbox's user
-        yield Games(names, Path(folder))
+        yield Games(collected, Path(folder), pool)
 
 
 @pytest.mark.parametrize(("where", "whom", "attack"), [(*place, attack.name) for place in PLACES for attack in chosen([], *place)], ids=str)

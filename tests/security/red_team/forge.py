@@ -13,7 +13,7 @@ def forge(
     places: Iterable[tuple[Where, Whom]] = ALL,
     *,
     kind: Kind = Kind.PLAIN,
-    shares: frozenset[Where] = frozenset({Where.DOCKER}),
+    shares: frozenset[Where] = frozenset(Where),
 ) -> Attack:
     return Attack(name=name, category=Category.FORGE, script=script, kind=kind, places=frozenset(places), shares=shares, patience_s=6)
 
@@ -253,6 +253,7 @@ echo anything > /tests/expected.txt; echo anything > /app/answer.txt
 true
 """,
         SANDBOX,
+        shares=frozenset(),
     ),
     forge(
         "scheduled-writer",
@@ -304,6 +305,7 @@ END
 true
 """,
         SANDBOX,
+        shares=frozenset(),
     ),
     forge(
         "foreign-replies",  # an archive with a reward for whoever asks for one
@@ -320,6 +322,7 @@ END
 true
 """,
         SANDBOX,
+        shares=frozenset(),
     ),
     forge(
         "commands-to-pid-1",  # the pipe on which the trainer asks for commands
@@ -332,6 +335,7 @@ done) </dev/null >/dev/null 2>&1 &
 true
 """,
         SANDBOX,
+        shares=frozenset(),
     ),
     forge(
         "replaced-programs",  # of the image
