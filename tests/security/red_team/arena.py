@@ -1,0 +1,271 @@
+"""Plays attacks as real trials, an honest trial beside every few of them, and says what did not hold.
+
+Attacks that may share a trial do. Where something did not hold and more than one attack can be to blame, they are played again apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import batched
+from pathlib import Path
+
+from src.config import TrainerConfig
+from src.envs.harbor import HarborTasks, open_harbor
+from src.trajectory import Trajectory, TrialFailure
+from tests.fakes.tokenizer import byte_chat
+from tests.security.red_team import host, image
+from tests.security.red_team.agent import Agent
+from tests.security.red_team.attack import ANSWER, Attack, Kind, Where, Whom, typed
+from tests.security.red_team.tasks import write_tasks
+
+ATTACKS_AT_ONCE = {Where.SANDBOX: 3, Where.DOCKER: 6}  # a container takes ten seconds to stop, and no processor meanwhile
+SHARED_AT_MOST = 8
+DEADLINE_S = 100
+MAX_LOOP_GAP_S = 3.0
+BEAT_S = 0.02
+SECRET = "RED_TEAM_SECRET"
+OPTIONS = {"model_name": "org/model", "max_turns": 400, "enable_summarize": False, "eval_split": 0.0, "max_tokens": 30_000}
+LENGTHS = {"backend": "skyrl-tx", "skyrl_tx_url": "http://127.0.0.1:9", "context_limit": 1_000_000}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came of one attack. `violations` is empty where everything held."""
+
+    attack: str
+    category: str
+    where: str
+    whom: str
+    reward: float | None  # None: the trial failed
+    reason: str
+    violations: list[str]
+    seconds: float
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(kw_only=True)
+class Unit:
+    """Attacks that share one trial."""
+
+    attacks: Sequence[Attack]
+    word: str = field(default_factory=lambda: f"rt{secrets.token_hex(5)}")
+    reward: float | None = None
+    reason: str = ""
+    own: list[str] = field(default_factory=list)  # violations by whichever attack of the unit
+    holes: dict[str, list[str]] = field(default_factory=dict)  # violations by attack, as the scripts report them
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """Where attacks are played: the task source, and a server on the host's loopback interface that nobody may reach."""
+
+    where: Where
+    whom: Whom
+    tasks: HarborTasks
+    prefix: str
+    jobs: Path
+    sentinels: list[Path]
+    port: int
+    connections: list[str]
+
+    async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
+        suspects: list[Unit] = []  # of trials and batches in which something did not hold that several attacks can have caused
+        for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
+            together = await self._play_batch(batch)
+            for unit in batch:
+                if (together and len(batch) > 1) or (unit.own and len(unit.attacks) > 1):
+                    suspects.append(Unit(attacks=unit.attacks))
+                    continue
+                for result in self._results(unit, together):
+                    yield result
+        for unit in suspects:
+            alone = await self._play_batch((unit,))
+            parts = [Unit(attacks=[attack]) for attack in unit.attacks]
+            found = False
+            if (unit.own or alone) and len(parts) > 1:
+                for batch in batched(parts, ATTACKS_AT_ONCE[self.where]):
+                    together = await self._play_batch(batch)
+                    for part in batch:
+                        found |= bool(part.own or part.holes or together)
+                        for result in self._results(part, together):
+                            yield result
+            if not found:
+                for result in self._results(unit, alone):
+                    yield result
+
+    def _results(self, unit: Unit, together: Sequence[str]) -> list[Result]:
+        return [self._result(unit, attack, [*unit.own, *together]) for attack in unit.attacks]
+
+    def _result(self, unit: Unit, attack: Attack, violations: list[str]) -> Result:
+        return Result(
+            attack=attack.name,
+            category=attack.category.value,
+            where=self.where.value,
+            whom=self.whom.value,
+            reward=unit.reward,
+            reason=unit.reason,
+            violations=[*unit.holes.get(attack.name, []), *violations],
+            seconds=round(unit.seconds, 1),
+        )
+
+    async def _play_batch(self, units: Sequence[Unit]) -> list[str]:
+        """Play the units and an honest trial at once. What cannot be blamed on one unit."""
+        folder = self.jobs / secrets.token_hex(4)
+        before, running = host.Snapshot.take(self.sentinels), host.descendants()
+        self.connections.clear()
+        honest = Unit(attacks=[])
+        async with longest_gap() as gaps:
+            await asyncio.gather(*(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder))
+        found = before.changes(host.Snapshot.take(self.sentinels))
+        if honest.own:
+            found.append(f"the honest trial beside it: {'; '.join(honest.own)}")
+        if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
+            found.append(f"the event loop stood still for {max(gaps):.1f} s")
+        # A trial's descendants end with it; what is left of this process's are those that escaped.
+        found += [f"a process was left: {command[:60]}" for pid, command in host.descendants().items() if pid not in running]
+        found += host.marked_cgroups(self.tasks.settings.run_label)
+        if self.where is Where.DOCKER:
+            found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(self.prefix)
+        words = {unit.word: unit for unit in units}
+        for connection in self.connections:
+            blamed = words.get(connection)
+            (blamed.own if blamed else found).append("a server on the host's loopback interface was reached")
+        for unit in units:
+            unit.own += host.marked_processes(unit.word) + host.marked_files(unit.word) + host.marked_cgroups(unit.word)
+        host.remove(folder)
+        return found
+
+    async def _play_unit(self, unit: Unit, directory: Path) -> None:
+        solves = all(attack.solves for attack in unit.attacks)
+        kind = unit.attacks[0].kind if unit.attacks else Kind.PLAIN
+        task = next(task for task in self.tasks.train if task.id.endswith(f"{self.prefix}-{kind.value}"))
+        variables = {
+            "WHERE": self.where.value,
+            "T": unit.word,
+            "SENTINEL": str(self.sentinels[0]),
+            "PORT": str(self.port),
+            "HOST_PID": str(os.getpid()),
+        }
+        end = f"ended-{unit.word}"
+        agent = Agent(
+            byte_chat(),
+            typed(unit.attacks, variables, end=end),
+            end=end,
+            last_command=f"cd /; echo {ANSWER} > /app/answer.txt" if solves else "",
+            patience_s=sum(attack.patience_s for attack in unit.attacks) or 5,
+        )
+        started = time.monotonic()
+        trial = self.tasks.trial(task, directory=directory / unit.word, seed=1, temperature=1.0)
+        outcome = None
+        with contextlib.suppress(TimeoutError):  # as a step of training bounds its trials
+            async with asyncio.timeout(DEADLINE_S):
+                outcome = await trial.run(agent)
+        unit.seconds = time.monotonic() - started
+        for name, text in sorted(agent.holes):
+            unit.holes.setdefault(name, []).append(text)
+        match outcome:
+            case Trajectory():
+                unit.reward, unit.reason = outcome.reward, " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason)))
+                if outcome.reward != (1.0 if solves else 0.0):
+                    unit.own.append(f"the reward is {outcome.reward:g}")
+                if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
+                    unit.own.append(f"the reason is {unit.reason}, without {missing[0]}")
+                if outcome.metrics["prefix_breaks"]:
+                    unit.own.append("the tokens of the trial are not one sequence")
+            case TrialFailure():
+                unit.reason = f"failed ({outcome.kind.value}): {outcome.message}"
+                unit.own.append(unit.reason)
+            case None:
+                unit.reason = "deadline"
+                unit.own.append(f"the trial did not end within {DEADLINE_S} s")
+        unit.own += host.faults_of_folder(directory / unit.word)
+
+
+def shared(attacks: Iterable[Attack], where: Where) -> list[Unit]:
+    """The trials to play, long ones first, so that those of a batch take about as long as each other."""
+    groups: dict[object, list[Attack]] = {}
+    for number, attack in enumerate(attacks):
+        key = (attack.category, attack.kind, attack.solves) if where in attack.shares else number
+        groups.setdefault(key, []).append(attack)
+    units = [Unit(attacks=part) for group in groups.values() for part in batched(group, SHARED_AT_MOST)]
+    return sorted(units, key=lambda unit: -sum(attack.patience_s for attack in unit.attacks))
+
+
+@asynccontextmanager
+async def longest_gap() -> AsyncIterator[list[float]]:
+    """How long the event loop served nobody, at the longest: the last element of the list once the block has ended."""
+    gaps = [0.0]
+
+    async def beat() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            last, gap = time.monotonic(), time.monotonic() - last - BEAT_S
+            gaps[0] = max(gaps[0], gap)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield gaps
+    finally:
+        task.cancel()
+
+
+@asynccontextmanager
+async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
+    """Everything that the attacks need. Call `host.adopt_orphans` first."""
+    prefix = f"rt{secrets.token_hex(4)}"
+    os.environ[SECRET] = f"secret-{prefix}"
+    with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        os.chmod(folder, 0o755)
+        write_tasks(folder / "tasks", where=where, whom=whom, image=image.build() if where is Where.DOCKER else "", prefix=prefix)
+        sentinels = [folder / "sentinel", folder / "reward"]
+        for path, text in zip(sentinels, ("sentinel\n", "1\n"), strict=True):
+            path.write_text(text)
+            path.chmod(0o666)
+        connections: list[str] = []
+
+        async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                async with asyncio.timeout(2):
+                    connections.append((await reader.readline()).decode(errors="replace").strip())
+            except TimeoutError:
+                connections.append("")
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(record, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        abstract = await asyncio.start_unix_server(record, path=f"\0red-team-{port}")
+        tasks = open_harbor(
+            TrainerConfig(tasks_dir=str(folder / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS),  # type: ignore[arg-type]
+            byte_chat(),
+        )
+        async with server, abstract:
+            arena = Arena(
+                where=where,
+                whom=whom,
+                tasks=tasks,
+                prefix=prefix,
+                jobs=folder / "jobs",
+                sentinels=sentinels,
+                port=port,
+                connections=connections,
+            )
+            try:
+                yield arena
+            finally:
+                await tasks.close()
+                host.remove(folder / "jobs")

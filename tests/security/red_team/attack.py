@@ -1,0 +1,99 @@
+"""What an attack is: the script that the agent types, and what must hold after the trial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Category(StrEnum):
+    ESCAPE = "escape"  # act on the host or read from it
+    FORGE = "forge"  # get a reward of 1 without a solution
+    VOID = "void"  # get a failure, which is dropped, in place of a reward of 0
+    STALL = "stall"  # keep the trainer or the disk busy
+    HOARD = "hoard"  # use more than the task's limits
+    PERSIST = "persist"  # leave something on the host
+    REACH_OUT = "reach out"  # connect to what the task does not offer
+
+
+class Where(StrEnum):
+    SANDBOX = "sandbox"
+    DOCKER = "docker"
+
+
+class Whom(StrEnum):
+    ROOT = "root"
+    USER = "user"
+
+
+class Kind(StrEnum):
+    """Which of the red team's tasks the attack is played on; the name of the task's folder."""
+
+    PLAIN = "plain"  # the verifier compares two files with bash and cat
+    PYTHON = "python"  # the verifier is a Python program
+    PUBLIC = "public"  # as PLAIN, with network_mode = "public"
+
+
+ALL = frozenset((where, whom) for where in Where for whom in Whom)
+SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
+DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
+SANDBOX_ROOT = frozenset({(Where.SANDBOX, Whom.ROOT)})  # with a network: an ordinary user may lack the device that it takes
+ROOT = frozenset((where, Whom.ROOT) for where in Where)  # an ordinary user may be unable to create control groups
+NOT_DOCKER_USER = ALL - {(Where.DOCKER, Whom.USER)}
+DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
+
+ANSWER = "42"
+MAX_SCRIPT_S = 25  # one script is killed after this time
+REPORT = "HOLE"
+
+# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host, $PORT a server on the host's
+# loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and `py` to run Python from stdin with the same names.
+SHELL_PRELUDE = """
+hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
+py() { { printf '%s\\n' "$(< "$HERE/prelude.py")"; while IFS= read -r line; do printf '%s\\n' "$line"; done; } > "$HERE/$NAME.py"
+    /usr/bin/python3 -I "$HERE/$NAME.py"; }
+cd /app
+"""
+PYTHON_PRELUDE = """
+import ctypes, errno, fcntl, glob, mmap, os, resource, signal, socket, struct, subprocess, sys, threading, time
+NAME, T, SENTINEL, PORT = (os.environ[name] for name in ("NAME", "T", "SENTINEL", "PORT"))
+HOST_PID, PORT = int(os.environ["HOST_PID"]), int(PORT)
+libc = ctypes.CDLL(None, use_errno=True)
+def hole(*words): print(f"HOLE [{NAME}]", *words, flush=True)
+def syscall(number, *arguments):
+    libc.syscall.restype = ctypes.c_long
+    return libc.syscall(ctypes.c_long(number), *arguments)
+def opens(path, flags):
+    try:
+        os.close(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attack:
+    """One attack. After the trial its reward must be 1 where the agent also solves the task, else 0, and never a failure."""
+
+    name: str
+    category: Category
+    script: str  # bash, run in /app
+    solves: bool = False  # whether the agent writes the right answer after the script: the attack must not change the grade
+    kind: Kind = Kind.PLAIN
+    places: frozenset[tuple[Where, Whom]] = ALL
+    reason: str = ""  # a word that the reason of the result must have
+    patience_s: int = 12  # how long the agent waits for the script to end
+    shares: frozenset[Where] = frozenset()  # where it may be played with others of its category in one trial
+
+
+def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
+    """The one script that plays the attacks in turn, prints what they report, and then `end`."""
+    lines = ["export HERE=$(mktemp -d /tmp/attack.XXXXXX)", f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE"]
+    lines += [f"export {name}='{value}'" for name, value in variables.items()]
+    for attack in attacks:
+        script = f"{SHELL_PRELUDE}{attack.script}"
+        lines += [f"export NAME={attack.name}", f"cat > $HERE/{attack.name}.sh <<'END_OF_ATTACK'{script}\nEND_OF_ATTACK"]
+        lines += [f"/usr/bin/timeout -k 1 {MAX_SCRIPT_S} /bin/bash $HERE/{attack.name}.sh </dev/null"]
+    return "\n".join([*lines, f"echo {end}", ""])

@@ -1,0 +1,189 @@
+"""What an attack must not change: a snapshot of the host, and what a trial left in its folder.
+
+Other programs run on the host meanwhile. A process, file or Docker object therefore counts only where it descends from this process or
+carries the run's word, and kernel settings that change by themselves are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+VOLATILE = re.compile(
+    r"/proc/sys/(fs/(dentry-state|inode-nr|inode-state|file-nr|aio-nr|quota/)|kernel/(random/|ns_last_pid|pty/nr|perf_event_max_sample_rate)"
+    r"|vm/stat_refresh|net/netfilter/nf_conntrack_count|net/[^/]+/(conf|neigh)/(?!all/|default/)|sunrpc|net/ipv4/route/flush)"
+)
+SETTINGS = (
+    *("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/profile", "/etc/environment", "/etc/bash.bashrc", "/etc/crontab"),
+    *("/etc/ld.so.preload", "/etc/ld.so.conf", "/etc/sudoers", "/root/.bashrc", "/root/.profile", "/root/.ssh/authorized_keys"),
+)
+WATCHED = (
+    "/",
+    "/tmp",
+    "/var/tmp",
+    "/dev/shm",
+    "/run",
+    "/etc",
+    "/etc/cron.d",
+    "/etc/profile.d",
+    "/usr",
+    "/usr/bin",
+    "/usr/local/bin",
+    "/home",
+)
+MAX_MEMBERS = 10_500  # 10,000 of the agent's and Harbor's own
+MAX_BYTES = 80 * 2**20  # 64 MiB of the agent's and Harbor's own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """The host's state by kind: each a map from a name to what is known of it."""
+
+    settings: dict[str, str]
+    files: dict[str, str]
+    mounts: dict[str, str]
+    interfaces: dict[str, str]
+    shared_memory: dict[str, str]
+
+    @classmethod
+    def take(cls, sentinels: list[Path]) -> Snapshot:
+        return cls(
+            settings=dict(_settings()),
+            files={str(path): _identity(path) for path in [*map(Path, SETTINGS), *sentinels]},
+            mounts=dict(_mounts()),
+            interfaces={name: "" for name in os.listdir("/sys/class/net") if not name.startswith(("veth", "br-", "docker"))},
+            shared_memory={name: Path("/proc/sysvipc", name).read_text() for name in ("shm", "sem", "msg")},
+        )
+
+    def changes(self, later: Snapshot) -> list[str]:
+        """One line for each difference."""
+        found = []
+        for kind in self.__slots__:
+            before, after = getattr(self, kind), getattr(later, kind)
+            for name in sorted(before.keys() | after.keys()):
+                if before.get(name) != after.get(name):
+                    found.append(f"host {kind.replace('_', ' ')}: {name} changed")
+        return found
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose parent ended, so that none can hide."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> dict[int, str]:
+    """The living descendants of this process: pid to command line."""
+    parents, names = {}, {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
+                command = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if state not in "ZX":
+                parents[int(entry)], names[int(entry)] = int(parent), command
+    below = {os.getpid()}
+    while grown := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= grown
+    return {pid: names[pid] for pid in below - {os.getpid()}}
+
+
+def marked_processes(word: str) -> list[str]:
+    """Processes of the whole host whose command line or environment has `word`, descendants of this one left out."""
+    ours, found = {os.getpid(), os.getppid(), *descendants()}, []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            for name in ("cmdline", "environ"):
+                try:
+                    if word.encode() in Path("/proc", entry, name).read_bytes():
+                        found.append(f"process {entry} was left on the host")
+                        break
+                except OSError:
+                    continue
+    return found
+
+
+def marked_files(word: str) -> list[str]:
+    """Entries of the watched directories of the host whose name has `word`."""
+    found = []
+    for directory in WATCHED:
+        try:
+            found += [f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name]
+        except OSError:
+            continue
+    return found
+
+
+def marked_cgroups(word: str) -> list[str]:
+    """Control groups whose name has `word`."""
+    return [f"the control group {path} was left" for path, _, _ in os.walk("/sys/fs/cgroup") if word in os.path.basename(path)]
+
+
+def marked_docker_objects(word: str) -> list[str]:
+    """Docker's containers, networks and volumes whose name or labels have `word`."""
+    found = []
+    for kind, listing in (("container", ["ps", "--all"]), ("network", ["network", "ls"]), ("volume", ["volume", "ls"])):
+        answer = subprocess.run(["docker", *listing, "--format", "{{json .}}"], capture_output=True, text=True, timeout=60, check=True)
+        found += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
+    return found
+
+
+def faults_of_folder(folder: Path) -> list[str]:
+    """What a trial's folder on the host may not hold: more than the bounds, or anything but plain files and directories."""
+    command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
+    answer = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    members = total = 0
+    faults = []
+    for record in answer.stdout.split(b"\0")[:-1]:
+        kind, mode, size, blocks, name = record.decode(errors="replace").split(" ", 4)
+        members, total = members + 1, total + max(int(size), int(blocks) * 1024)
+        if kind not in "fd":
+            faults.append(f"the trial's folder holds {name[:60]!r}, which is no plain file")
+        elif kind == "f" and int(mode, 8) & 0o6000:
+            faults.append(f"the trial's folder holds {name[:60]!r} with mode {mode}")
+    if members > MAX_MEMBERS:
+        faults.append(f"the trial's folder holds {members} entries")
+    if total > MAX_BYTES:
+        faults.append(f"the trial's folder holds {total / 2**20:.0f} MiB")
+    return faults[:5]
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of any depth."""
+    subprocess.run(["chmod", "-R", "u+rwX", str(folder)], capture_output=True, check=False)
+    subprocess.run(["rm", "-rf", str(folder)], capture_output=True, check=False)
+
+
+def _settings() -> list[tuple[str, str]]:
+    found = []
+    for directory, _, names in os.walk("/proc/sys"):
+        for name in names:
+            path = f"{directory}/{name}"
+            if not VOLATILE.match(path):
+                try:
+                    with open(path, "rb") as file:
+                        found.append((path, file.read(4096).decode(errors="replace")))
+                except OSError:
+                    continue
+    return found
+
+
+def _identity(path: Path) -> str:
+    try:
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if os.access(path, os.R_OK) else ""
+    except OSError as error:
+        return type(error).__name__
+    return f"{status.st_mode:o} {status.st_uid} {status.st_ino} {status.st_mtime_ns} {content}"
+
+
+def _mounts() -> list[tuple[str, str]]:
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [(fields[4], fields[5]) for fields in lines if "/docker/" not in fields[4] and not fields[4].startswith("/run/docker")]

@@ -1,0 +1,68 @@
+"""The tasks that the attacks are played on. All of them ask for one file with one number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, Kind, Where, Whom
+
+INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
+MEMORY_MB = 512
+STORAGE_MB = 256
+AGENT_S = {Where.SANDBOX: 45, Where.DOCKER: 60}
+VERIFIER_S = {Where.SANDBOX: 12, Where.DOCKER: 25}
+USER = "agent"  # of the image
+
+BASH_TEST = """#!/bin/bash
+mkdir -p /tmp/scratch
+if [ "$(cat /app/answer.txt)" = "$(cat /tests/expected.txt)" ]; then
+    echo 1
+else
+    echo 0
+fi > /logs/verifier/reward.txt
+"""
+PYTHON_TEST = """#!/usr/bin/env bash
+cd /app
+python3 /tests/check.py
+"""
+PYTHON_CHECK = """import json
+import pathlib
+import subprocess
+
+answer = pathlib.Path("/app/answer.txt")
+found = answer.read_text().split() if answer.is_file() else []
+expected = subprocess.run(["cat", "/tests/expected.txt"], capture_output=True, text=True).stdout.split()
+pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(found == expected)}))
+"""
+
+
+def write_tasks(folder: Path, *, where: Where, whom: Whom, image: str, prefix: str) -> None:
+    """Lay the task folders down below `folder`, as `<prefix>-<kind>`."""
+    for kind in Kind:
+        if kind is Kind.PUBLIC and (where, whom) not in SANDBOX_ROOT:
+            continue
+        task = folder / f"{prefix}-{kind.value}"
+        for name in ("environment", "tests", "solution"):
+            (task / name).mkdir(parents=True)
+        (task / "instruction.md").write_text(INSTRUCTION)
+        (task / "task.toml").write_text(configuration(kind, where=where, whom=whom, image=image))
+        (task / "solution" / "solve.sh").write_text(f"#!/bin/bash\necho {ANSWER} > /app/answer.txt\n")
+        (task / "tests" / "test.sh").write_text(PYTHON_TEST if kind is Kind.PYTHON else BASH_TEST)
+        (task / "tests" / "expected.txt").write_text(f"{ANSWER}\n")
+        if kind is Kind.PYTHON:
+            (task / "tests" / "check.py").write_text(PYTHON_CHECK)
+        if where is Where.SANDBOX:
+            (task / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\n")
+
+
+def configuration(kind: Kind, *, where: Where, whom: Whom, image: str) -> str:
+    agent = [f"timeout_sec = {AGENT_S[where]}"]
+    environment = [f"memory_mb = {MEMORY_MB}"]
+    if where is Where.SANDBOX:
+        environment += [f"storage_mb = {STORAGE_MB}", f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"']
+    else:  # a container without network needs an image from a registry
+        environment += [f'docker_image = "{image}"', 'network_mode = "public"']
+        if whom is Whom.USER:
+            agent += [f'user = "{USER}"']
+    sections = {"agent": agent, "verifier": [f"timeout_sec = {VERIFIER_S[where]}"], "environment": environment}
+    return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
