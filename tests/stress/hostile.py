@@ -168,7 +168,7 @@ class Watch:
         The floor is the least of each eighth; least squares.
         """
         late = np.array(self.rss[len(self.rss) // 3 :])
-        floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, 8)])
+        floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, min(8, len(late)))])
         return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
 
 
