@@ -82,7 +82,8 @@ pipes = []
 gate, gate_of_parent = os.pipe()
 for _ in range(5):
     reader, writer = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os.close(gate_of_parent)
         try:
             area = bytearray({TOO_MUCH_MB // 5} * 2**20)
@@ -94,8 +95,9 @@ for _ in range(5):
         os.read(gate, 1)  # until the parent ends: all of them hold their memory at once
         os._exit(0)
     os.close(writer)
-    pipes.append(reader)
-if all(os.read(reader, 1) for reader in pipes):
+    pipes.append((child, reader))
+ready = all([os.read(reader, 1) for _, reader in pipes])
+if ready and all(os.waitpid(child, os.WNOHANG) == (0, 0) for child, _ in pipes):  # none was killed to make room
     hole("{TOO_MUCH_MB // 5 * 5} MiB in five processes")
 END
 """,
