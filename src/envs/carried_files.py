@@ -45,6 +45,8 @@ NEVER_FILES += ("/etc/resolv.conf", "/etc/mtab", "/var/lib/apt", "/var/cache/apt
 # Exceptions to the above: no program loads code from them.
 TAKEN = ("/usr/local/share", "/usr/local/src", "/dev/shm")
 NOT_TAKEN_AFTER_ALL = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
+# Where no symbolic link of the agent's may lead: the verifier would read the expected answer, or its own input, in place of a file.
+VERIFIER_PLACES = ("/tests", "/logs/verifier", "/proc", "/sys", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/.sandbox")
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # where they existed before the agent acted
 ANYWHERE = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
 
@@ -198,6 +200,8 @@ class CleanArchive:
                 return
             clean.type, clean.linkname = tarfile.LNKTYPE, target.lstrip("/")
         elif member.issym():
+            if leads_to_the_verifier(path, member.linkname):
+                return
             clean.type, clean.linkname = tarfile.SYMTYPE, member.linkname
             self._links.add(path)
         elif member.isdir():
@@ -210,6 +214,29 @@ class CleanArchive:
         self._num_bytes += clean.size
         check_bounds(self.num_members, self._num_bytes)
         self._archive.addfile(clean, archive.extractfile(member) if clean.isreg() else None)
+
+
+def leads_to_the_verifier(path: str, target: str) -> bool:
+    """Whether a symbolic link at `path` leads to, or to a directory above, a place of `VERIFIER_PLACES`.
+
+    A target with `..` after a name is refused: where it leads depends on other links.
+
+    >>> [leads_to_the_verifier("/app/link", target) for target in ("answer.txt", "/tests/a", "../tests/a", "..", "x/../../tests/a")]
+    [False, True, True, True, True]
+    """
+    parts = [] if target.startswith("/") else [part for part in path.split("/")[:-1] if part]
+    has_name = False
+    for part in target.split("/"):
+        if part == "..":
+            if has_name:
+                return True
+            del parts[-1:]
+        elif part not in ("", "."):
+            has_name = True
+            parts.append(part)
+    place = f"/{'/'.join(parts)}"
+    below = f"{place.rstrip('/')}/"
+    return any(place == other or place.startswith(f"{other}/") or other.startswith(below) for other in VERIFIER_PLACES)
 
 
 def _plain(path: str) -> str:

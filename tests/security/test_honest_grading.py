@@ -45,6 +45,7 @@ def graded_if(condition: str) -> str:
 
 
 BY_CAT = graded_if('[ "$(cat /app/answer.txt)" = right ]')
+BY_COMPARISON = graded_if('[ "$(cat /app/answer.txt)" = "$(cat /tests/test.sh)" ]')
 BY_TEST = graded_if('env test "$(< /app/answer.txt)" = right')
 BY_BASH = graded_if("""env bash -c '[ "$(cat /app/answer.txt)" = right ]'""")
 BY_LOGIN_SHELL = graded_if("""bash -lc '[ "$(cat /app/answer.txt)" = right ]'""")
@@ -133,6 +134,13 @@ FORGERIES = {
     "files beside the tests": (seeing("/tests/planted"), "mkdir -p /tests; touch /tests/planted"),
     "a planted reward": ("true", f"mkdir -p /logs/verifier; echo 1 > {REWARD}"),
     "a symlinked reward": (BY_CAT, f"echo 1 > /app/one; mkdir -p /logs/verifier; ln -sf /app/one {REWARD}"),
+    "an answer linked to the tests": (BY_COMPARISON, "ln -sf /tests/test.sh /app/answer.txt"),
+    "an answer linked through a directory": (BY_COMPARISON, "ln -s / /app/top; ln -sf top/tests/test.sh /app/answer.txt"),
+    "an answer linked through a directory of the system": (
+        BY_COMPARISON,
+        "ln -s /usr /app/s; mkdir -p /app/a/b; ln -s ../../s/../tests/test.sh /app/a/b/c; ln -sf a/b/c /app/answer.txt",
+    ),
+    "an answer linked to a file that is open": (BY_COMPARISON, "ln -sf /proc/self/root/tests/test.sh /app/answer.txt"),
     "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
     "the memory of pid 1": (BY_CAT, OTHER_PID_1),
 }
