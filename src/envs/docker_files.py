@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import tarfile
 import tempfile
@@ -107,7 +108,8 @@ class DockerFiles:
         except NotFound:
             return False
         place = str(PurePosixPath(path).parent)
-        with tempfile.TemporaryFile() as packed:
+        # An engine that still writes an archive cannot remove the container.
+        with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             size = 0
             for chunk in stream:
                 packed.write(chunk)
@@ -115,7 +117,6 @@ class DockerFiles:
                 if size > 2 * MAX_BYTES:
                     raise AgentFault(ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes")
                 if not is_new and _begins_with_directory(packed):
-                    stream.close()
                     break
             if not is_new and _begins_with_directory(packed):
                 clean.add(_first_member(packed), place)

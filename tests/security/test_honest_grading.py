@@ -320,8 +320,10 @@ def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
     return made
 
 
-def containers() -> set[str]:
-    return set(subprocess.run(["docker", "ps", "--all", "--quiet"], capture_output=True, text=True, check=True).stdout.split())
+def containers(name: str = "") -> set[str]:
+    """All containers whose name has `name`."""
+    listing = ["docker", "ps", "--all", "--quiet", "--filter", f"name={name}"]
+    return set(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
 
 
 DOCKER_FORGERIES = {
@@ -383,3 +385,17 @@ async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: s
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
     assert reason is ... or outcome.zero_reason is reason
+
+
+@in_docker
+async def test_files_that_are_too_large_are_graded_0_and_their_container_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.envs.docker_files.MAX_BYTES", 2**20)
+    folder = docker_task(tmp_path / "task", BY_CAT)
+    attack = "mkdir large; truncate -s 300M large/file"
+    async with asyncio.timeout(150):  # an engine that still writes the archive does not remove the container
+        outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
+    assert containers(outcome.trial_name.lower()) == set()
