@@ -2,7 +2,8 @@
 
 The sandbox never shares the host's network namespace, so the host's loopback addresses and abstract unix sockets do not exist for it, and
 slirp4netns refuses its alias for the host's loopback. Its DNS alias is off too: with a resolver on a loopback address, that alias would
-lead there. The sandbox asks the host's name servers itself instead.
+lead there. The sandbox asks the host's name servers itself instead. Link-local addresses, where clouds answer with a machine's credentials,
+are unreachable.
 
     trainer -> unshare (user and network namespace) -> waits -> bubblewrap      (one process)
             -> slirp4netns, as the same unprivileged user                       (ends when the descriptor `exit` is closed)
@@ -29,6 +30,8 @@ NETWORK = "198.18.77.0/24"
 TUN = Path("/dev/net/tun")
 RESOLVER_FILES = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
 PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
+# Link-local addresses belong to the machine's own link: clouds answer there with metadata and credentials of the machine.
+LINK_LOCAL = "169.254.0.0/16"
 
 # The device is closed to other users on machines without udev. Its private copy exists only for slirp4netns, in a mount namespace.
 _OPEN_TUN = (
@@ -49,6 +52,8 @@ def why_no_network() -> str | None:
             "a sandbox with the public network needs a name server outside of this machine, "
             f"but {RESOLVER_FILES[0]} names loopback addresses only"
         )
+    if shutil.which("ip", path=PROGRAMS) is None:
+        return "a sandbox with the public network needs the package iproute2 on this machine"
     return None
 
 
@@ -70,7 +75,7 @@ def namespace_prefix() -> list[str]:
     """The command line that runs the following command in a new user and network namespace, once it reads a line."""
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),
-        *("/bin/sh", "-c", 'echo namespace && read -r _ && exec "$@"', "sh"),
+        *("/bin/sh", "-c", f'echo namespace && read -r _ && ip route add unreachable {LINK_LOCAL} && exec "$@"', "sh"),
     ]
 
 

@@ -64,6 +64,8 @@ async def test_a_public_network_reaches_other_addresses_and_no_loopback_of_the_h
             aliases = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
             for target in ("127.0.0.1", "127.0.0.53", "0.0.0.0", "localhost", "255.255.255.255", address, *aliases):
                 assert (await running.run(connect(target, port))).status != 0, target
+            link_local = await running.run(connect("169.254.169.254", 80))
+            assert b"No route to host" in link_local.stderr, "the machine's own link, where clouds answer with credentials"
             assert b"agent-trainer" not in (await running.run("cat /proc/net/unix")).stdout
             assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"2\n"  # its own loopback and the tap device
             assert (await running.run("grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf")).stdout.split()[
