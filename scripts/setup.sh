@@ -37,9 +37,9 @@ command -v tmux >/dev/null || missing+=(tmux)
 command -v perl >/dev/null || missing+=(perl-base)
 command -v setpriv >/dev/null || missing+=(util-linux)
 if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
-# Tasks with the public network also need slirp4netns; the others run without it.
-command -v slirp4netns >/dev/null || try_packages slirp4netns ||
-  say "without slirp4netns no task with the public network runs in the sandbox; as root: apt-get install slirp4netns"
+# Tasks with the public network also need slirp4netns and iproute2; the others run without them.
+{ command -v slirp4netns && command -v ip; } >/dev/null || try_packages slirp4netns iproute2 ||
+  say "without slirp4netns and iproute2 no task with the public network runs in the sandbox; as root: apt-get install slirp4netns iproute2"
 
 uv=$(command -v uv || true)
 for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do

@@ -218,8 +218,8 @@ def trial_environment(environment_type: str, given: Mapping[str, str], *, run_la
                 )
         case cloud:
             options["type"] = cloud
-    # The default, /tmp, goes with an agent's `rm -rf /tmp/*`, and the terminal with it.
-    options["env"] = {"TMUX_TMPDIR": "/run"}
+    # With the default, /tmp, an agent's `rm -rf /tmp/*` ends its own terminal. Every user may write to /var/tmp, unlike /run.
+    options["env"] = {"TMUX_TMPDIR": "/var/tmp"}
     return options
 
 

@@ -11,7 +11,7 @@ NAME = "agent-trainer-red-team:1"
 BUILD_TIMEOUT_S = 300
 DOCKERFILE = f"""FROM {BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends tmux python3 procps && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --shell /bin/bash {USER} && mkdir -m 777 /app && chmod 1777 /run
+RUN useradd --create-home --shell /bin/bash {USER} && mkdir -m 777 /app
 WORKDIR /app
 """
 
