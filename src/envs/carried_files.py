@@ -47,6 +47,7 @@ TAKEN = ("/usr/local/share", "/usr/local/src", "/dev/shm")
 NOT_TAKEN_AFTER_ALL = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
 # Where no symbolic link of the agent's may lead: the verifier would read the expected answer, or its own input, in place of a file.
 VERIFIER_PLACES = ("/tests", "/logs/verifier", "/proc", "/sys", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/.sandbox")
+PROBE_FILE = "/var/tmp/grading-probe"
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # where they existed before the agent acted
 ANYWHERE = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
 
@@ -237,6 +238,13 @@ def leads_to_the_verifier(path: str, target: str) -> bool:
     place = f"/{'/'.join(parts)}"
     below = f"{place.rstrip('/')}/"
     return any(place == other or place.startswith(f"{other}/") or other.startswith(below) for other in VERIFIER_PLACES)
+
+
+def one_empty_file(archive: IO[bytes]) -> Changes:
+    """Write an archive of one file that no verifier looks at, to try whether files can be laid down at all."""
+    with tarfile.TarFile(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo(PROBE_FILE.lstrip("/")))
+    return Changes(taken={PROBE_FILE: Entry(kind="f", mode=0o644, size=0)})
 
 
 def _plain(path: str) -> str:

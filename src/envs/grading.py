@@ -32,7 +32,7 @@ from harbor.trial.network_policy import resolve_trial_network_plan
 from harbor.trial.trial import Trial
 from harbor.verifier.verifier import Verifier
 
-from src.envs.carried_files import STARTUP, Changes
+from src.envs.carried_files import STARTUP, Changes, one_empty_file
 from src.envs.docker_files import DockerFiles, why_no_files
 from src.envs.grading_choice import Choice, Way
 from src.envs.sandbox import SandboxEnvironment
@@ -195,7 +195,7 @@ class Grading:
         return environment
 
     async def _works_untouched(self, *, verifies: bool) -> bool:
-        """Whether a fresh environment starts, and with `verifies` the verifier gives a reward there."""
+        """Whether a fresh environment starts and takes a file, and with `verifies` the verifier gives a reward there."""
         trial = self._trial
         with tempfile.TemporaryDirectory() as scratch:
             paths = TrialPaths(trial_dir=Path(scratch) / trial.config.trial_name)
@@ -204,6 +204,9 @@ class Grading:
                 environment = await self._start("probe", paths)
                 if (await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)).return_code != 0:
                     return False
+                if self._files is not None:
+                    with tempfile.TemporaryFile() as archive:
+                        await self._files.place(environment, archive, one_empty_file(archive))
                 if verifies and not self._is_separate:
                     await self._verify_untouched(environment, paths)
             except Exception as error:  # whatever it is, it happens without the agent

@@ -17,7 +17,8 @@ from src.envs.bubblewrap import why_no_sandbox
 from src.envs.docker import why_no_engine
 from src.envs.harbor import open_harbor
 from src.envs.run_directory import run_directory
-from src.trajectory import Trajectory, ZeroReason
+from src.envs.sandbox_files import SandboxFiles
+from src.trajectory import Trajectory, TrialFailure, ZeroReason
 from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
 
@@ -399,3 +400,15 @@ async def test_files_that_are_too_large_are_graded_0_and_their_container_is_remo
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
     assert containers(outcome.trial_name.lower()) == set()
+
+
+@in_sandbox
+async def test_a_fault_in_laying_down_files_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same fault befalls the trial without an agent, so it is not the agent's."""
+
+    async def broken(*_: object) -> None:
+        raise FileExistsError("handed-in")
+
+    monkeypatch.setattr(SandboxFiles, "place", broken)
+    outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
+    assert isinstance(outcome, TrialFailure), outcome
