@@ -136,6 +136,7 @@ class _Request:
 class _Tenant:
     name: str
     paid: float
+    num_requests: int = 0  # those that wait for a snapshot to be saved included
     num_rows: int = 0
     num_small_rows: int = 0
     running: dict[int, _Request] = field(default_factory=dict)  # with rows in slots
@@ -212,6 +213,7 @@ class Scheduler:
         if isinstance(op, Sample):
             request = _Request(ticket=ticket, op=op, tenant=self._tenant(tenant))
             self._requests[ticket] = request
+            request.tenant.num_requests += 1
             self._wait(request)
             return
         name = _line_of(op)
@@ -322,6 +324,7 @@ class Scheduler:
             self._lose_row(request, index)
             if not request.rows and not request.num_waiting:
                 del self._requests[ticket]
+                request.tenant.num_requests -= 1
 
     def drop_sample(self, ticket: int) -> None:
         """Forget a failed request."""
@@ -330,6 +333,7 @@ class Scheduler:
         request = self._requests.pop(ticket, None)
         if request is None:
             return
+        request.tenant.num_requests -= 1
         for index in list(request.rows):
             self._lose_row(request, index)
         self._no_longer_waits(request)
@@ -384,7 +388,7 @@ class Scheduler:
     def _forget_tenants(self) -> None:
         """Idle tenants that would start again like new ones."""
         for tenant in list(self._tenants.values()):
-            if not self._is_busy(tenant) and tenant.paid <= self._least_paid - QUANTUM:
+            if not tenant.num_requests and tenant.paid <= self._least_paid - QUANTUM:
                 del self._tenants[tenant.name]
 
     def _is_busy(self, tenant: _Tenant) -> bool:

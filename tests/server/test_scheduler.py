@@ -1,8 +1,10 @@
+import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from skyrl_tx_server.ops import (
     AdamSettings,
@@ -270,7 +272,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(unfinished_tokens=self.unfinished_tokens)
 
-    def submit(self, op: Sample, tenant: str = "default", *, blocks: int = 10**9) -> int:
+    def submit(self, op: Op, tenant: str = "default", *, blocks: int = 10**9) -> int:
         ticket = len(self.tenants) + 1
         self.tenants[ticket], self.lengths[ticket] = tenant, blocks
         self.scheduler.add(ticket, op, tenant=tenant)
@@ -536,3 +538,28 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
         return calls
 
     assert operations(10_000) < 2 * operations(500)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
+    """Tenants come and go; some of their samples wait for a snapshot that is being saved."""
+    draw = random.Random(seed)
+    simulation = Simulation(slots=4, unfinished_tokens=2048)
+    tickets: list[int] = []
+    for number in range(150):
+        tenant, weights = f"tenant {draw.randrange(40)}", None
+        if draw.random() < 0.4:
+            weights = f"snapshot {number}"
+            simulation.submit(SaveSampler(model_id=f"model {tenant}", weights=weights), tenant)
+        tokens = np.ones(draw.choice((1, 100, 700)), np.int32)
+        settings = SamplingSettings(max_tokens=draw.choice((4, 2000)))
+        op = Sample(weights=weights, prompt=tokens, settings=settings, num_samples=draw.choice((1, 1, 3, 12)))
+        tickets.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
+        if weights is not None:
+            simulation.submit(DropSnapshot(weights=weights), tenant)
+        for _ in range(draw.randrange(12)):
+            simulation.turn()
+    while simulation.turn():
+        pass
+    assert set(tickets) <= set(simulation.ended)
+    assert simulation.scheduler.num_waiting_samples == simulation.scheduler.num_waiting_steps == 0
