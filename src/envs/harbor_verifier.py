@@ -13,6 +13,7 @@ from harbor.verifier.verifier import Verifier
 from pydantic import ValidationError
 
 from src.envs.grading import grading_of
+from src.envs.sandbox import SandboxEnvironment
 from src.errors import AgentFault
 from src.trajectory import ZeroReason
 
@@ -29,7 +30,8 @@ class TrainingVerifier(Verifier):
             user = self.environment.default_user
             self.environment = grading.environment
             with self.environment.with_default_user(user):
-                await self._clear_the_ground(self.environment)
+                if not (grading.is_fresh and isinstance(self.environment, SandboxEnvironment)):  # a fresh sandbox has nothing to remove
+                    await self._clear_the_ground(self.environment)
                 return await self._verified()
         return await self._verified()
 

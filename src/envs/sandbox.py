@@ -36,6 +36,7 @@ from src.errors import ConfigError, SandboxError
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
 CANNOT_RUN = (126, 127)  # the status of a command that is not there any more, from a shell and from a container's runtime
+CANNOT_MAKE_DIRECTORIES = 3  # a status of our own scripts
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
 _instances = itertools.count(1)
@@ -102,16 +103,24 @@ class SandboxEnvironment(BaseEnvironment):
             share_network=self.shares_network,
             limits=self._limits(),
         )
-        await self._make_directories([*self._mount_targets(), self._workdir])
+        await self._build()
+        await self._upload_environment_dir_after_start()
+
+    async def _build(self) -> None:
+        """The steps of the recipe. Every command starts a shell, so directories are made by the command of the next step."""
+        directories = [*self._mount_targets(), self._workdir]
         for step in self._recipe.steps:
             match step:
                 case MakeDirectory(path=path):
-                    await self._make_directories([path])
+                    directories.append(path)
                 case Copy():
-                    await self._copy_in(step)
+                    await self._unpack(list(step.files), f"Dockerfile line {step.line}", mode=step.mode, directories=directories)
+                    directories = []
                 case Run():
+                    await self._make_directories(directories)
+                    directories = []
                     await self._build_step(step)
-        await self._upload_environment_dir_after_start()
+        await self._make_directories(directories)
 
     @override
     async def stop(self, delete: bool) -> None:
@@ -173,8 +182,8 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
-        await self._make_directories([target], mode=None)
-        await self._unpack(await asyncio.to_thread(self._collection.made_here, Path(source_dir), target), target)
+        files = await asyncio.to_thread(self._collection.made_here, Path(source_dir), target)
+        await self._unpack(files, target, directories=[target], directory_mode=None)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
@@ -242,15 +251,8 @@ class SandboxEnvironment(BaseEnvironment):
             storage_mb=self._effective_storage_mb or defaults.storage_mb,
         )
 
-    async def _make_directories(self, directories: list[str], mode: int | None = 0o777) -> None:
-        quoted = " ".join(shlex.quote(path) for path in directories)
-        chmod = f" && chmod {mode:o} {quoted}" if mode is not None else ""
-        completed = await self._running.run(f"mkdir -p {quoted}{chmod}")
-        if completed.status != 0:
-            raise SandboxError(f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}")
-
-    async def _copy_in(self, step: Copy) -> None:
-        await self._unpack(list(step.files), f"Dockerfile line {step.line}", mode=step.mode)
+    async def _make_directories(self, directories: Sequence[str]) -> None:
+        await self._unpack([], "the sandbox", directories=directories)
 
     async def _build_step(self, step: Run) -> None:
         script = command_script(step.script, cwd=step.workdir, environment=step.environment)
@@ -260,27 +262,44 @@ class SandboxEnvironment(BaseEnvironment):
             raise SandboxError(f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}")
 
     async def _unpack(
-        self, files: list[tuple[Path, str]], what: str, *, mode: int | None = None, directory_wins: str | None = None
+        self,
+        files: Sequence[tuple[Path, str]],
+        what: str,
+        *,
+        mode: int | None = None,
+        directory_wins: str | None = None,
+        directories: Sequence[str] = (),
+        directory_mode: int | None = 0o777,
     ) -> None:
-        """Lay host files down at absolute places inside; with `directory_wins`, a single file goes into `what` if that is a directory."""
-        if not files:
+        """Make `directories` and copy host files to absolute paths inside. With `directory_wins`, a single file goes into `what` if that
+        is a directory."""
+        if not files and not directories:
             return
+        commands = []
+        quoted = " ".join(map(shlex.quote, dict.fromkeys(directories)))
+        if directories:
+            chmod = f" && chmod {directory_mode:o} {quoted}" if directory_mode is not None else ""
+            commands.append(f"{{ mkdir -p {quoted}{chmod}; }} || exit {CANNOT_MAKE_DIRECTORIES}")
         host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
         try:
-            await asyncio.to_thread(_pack, host_path, files, mode)
-            script = f"tar -C / --no-same-owner --overwrite -xf {inside_path}"
-            if directory_wins is not None:
-                quoted = shlex.quote(what)
-                name = shlex.quote(directory_wins)
-                script = (
-                    f"if [ -d {quoted} ]; then tar -xOf {inside_path} > {quoted}/{name}; "
-                    f'else mkdir -p "$(dirname {quoted})" && {script}; fi'
-                )
-            completed = await self._running.run(script)
+            if files:
+                await asyncio.to_thread(_pack, host_path, files, mode)
+                commands.append(_unpacking(inside_path, what, directory_wins))
+            completed = await self._running.run("\n".join(commands))
         finally:
             host_path.unlink(missing_ok=True)
+        if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
+            raise SandboxError(f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}")
         if completed.status != 0:
             raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
+
+
+def _unpacking(archive: str, what: str, directory_wins: str | None) -> str:
+    script = f"tar -C / --no-same-owner --overwrite -xf {archive}"
+    if directory_wins is None:
+        return script
+    place, name = shlex.quote(what), shlex.quote(directory_wins)
+    return f'if [ -d {place} ]; then tar -xOf {archive} > {place}/{name}; else mkdir -p "$(dirname {place})" && {script}; fi'
 
 
 def is_the_machines(status: int, environment: BaseEnvironment) -> bool:
