@@ -67,35 +67,40 @@ def parse_dockerfile(path: Path) -> Recipe:
     stages = 0
 
     for line, instruction, value in _instructions(path):
-        known = {**arguments, **environment}
-        match instruction:
-            case "FROM":
-                stages += 1
-                if stages > 1:
-                    raise _refusal(path, line, "build more than one stage")
-            case "ARG":
-                for item in shlex.split(value):
-                    name, _, default = item.partition("=")
-                    arguments.setdefault(name, _expand(default, known))
-            case "ENV":
-                environment.update(_environment(value, known))
-            case "WORKDIR":
-                workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), known))
-                steps.append(MakeDirectory(path=workdir, line=line))
-            case "USER":
-                if value.split(":")[0] not in ("root", "0"):
-                    raise _refusal(path, line, f"run as the user {value}")
-            case "COPY" | "ADD":
-                steps.append(_copy(path, line, value, known, workdir, unpacks=instruction == "ADD"))
-            case "RUN":
-                script = _run_script(value)
-                if reason := why_not_runnable(script):
-                    raise _refusal(path, line, reason)
-                steps.append(Run(script=script, workdir=workdir, environment=known, line=line))
-            case _ if instruction in IGNORED:
-                pass
-            case _:
-                raise _refusal(path, line, f"follow {instruction}")
+        try:
+            known = {**arguments, **environment}
+            match instruction:
+                case "FROM":
+                    stages += 1
+                    if stages > 1:
+                        raise _refusal(path, line, "build more than one stage")
+                case "ARG":
+                    for item in shlex.split(value):
+                        name, _, default = item.partition("=")
+                        arguments.setdefault(name, _expand(default, known))
+                case "ENV":
+                    environment.update(_environment(value, known))
+                case "WORKDIR":
+                    workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), known))
+                    steps.append(MakeDirectory(path=workdir, line=line))
+                case "USER":
+                    if value.split(":")[0] not in ("root", "0"):
+                        raise _refusal(path, line, f"run as the user {value}")
+                case "COPY" | "ADD":
+                    steps.append(_copy(path, line, value, known, workdir, unpacks=instruction == "ADD"))
+                case "RUN":
+                    script = _run_script(value)
+                    if reason := why_not_runnable(script):
+                        raise _refusal(path, line, reason)
+                    steps.append(Run(script=script, workdir=workdir, environment=known, line=line))
+                case _ if instruction in IGNORED:
+                    pass
+                case _:
+                    raise _refusal(path, line, f"follow {instruction}")
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
     return Recipe(steps=tuple(steps), environment=environment, workdir=workdir)
@@ -153,10 +158,20 @@ def _run_script(value: str) -> str:
         value = value[match.end() :]
     if value.startswith("["):
         try:
-            return shlex.join(json.loads(value))
-        except (json.JSONDecodeError, TypeError):
+            return shlex.join(_words(value))
+        except ValueError:  # a shell's `[`
             return value
     return value
+
+
+def _words(value: str) -> list[str]:
+    """The words of an instruction in either form: `a "b c"` or `["a", "b c"]`. ValueError for anything else."""
+    if not value.startswith("["):
+        return shlex.split(value)
+    words = json.loads(value)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("a list of strings is expected")
+    return words
 
 
 def _refusal(path: Path, line: int, what: str) -> ConfigError:
@@ -166,7 +181,7 @@ def _refusal(path: Path, line: int, what: str) -> ConfigError:
 def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool) -> Copy:
     """`unpacks`: Docker would take an archive apart here."""
     mode, value = _copy_options(path, line, value)
-    words = [_expand(word, known) for word in (json.loads(value) if value.startswith("[") else shlex.split(value))]
+    words = [_expand(word, known) for word in _words(value)]
     if len(words) < 2:
         raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
     *sources, target = words

@@ -322,6 +322,15 @@ def test_an_archive_is_copied_as_it_is_whatever_the_comments_are_written_in(tmp_
     assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
 
 
+@pytest.mark.parametrize("line", ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1"))
+def test_an_instruction_that_cannot_be_read_is_one_line_of_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(f"FROM debian\n{line}\n")
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: \w+") as refused:
+        parse_dockerfile(path)
+    assert "\n" not in str(refused.value)
+
+
 async def test_a_build_step_that_fails_names_docker(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"Dockerfile line 2: RUN failed in the sandbox \(.*Read-only.*\); use environment_type=docker"):
         async with environment(tmp_path, "FROM a\nRUN touch /usr/bin/thing\n"):
