@@ -310,7 +310,7 @@ def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, s
     )
     calls.required("rest.delete_checkpoint_from_tinker_path (external)", lambda: rest.delete_checkpoint_from_tinker_path(external))
     calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")
-    calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no projects")
+    calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no accounts")
     calls.refused("rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces")
     calls.required("rest.delete_checkpoint_from_tinker_path", lambda: rest.delete_checkpoint_from_tinker_path(sampler))
     calls.required("rest.delete_checkpoint_from_tinker_path (2)", lambda: rest.delete_checkpoint_from_tinker_path(state))

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, override
 
@@ -110,8 +111,13 @@ async def in_thread[T](function: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, settled)
 
-    threading.Thread(target=contextvars.copy_context().run, args=(call,), daemon=True).start()
+    start_daemon(partial(contextvars.copy_context().run, call))
     return await answer
+
+
+def start_daemon(call: Callable[[], None]) -> None:
+    """Run `call` in a thread that does not delay the process's end."""
+    threading.Thread(target=call, daemon=True).start()
 
 
 @asynccontextmanager

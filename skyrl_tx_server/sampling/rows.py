@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.ops import SamplingSettings, StopReason
+from skyrl_tx_server.ops import DEFAULT_TENANT, SamplingSettings, StopReason
 from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, RowSettings
 from skyrl_tx_server.stop_strings import find_stop
 
@@ -24,7 +24,7 @@ class Row:
 
     ticket: int
     index: int  # which sample of its request
-    tenant: str
+    tenant: str = DEFAULT_TENANT
     weights: str | None
     adapter_slot: int
     settings: SamplingSettings

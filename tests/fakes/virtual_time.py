@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
+from src import process
 from src.run import Parts
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
@@ -30,6 +32,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def run_forever(self) -> None:
+        with mock.patch.object(process, "start_daemon", lambda call: call()):
+            super().run_forever()
 
     def run_in_executor(self, executor, func, *args):
         done = self.create_future()
