@@ -30,6 +30,16 @@ rng = np.random.default_rng(0)
 BANK = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10), zero_adapter(CONFIG, 4))
 
 
+def rounding() -> float:
+    """0 where XLA's products give a row the same bits whatever the number of rows; some CPUs sum in another order for few rows."""
+    rows, weights = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640)))
+    product = jax.jit(jnp.matmul)
+    return 0.0 if bool((product(rows[:8], weights) == product(rows, weights)[:8]).all()) else 1e-5
+
+
+ROUNDING = rounding()
+
+
 def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> Piece:
     tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
     settings = SamplingSettings(temperature=1.0, seed=slot)
@@ -82,9 +92,10 @@ def written(cache: KVCache, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
 
 def assert_same(one: tuple[KVCache, Piece, PieceOutputs], other: tuple[KVCache, Piece, PieceOutputs]) -> None:
     for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
-        np.testing.assert_array_equal(left, right)
-    np.testing.assert_array_equal(one[2].logprobs, other[2].logprobs)
-    assert (one[2].first_tokens, one[2].first_logprobs) == (other[2].first_tokens, other[2].first_logprobs)
+        np.testing.assert_allclose(left, right, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=ROUNDING)
+    assert one[2].first_tokens == other[2].first_tokens
+    np.testing.assert_allclose(one[2].first_logprobs, other[2].first_logprobs, rtol=0, atol=ROUNDING)
 
 
 def test_as_many_prompts_are_offered_as_a_turn_can_take() -> None:
