@@ -99,7 +99,7 @@ def parse_dockerfile(path: Path) -> Recipe:
                     raise _refusal(path, line, f"follow {instruction}")
         except ConfigError:
             raise
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")

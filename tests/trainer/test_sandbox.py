@@ -322,7 +322,7 @@ def test_an_archive_is_copied_as_it_is_whatever_the_comments_are_written_in(tmp_
     assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
 
 
-@pytest.mark.parametrize("line", ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1"))
+@pytest.mark.parametrize("line", ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"))
 def test_an_instruction_that_cannot_be_read_is_one_line_of_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(f"FROM debian\n{line}\n")
