@@ -354,6 +354,11 @@ async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: 
             world.statuses["not sent"] += 1  # the client library would not put it on the wire
         except (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError) as error:
             world.statuses[f"hung up {type(error).__name__}"] += 1
+        except (httpx.ReadTimeout, TimeoutError) as error:
+            if world.shares_with_itself:
+                world.statuses[f"client gave up {type(error).__name__}"] += 1
+            else:
+                world.fault(f"{make.__name__}: {type(error).__name__}: {error}")
         except Exception as error:
             world.fault(f"{make.__name__}: {type(error).__name__}: {error}")
 

@@ -157,6 +157,7 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
                 attacks=counted,
                 statuses=statuses,
                 faults=faults,
+                shares_with_itself=True,
             )
             period = len(keys) / rate
             await asyncio.sleep(period * number / len(keys))
