@@ -25,11 +25,8 @@ import numpy as np
 from scripts.bench.compare import figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import CONFIG
-from skyrl_tx_server.config import MeshShape
-from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.transformer import init_params
-from skyrl_tx_server.model.weights import save_model
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     ForwardBackward,
     ForwardBackwardResult,
@@ -40,6 +37,9 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     TrainDatum,
 )
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.model.weights import save_model
 
 BAR = 1e-4
 STEPS, LEARNING_RATE = 3, 2e-3

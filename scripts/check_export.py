@@ -20,15 +20,15 @@ RANK = 4
 
 def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     """A random adapter of `base` exported and merged by our commands, and the logits of our own forward pass."""
+    from skyrl_tx_server.engine.operations import LoraSpec
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint
     from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.model.config_json import load_model_config
     from skyrl_tx_server.model.layers import within_segments
-    from skyrl_tx_server.model.lora import init_adapter
+    from skyrl_tx_server.model.lora.adapter import init_adapter
     from skyrl_tx_server.model.transformer import head_logits, hidden_states
     from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
-    from skyrl_tx_server.ops import LoraSpec
 
     config, spec, random = load_model_config(base), LoraSpec(rank=RANK, train_mlp=train_mlp), np.random.default_rng(1)
     arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)

@@ -22,9 +22,9 @@ def write(directory: Path) -> int:
     """The bodies of the plainest and the fullest request in each dialect, and a random adapter as it is exported."""
     import numpy as np
 
+    from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
     from skyrl_tx_server.external.wire import DIALECTS, Ask
     from skyrl_tx_server.files.peft_files import write_adapter
-    from skyrl_tx_server.ops import LoraSpec, SamplingSettings
 
     plain = Ask(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings())
     settings = SamplingSettings(temperature=0.7, top_k=40, top_p=0.9, seed=SEED, stop_strings=("ab",))

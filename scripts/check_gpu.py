@@ -33,23 +33,23 @@ from jax.stages import Wrapped
 
 from scripts.bench import gpu
 from scripts.bench.small_model import RANK
-from skyrl_tx_server.batching import BLOCK, GPU_PREFILL, PAGE
-from skyrl_tx_server.config import MeshShape
-from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.engine.operations import LossFn
+from skyrl_tx_server.model.attention.kv_splits import stretches_of
+from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
-from skyrl_tx_server.model.lora import Adapter, adapter_shardings, zero_adapter
-from skyrl_tx_server.model.low_rank import users_of
-from skyrl_tx_server.model.page_stretches import stretches_of
-from skyrl_tx_server.model.paged_kernel import paged_attention
-from skyrl_tx_server.model.prefill_attention import Blocks
+from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
+from skyrl_tx_server.model.lora.lora_math import users_of
+from skyrl_tx_server.model.model_config import Experts, ModelConfig
+from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
-from skyrl_tx_server.ops import LossFn
-from skyrl_tx_server.packing import TrainShape, example
-from skyrl_tx_server.sampling.rows import row_settings
-from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Pass, Rows, decode_block, prefill
-from skyrl_tx_server.steps.train import forward_backward, train_batch
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Pass, Rows, decode_block, prefill
+from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import TrainShape, example
+from skyrl_tx_server.training.train_step import forward_backward, train_batch
 
 H200 = """
 gpu_device_info {

@@ -24,14 +24,9 @@ os.environ["NPROC"] = "32"  # XLA's threads: as many as devices can all come to 
 import jax
 import numpy as np
 
-from skyrl_tx_server import compilations
-from skyrl_tx_server.config import EngineSettings, MeshShape
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model.config import Experts, ModelConfig
-from skyrl_tx_server.model.transformer import init_params
-from skyrl_tx_server.model.weights import save_model
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.config.server_config import EngineSettings, MeshShape
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     ForwardBackward,
@@ -44,6 +39,11 @@ from skyrl_tx_server.ops import (
     SaveSampler,
     TrainDatum,
 )
+from skyrl_tx_server.executor import compile_stats
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model.model_config import Experts, ModelConfig
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.model.weights import save_model
 
 BARS = {"logprobs": 1e-4, "loss": 1e-5, "gradient norm": 1e-4, "tokens": 0.0, "sampled logprobs": 1e-4}
 DENSE = [MeshShape(tensor=2), MeshShape(data=2), MeshShape(fsdp=2), MeshShape(data=2, fsdp=2, tensor=2)]
@@ -108,7 +108,7 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save
         max_snapshots=2,
         mesh=shape,
     )
-    before = sum(compilations.programs().values())
+    before = sum(compile_stats.programs().values())
     engine, random, found = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}
     engine.start()
 
@@ -143,7 +143,7 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save
         for number, sequence in enumerate(result.sequences):
             found[f"tokens/{request} {number}"], found[f"sampled logprobs/{request} {number}"] = sequence.tokens, sequence.logprobs
     engine.stop()
-    programs = sum(compilations.programs().values()) - before
+    programs = sum(compile_stats.programs().values()) - before
     print(f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache", flush=True)
     return found
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from src.chat import Message
-from src.envs.customers import STOP, Customer, Tools
-from src.envs.service import DECLINES, ServiceEnv
-from src.envs.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, graded_by, official_tasks, worker_settings
-from src.envs.workers import WorkerPool, WorkerSettings, worker_pool
-from src.generator import Observation
-from src.trajectory import StopReason, Task
+from src.core.trajectory import StopReason, Task
+from src.envs.message_env import Observation
+from src.envs.service.domain import DECLINES, ServiceEnv
+from src.envs.service.subprocess_pool import WorkerPool, WorkerSettings, worker_pool
+from src.envs.service.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, graded_by, official_tasks, worker_settings
+from src.envs.service.user_simulator import STOP, Customer, Tools
+from src.policy.chat import Message
 
 NUM_WORKERS = 4
 NUM_EPISODES = 64

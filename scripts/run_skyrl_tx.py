@@ -24,9 +24,9 @@ from pathlib import Path
 import httpx
 from dotenv import load_dotenv
 
-from src.command_line import parse
-from src.errors import ConfigError
-from src.record.private_folder import make_private, write_private
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"

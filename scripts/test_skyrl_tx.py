@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from src.core.process import leave
 from src.probe.__main__ import main
-from src.process import leave
 from src.train import load_environment
 
 CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fresh", "seeds", "loads with optimizer")

@@ -22,23 +22,23 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from skyrl_tx_server.app import build_app
-from skyrl_tx_server.command_line import SECRETS, help_text, parse, print_help, with_secrets
-from skyrl_tx_server.config import EngineSettings, HostsSettings, ServerConfig
-from skyrl_tx_server.engine import STOPPING, Engine
+from skyrl_tx_server.config.command_line import SECRETS, help_text, parse, print_help, with_secrets
+from skyrl_tx_server.config.server_config import EngineSettings, HostsSettings, ServerConfig
+from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, Leader, LedExecutor
+from skyrl_tx_server.engine.engine import STOPPING, Engine
+from skyrl_tx_server.engine.futures import FutureStore, Retention
+from skyrl_tx_server.engine.model_registry import Registry
+from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.errors import ConfigError, ServerError
 from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
 from skyrl_tx_server.external.server import ExternalServer, ServerSettings, connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.futures import FutureStore, Retention
-from skyrl_tx_server.hosts import ALONE, HostLostError, Leader, LedExecutor
-from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.listening import BoundedServer, connection_limit, raise_file_limit
-from skyrl_tx_server.registry import Registry
-from skyrl_tx_server.routes.access import access_policy
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
-from skyrl_tx_server.tenants import TenantKeys
+from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.http.access import access_policy
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.listening import BoundedServer, connection_limit, raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def _run(config: ServerConfig) -> int:
 
 
 def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
-    from skyrl_tx_server.executor import DeviceExecutor
-    from skyrl_tx_server.rendezvous import join
+    from skyrl_tx_server.distributed.rendezvous import join
+    from skyrl_tx_server.executor.executor import DeviceExecutor
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # to go at once, as with SIGTERM, is what process 0 understands
     settings = _engine_settings(config)
@@ -108,8 +108,8 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 def _dry_run(config: ServerConfig) -> str:
     """The memory plan. ConfigError when it does not fit."""
-    from skyrl_tx_server.memory.memory_plan import plan_memory
-    from skyrl_tx_server.rendezvous import join, lead
+    from skyrl_tx_server.distributed.rendezvous import join, lead
+    from skyrl_tx_server.executor.memory_plan import plan_memory
 
     settings, hosts = _engine_settings(config), config.hosts_settings()
     if hosts is not None:  # the devices are known only where all processes are there
@@ -247,10 +247,10 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     """Everything that needs jax, which takes seconds to import. Runs in its own thread."""
     leader = ALONE
     try:
-        from skyrl_tx_server.executor import DeviceExecutor
-        from skyrl_tx_server.memory.memory_plan import check_snapshots
-        from skyrl_tx_server.rendezvous import lead
-        from skyrl_tx_server.stop_strings import check_tokenizer
+        from skyrl_tx_server.distributed.rendezvous import lead
+        from skyrl_tx_server.engine.stop_strings import check_tokenizer
+        from skyrl_tx_server.executor.executor import DeviceExecutor
+        from skyrl_tx_server.executor.memory_plan import check_snapshots
 
         settings, hosts = _engine_settings(config), config.hosts_settings()
         check_tokenizer(settings.model_dir)

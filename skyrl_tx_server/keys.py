@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from skyrl_tx_server.command_line import print_help
+from skyrl_tx_server.config.command_line import print_help
+from skyrl_tx_server.engine.tenants import check_name, digest, read_keys
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.tenants import check_name, digest, read_keys
 
 
 def main(argv: Sequence[str]) -> int:

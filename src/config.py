@@ -9,8 +9,8 @@ from typing import Literal
 
 import chz
 
+from src.core.length_limits import LengthLimits
 from src.learning.advantages import Estimator
-from src.limits import LengthLimits
 
 CLOUD_CONTEXT_LIMIT = 32_000  # the seeds' limit for Tinker's cloud
 CLIPPED_LOSSES = ("ppo", "cispo")

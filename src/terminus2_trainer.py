@@ -10,31 +10,31 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.backend import Backend
-from src.console import Display
+from src.cli.console import Display
+from src.core.errors import BackendError, StorageError
+from src.core.event_loop import GapMeter
+from src.core.process import deadline
+from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
-from src.errors import BackendError, StorageError
-from src.evaluation import Evaluation, EvaluationSettings, evaluate
-from src.event_loop import GapMeter
+from src.evaluate.evaluation import Evaluation, EvaluationSettings, evaluate
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import PreparationSettings, prepare, streamed, streamed_metrics
-from src.pipeline import Batch
-from src.policy import Policy
-from src.process import deadline
-from src.record import checkpoints
-from src.record.checkpoints import Checkpoint
-from src.record.exports import dump_evaluation, dump_examples
-from src.record.finished import FinishedRollouts
-from src.record.journal import GroupKey
-from src.record.recorder import record_groups
-from src.record.tracking import RunLog
-from src.rollouts import Rollouts
-from src.step_groups import GroupSettings, StepGroups
-from src.trajectory import TrajectoryGroup
-from src.watchdog import Watchdog, WatchedPolicy
+from src.policy.backend import Backend
+from src.policy.sampling_policy import Policy
+from src.records import checkpoints
+from src.records.checkpoints import Checkpoint
+from src.records.dumps import dump_evaluation, dump_examples
+from src.records.journal import GroupKey
+from src.records.rollout_log import record_groups
+from src.records.rollout_store import FinishedRollouts
+from src.records.tracking import RunLog
+from src.rollouts.batch_collector import GroupSettings, StepGroups
+from src.rollouts.group_rollout import Rollouts
+from src.rollouts.pipeline import Batch
+from src.rollouts.watchdog import Watchdog, WatchedPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from dotenv import load_dotenv
 
-from src.command_line import help_text, parse, print_help
-from src.errors import INTERRUPTED, TrainerError
-from src.process import ended_by_signals, leave, until_signalled
+from src.cli.command_line import help_text, parse, print_help
+from src.core.errors import INTERRUPTED, TrainerError
+from src.core.process import ended_by_signals, leave, until_signalled
 
-DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.tool_calls", "DEBUG_LENGTH_FILTERING": "src.learning.filters"}  # the seeds' -> who logs
+DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.service.tool_calls", "DEBUG_LENGTH_FILTERING": "src.learning.filters"}  # the seeds' -> who logs
 STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 
 
@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with ended_by_signals():
             config = parse(with_judge_from_environment(with_server_from_environment(argv)))
-            from src.console import Display, terminal
-            from src.run import run  # seconds of imports that --help and a typing mistake do not need
+            from src.cli.console import Display, terminal
+            from src.loop.run import run  # seconds of imports that --help and a typing mistake do not need
 
             quieten()
             display = Display(terminal())

@@ -17,7 +17,7 @@ import chz
 from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import LORA, Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.ops import AdamSettings, CreateModel, ForwardBackward, LossFn, Op, OptimStep, SaveSampler
+from skyrl_tx_server.engine.operations import AdamSettings, CreateModel, ForwardBackward, LossFn, Op, OptimStep, SaveSampler
 
 MODELS, ACTIVE, ROWS, PROMPT, NEW = 32, 4, 16, 128, 128
 

@@ -21,7 +21,7 @@ import numpy as np
 from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.ops import ForwardBackward, LossFn, Sample, SamplingSettings
+from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
 
 ROWS, NEW, BLOCK, PAUSE_S = 16, 512, 16, 2.0
 

@@ -20,7 +20,7 @@ import chz
 from scripts.bench.compare import figure
 from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.sampling import slots
+from skyrl_tx_server.sampling import batch_runner
 
 BLOCKS = 8
 
@@ -53,8 +53,8 @@ def between_ms(driver: Driver, *, go_on: bool) -> float:
     done: list[float] = []
     given: list[float] = []
     with (
-        mock.patch.object(slots, "to_host", partial(noted, done, slots.to_host)),
-        mock.patch.object(slots, "decode_block", partial(noted, given, slots.decode_block)),
+        mock.patch.object(batch_runner, "to_host", partial(noted, done, batch_runner.to_host)),
+        mock.patch.object(batch_runner, "decode_block", partial(noted, given, batch_runner.decode_block)),
     ):
         for number in range(BLOCKS):
             driver.decode(go_on=go_on and number < BLOCKS - 1)

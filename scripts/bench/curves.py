@@ -22,7 +22,7 @@ from scripts.bench.compare import Timing, interleave, random_sequences, timed
 from scripts.bench.sides.ours import LORA, Ours, running
 from scripts.bench.small_model import make_model
 from scripts.bench.train_group import make_group
-from skyrl_tx_server.ops import CreateModel
+from skyrl_tx_server.engine.operations import CreateModel
 
 NEW = 32
 

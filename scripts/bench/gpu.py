@@ -33,12 +33,12 @@ import numpy as np
 from scripts.bench.compare import figure, interleave, random_sequences, report, side, timed
 from scripts.bench.sides.ours import LORA, datum, settings
 from scripts.bench.small_model import CONFIG, RANK, make_model
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import stacks_of
-from skyrl_tx_server.model.lora import adapter_size
-from skyrl_tx_server.ops import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
-from skyrl_tx_server.scheduler import PROMPTS_PER_PREFILL, Admit
+from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
+from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, Admit
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.lora.adapter import adapter_size
+from skyrl_tx_server.model.model_config import ModelConfig
 
 BYTES_PER_S, FLOPS = 4.3e12, 790e12
 QWEN3 = replace(CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960)

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from src.envs.grading_choice import Choice, Way
-from src.envs.harbor import load_harbor, new_run_label, trial_environment
+from src.envs.harbor.environment import load_harbor, new_run_label, trial_environment
+from src.envs.harbor.grading_choice import Choice, Way
 
 WAYS = (Choice(way=Way.IN_PLACE), Choice(way=Way.FRESH))
 
@@ -22,14 +22,14 @@ async def seconds(folder: Path, choice: Choice, environment: dict[str, object], 
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
     from harbor.trial.trial import Trial
 
-    from src.envs.grading import graded
+    from src.envs.harbor.grading import graded
 
     config = TrialConfig(
         task=TaskConfig(path=folder),
         trials_dir=directory,
         agent=AgentConfig(name="oracle"),
         environment=EnvironmentConfig.model_validate(environment),
-        verifier=VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier"),
+        verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
     )
     started = time.perf_counter()
     trial = await Trial.create(config)

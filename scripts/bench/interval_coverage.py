@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from src.estimates import Tally, mean_rate, pass_at_k, pass_hat_k
+from src.evaluate.eval_stats import Tally, mean_rate, pass_at_k, pass_hat_k
 
 POOLS = {  # Beta parameters of the tasks' pass rates
     "even": (1.0, 1.0),

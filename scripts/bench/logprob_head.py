@@ -18,14 +18,14 @@ import numpy as np
 
 from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
-from skyrl_tx_server.model.lora import Adapter, init_adapter, zero_adapter
+from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
+from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
+from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
-from skyrl_tx_server.model.tree_attention import tree_attention
-from skyrl_tx_server.model.tree_layout import TreeLayout
-from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
-from skyrl_tx_server.packing import pack, train_shapes
-from skyrl_tx_server.steps.losses import select_loss, trained_positions
-from skyrl_tx_server.steps.train import TrainBatch, forward_backward, train_batch
+from skyrl_tx_server.training.losses import select_loss, trained_positions
+from skyrl_tx_server.training.packing import pack, train_shapes
+from skyrl_tx_server.training.train_step import TrainBatch, forward_backward, train_batch
 
 MODEL = replace(CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32)
 ROWS, LENGTH = 4, 512

@@ -23,7 +23,7 @@ import chz
 from scripts.bench.compare import ROOT, figure, random_sequences
 from scripts.bench.sides.ours import running, settings
 from scripts.bench.small_model import CONFIG, make_model
-from skyrl_tx_server.memory.memory_plan import plan_memory
+from skyrl_tx_server.executor.memory_plan import plan_memory
 
 
 @chz.chz

@@ -18,8 +18,8 @@ import numpy as np
 from scripts.bench.compare import figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import make_model
+from skyrl_tx_server.engine.operations import AdamSettings, OptimStep, SaveWeights, WeightsSaved
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import AdamSettings, OptimStep, SaveWeights, WeightsSaved
 
 LEARNING_RATE = 1e-6
 

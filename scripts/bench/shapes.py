@@ -22,7 +22,7 @@ import numpy as np
 from scripts.bench.compare import ROOT, figure, random_sequences
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.ops import ForwardBackward, LossFn, Sample, SamplingSettings
+from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
 
 REQUESTS, CONTEXT = 200, 2048
 

@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
 from src.learning.curriculum import Curriculum, CurriculumSettings
 from src.learning.dynamic_sampling import is_good
-from src.pipeline import ScheduleSettings, schedule
-from src.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
+from src.rollouts.pipeline import ScheduleSettings, schedule
 
 POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of their pass rates
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 

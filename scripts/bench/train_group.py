@@ -19,7 +19,7 @@ import chz
 from scripts.bench.compare import Peers, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.ops import AdamSettings, ForwardBackward, ForwardBackwardResult, LossFn, OptimStep, OptimStepResult
+from skyrl_tx_server.engine.operations import AdamSettings, ForwardBackward, ForwardBackwardResult, LossFn, OptimStep, OptimStepResult
 
 PROMPT, RESPONSE, GROUP = 512, 128, 8
 

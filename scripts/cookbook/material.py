@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from scripts.quickstart.build_model import batches, encode, initial_params, rise_and_fall, train
 from scripts.quickstart.demonstrations import Message
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.weights import save_model
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -16,20 +16,20 @@ from pathlib import Path
 import numpy as np
 
 from scripts.quickstart.make_tasks import ROOT
-from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.ops import Sample, SampleResult, SamplingSettings
-from src.chat import load_chat
+from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
+from skyrl_tx_server.executor.executor import DeviceExecutor
 from src.config import TrainerConfig
-from src.envs.harbor import HarborTasks, open_harbor
-from src.trajectory import StopReason, Task, Trajectory, Turn
+from src.core.trajectory import StopReason, Task, Trajectory, Turn
+from src.envs.harbor.environment import HarborTasks, open_harbor
+from src.policy.chat import load_chat
 
 PARALLEL_TRIALS = 16
 
 
 class EnginePolicy:
-    """What a trial needs of `src.policy.Policy`, straight from an engine."""
+    """What a trial needs of `src.policy.sampling_policy.Policy`, straight from an engine."""
 
     version = 0
 

@@ -35,7 +35,7 @@ from scripts.toy_retail.make_tasks import ROOT
 from scripts.toy_retail.tokenizer import save
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.model.weights import save_model
-from src.chat import Chat, load_chat
+from src.policy.chat import Chat, load_chat
 
 DRILL_STEPS, LESSON_STEPS, MIXTURE_STEPS = 150, 900, 150
 LESSONS_SHARE = 0.9  # of careful demonstrators, before the mixture

@@ -14,10 +14,10 @@ from enum import StrEnum
 
 from scripts.toy_retail.families import Action, Instance, Request, database
 from scripts.toy_retail.make_tasks import POLICY, row
-from src.chat import Chat
-from src.envs.customers import ScriptedCustomer
-from src.envs.service import ServiceEnv
-from src.envs.toy_retail import ToyRetailEpisode
+from src.envs.service.domain import ServiceEnv
+from src.envs.service.toy_retail import ToyRetailEpisode
+from src.envs.service.user_simulator import ScriptedCustomer
+from src.policy.chat import Chat
 
 
 class Slip(StrEnum):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scripts.quickstart.words import Pool, Words
-from src.envs.toy_retail import Database
+from src.envs.service.toy_retail import Database
 
 STATUSES = ("pending", "shipped", "delivered")
 

@@ -20,8 +20,8 @@ from scripts.quickstart.words import Pool
 from scripts.toy_retail.demonstrations import CAREFUL, HASTY, demonstrate
 from scripts.toy_retail.families import FAMILIES, make_instance
 from scripts.toy_retail.make_tasks import POLICY
-from src.chat import load_chat
-from src.envs.toy_retail import TOOLS
+from src.envs.service.toy_retail import TOOLS
+from src.policy.chat import load_chat
 
 TOOLS_BEGIN = "# Tools\n\nCall one with <tool_call>, a JSON object of its name and arguments, and </tool_call>.\n"
 CHAT_TEMPLATE = (

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from skyrl_tx_server.engine.operations import OpResult
 from skyrl_tx_server.errors import NotFoundError, ServerError
-from skyrl_tx_server.external.errands import Errands
+from skyrl_tx_server.external.background_tasks import Errands
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
 from skyrl_tx_server.files.peft_files import write_adapter
-from skyrl_tx_server.ops import OpResult
 
 PREFIX = "adapter-"
 

@@ -17,15 +17,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine import STOPPING, EngineInfo, EngineSide, Watcher
-from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
-from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
-from skyrl_tx_server.external.agreement import Agreement, Gap, gap
-from skyrl_tx_server.external.errands import Errands
-from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.external.wire import Answer, Ask, ended
-from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import STOPPING, EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     DropSnapshot,
     Op,
@@ -36,7 +29,14 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.stop_strings import load_tokenizer
+from skyrl_tx_server.engine.stop_strings import load_tokenizer
+from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
+from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
+from skyrl_tx_server.external.background_tasks import Errands
+from skyrl_tx_server.external.logprob_mismatch import Agreement, Gap, gap
+from skyrl_tx_server.external.server import ExternalServer
+from skyrl_tx_server.external.wire import Answer, Ask, ended
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 PROOF_TOKENS = 16
 """So many tokens of a snapshot must have agreed before samples of it are passed on unseen."""

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from skyrl_tx_server.engine.operations import SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
-from skyrl_tx_server.ops import SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.stop_strings import find_stop
 
 NO_LOGPROB_BELOW = -9998.0
 """vLLM writes -9999 for minus infinity; no token that was drawn has that."""

@@ -33,12 +33,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, LoraSpec
+from skyrl_tx_server.engine.tenants import Quota, id_prefix, owner_of
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files.derived import DerivedFiles
 from skyrl_tx_server.files.disk import check_count, check_quota, check_room
 from skyrl_tx_server.files.json_file import read_json_object
-from skyrl_tx_server.ops import DEFAULT_TENANT, LoraSpec
-from skyrl_tx_server.tenants import Quota, id_prefix, owner_of
 
 FORMAT = "skyrl_tx_server checkpoint"
 FORMAT_VERSION = 1

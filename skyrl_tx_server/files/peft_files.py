@@ -17,10 +17,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.json_file import read_json_object
-from skyrl_tx_server.ops import LoraSpec, expert_rank
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

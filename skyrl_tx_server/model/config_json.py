@@ -8,9 +8,9 @@ from typing import Any
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.json_file import read_json_object
-from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
-from skyrl_tx_server.model.families import FAMILIES, family_of
-from skyrl_tx_server.model.family import Family
+from skyrl_tx_server.model.families.layer_spec import Family
+from skyrl_tx_server.model.families.table import FAMILIES, family_of
+from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
 
 DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's, when config.json names none
 

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model import grouped_kernel
-from skyrl_tx_server.model.config import ExpertGroups, Experts, ModelConfig
-from skyrl_tx_server.model.family import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
+from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
+from skyrl_tx_server.model.kernels import grouped_kernel
 from skyrl_tx_server.model.layers import rms_norm
-from skyrl_tx_server.model.low_rank import LowRank, low_rank_deltas
+from skyrl_tx_server.model.lora.lora_math import LowRank, low_rank_deltas
 from skyrl_tx_server.model.mesh import Axes, by_rows, on_each, on_gpu, rows_axes
+from skyrl_tx_server.model.model_config import ExpertGroups, Experts, ModelConfig
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
 TINY = 1e-20

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.low_rank import Leaf
+from skyrl_tx_server.model.lora.lora_math import Leaf
 from skyrl_tx_server.model.mesh import BATCH, constrain, on_each
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import PAGE
 
 
 @jax.tree_util.register_dataclass

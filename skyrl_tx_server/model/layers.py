@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling
+from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling
 
 QUERY_BLOCKS = 4  # each is one more attention to compile; four save 3/8 of a full causal mask's work, eight only 7/16
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024

@@ -26,9 +26,9 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.config.server_config import MeshShape
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig
 
 BATCH = ("data", "fsdp")
 """The axes that divide the rows of a batch."""

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.families import family_of, stacks_of
-from skyrl_tx_server.model.family import STACK_INDEX, Attend, LayerParams, Stack
+from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, Attend, LayerParams, Stack
+from skyrl_tx_server.model.families.table import family_of, stacks_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
-from skyrl_tx_server.model.lora import Adapter, LayerAdapter
-from skyrl_tx_server.model.low_rank import Leaf, low_rank_deltas
+from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
+from skyrl_tx_server.model.lora.lora_math import Leaf, low_rank_deltas
 from skyrl_tx_server.model.mesh import VOCABULARY, by_rows, gathered, gathers, on_gpu
+from skyrl_tx_server.model.model_config import ModelConfig
 
 COMPILED = {
     "xla_allow_excess_precision": False,

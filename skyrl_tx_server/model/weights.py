@@ -18,18 +18,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.json_file import read_json_object
-from skyrl_tx_server.model.config import ModelConfig
 from skyrl_tx_server.model.config_json import config_json
-from skyrl_tx_server.model.families import stacks_of
-from skyrl_tx_server.model.family import Split, Stack, Weight
-from skyrl_tx_server.model.lora import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
-from skyrl_tx_server.model.low_rank import Leaf, LowRank
+from skyrl_tx_server.model.families.layer_spec import Split, Stack, Weight
+from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
+from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank
 from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.ops import LoraSpec
 
 PEFT_PREFIX = "base_model.model."
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from src.policy import Policy
-from src.trajectory import Task, Trajectory, TrialFailure
+from src.core.trajectory import Task, Trajectory, TrialFailure
+from src.policy.sampling_policy import Policy
 
 
 class Trial(Protocol):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from src.envs.docker import Cleaned, remove_dead, why_no_engine
-from src.envs.run_directory import living_labels, sweep
+from src.envs.sandbox.docker import Cleaned, remove_dead, why_no_engine
+from src.envs.sandbox.run_directory import living_labels, sweep
 
 
 def clean() -> Cleaned:

@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from src.chat import Chat
 from src.config import TrainerConfig
+from src.core.errors import ConfigError
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs.base import Trial
+from src.envs.message_env import EpisodeSettings, MessageEnv, run_episode
 from src.envs.splits import hold_out, require_unique_ids
-from src.errors import ConfigError
-from src.generator import EpisodeSettings, MessageEnv, run_episode
-from src.limits import LengthLimits
-from src.policy import Policy
-from src.trajectory import FailureKind, Task, Trajectory, TrialFailure
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 
 logger = logging.getLogger(__name__)
 

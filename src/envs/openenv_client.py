@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from src.chat import Chat, Message
 from src.config import TrainerConfig, pairs
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import Domain, episodes
-from src.errors import ConfigError
-from src.generator import Observation, Opening
-from src.trajectory import Task
+from src.envs.message_env import Observation, Opening
+from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from inspect import iscoroutinefunction
 
-from src.chat import Chat
 from src.config import TrainerConfig
+from src.core.errors import ConfigError, boundary
 from src.envs.base import TaskSource
-from src.errors import ConfigError, boundary
+from src.policy.chat import Chat
 
 Factory = Callable[[TrainerConfig, Chat], TaskSource]
 
 ENTRY_POINTS = "agent_trainer.environments"
 BUILT_IN = {  # imported when asked for: Harbor takes seconds
-    "harbor": "src.envs.harbor:open_harbor",
-    "tau_bench": "src.envs.tau_bench:open_tau_bench",
+    "harbor": "src.envs.harbor.environment:open_harbor",
+    "tau_bench": "src.envs.service.tau_bench:open_tau_bench",
     "openenv": "src.envs.openenv_client:open_openenv",
 }
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from src.errors import ConfigError
-from src.trajectory import Task
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
 
 
 def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[list[Task], list[Task]]:

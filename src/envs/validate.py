@@ -19,13 +19,13 @@ from pathlib import Path
 
 import chz
 
-from src.command_line import help_for, parse_as, print_help
+from src.cli.command_line import help_for, parse_as, print_help
 from src.config import pairs
-from src.envs.grading_choice import Choice, Way, take_option, write_records
-from src.envs.harbor import load_harbor, new_run_label, resolve_environment_type, trial_environment
-from src.errors import INTERRUPTED, TrainerError, VerifierError
-from src.rewards.verifier import score
-from src.trajectory import Task
+from src.core.errors import INTERRUPTED, TrainerError, VerifierError
+from src.core.trajectory import Task
+from src.envs.harbor.environment import load_harbor, new_run_label, resolve_environment_type, trial_environment
+from src.envs.harbor.grading_choice import Choice, Way, take_option, write_records
+from src.envs.harbor.verifier_reward import score
 
 FRESH, IN_PLACE = Choice(), Choice(way=Way.IN_PLACE)
 KEEPING = Choice(way=Way.IN_PLACE, keep_processes=True)
@@ -72,7 +72,7 @@ class Verdict:
         return f"{'ok  ' if self.is_sound else 'BAD '} {self.task.id}: {scores}, graded {self.grading.name}{self._reason()}"
 
     def _reason(self) -> str:
-        from src.envs.task_folders import verifier_needs
+        from src.envs.harbor.task_folders import verifier_needs
 
         needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
         return f" (tests/test.sh needs the internet for `{needed}`)" if needed else ""
@@ -124,8 +124,8 @@ async def _play(task: Task, agent: str, choice: Choice, *, environment: Mapping[
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
     from harbor.trial.trial import Trial
 
-    from src.envs.grading import graded
-    from src.envs.harbor_trial import finish_within, what_happened
+    from src.envs.harbor.grading import graded
+    from src.envs.harbor.trial import finish_within, what_happened
 
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
@@ -134,7 +134,7 @@ async def _play(task: Task, agent: str, choice: Choice, *, environment: Mapping[
         trials_dir=directory,
         agent=AgentConfig(name=agent),
         environment=EnvironmentConfig.model_validate(dict(environment)),
-        verifier=VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier"),
+        verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
     )
     try:
         trial = await Trial.create(config)
@@ -151,7 +151,7 @@ async def _play(task: Task, agent: str, choice: Choice, *, environment: Mapping[
 
 def run(config: ValidateConfig) -> int:
     load_harbor()
-    from src.envs.task_folders import check_for, load_tasks
+    from src.envs.harbor.task_folders import check_for, load_tasks
 
     kind = resolve_environment_type(config.environment_type)
     given, option = take_option(pairs(config.environment_kwargs, option="environment_kwargs"))

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from src.command_line import help_for, parse_as, print_help
-from src.errors import INTERRUPTED, TrainerError
+from src.cli.command_line import help_for, parse_as, print_help
+from src.core.errors import INTERRUPTED, TrainerError
+from src.core.process import ended_by_signals, leave, until_signalled
 from src.evaluate.config import EvaluateConfig
-from src.process import ended_by_signals, leave, until_signalled
 from src.train import load_environment, quieten, with_server_from_environment
 
 TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with ended_by_signals():
             config = parse_as(EvaluateConfig, with_server_from_environment(argv))
-            from src.console import Display, terminal
+            from src.cli.console import Display, terminal
             from src.evaluate.run import run  # seconds of imports that --help and a typing mistake do not need
 
             quieten()

@@ -11,15 +11,15 @@ from typing import Any, TypedDict
 
 from pydantic import TypeAdapter
 
-from src.console import MAX_DOMAINS, Display
-from src.errors import ConfigError, RubbleError
-from src.estimates import Comparison, Estimate, Tally, compared
+from src.cli.console import MAX_DOMAINS, Display
+from src.core.errors import ConfigError, RubbleError
+from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import EvaluateConfig
-from src.evaluation import Evaluation, tally
-from src.held_out import content_hash
-from src.record.durable import replace_text
-from src.record.reading import Count, read_document, same
-from src.trajectory import TrajectoryGroup
+from src.evaluate.contamination import content_hash
+from src.evaluate.eval_stats import Comparison, Estimate, Tally, compared
+from src.evaluate.evaluation import Evaluation, tally
+from src.records.atomic_io import replace_text
+from src.records.reading import Count, read_document, same
 
 RESULTS_FILE = "results.json"
 SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}

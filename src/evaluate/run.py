@@ -18,31 +18,31 @@ from typing import Any
 import chz
 from pydantic import TypeAdapter
 
-from src.backend import BackendSettings, connect
-from src.chat import load_chat
+from src.cli.console import Display
 from src.config import narrow, tasks_name
-from src.console import Display
-from src.endpoint import EndpointPolicy, connect_endpoint, endpoint_chat
+from src.core.errors import BackendError, ConfigError
+from src.core.process import deadline
+from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.registry import find, open_task_source
-from src.errors import BackendError, ConfigError
 from src.evaluate.config import EvaluateConfig
+from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
+from src.evaluate.evaluation import EvaluationSettings, evaluate
 from src.evaluate.results import RESULTS_FILE, compare, read_results, report, require_enough, results_of, write_json
-from src.evaluation import EvaluationSettings, evaluate
-from src.held_out import HASHES_FILE, content_hashes, read_hashes, require_held_out
-from src.policy import Policy
-from src.process import deadline
-from src.record import checkpoints
-from src.record.finished import FinishedRollouts
-from src.record.journal import Journal
-from src.record.private_folder import make_private, resolved
-from src.record.reading import read_document, same
-from src.record.recorder import record_groups
-from src.record.run_folder import held
-from src.rollouts import Rollouts, RolloutSettings
-from src.run import closed, logging_to_file
-from src.trajectory import Task
-from src.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
+from src.loop.run import closed, logging_to_file
+from src.policy.backend import BackendSettings, connect
+from src.policy.chat import load_chat
+from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
+from src.policy.sampling_policy import Policy
+from src.records import checkpoints
+from src.records.journal import Journal
+from src.records.private_folder import make_private, resolved
+from src.records.reading import read_document, same
+from src.records.rollout_log import record_groups
+from src.records.rollout_store import FinishedRollouts
+from src.records.run_folder import held
+from src.rollouts.group_rollout import Rollouts, RolloutSettings
+from src.rollouts.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
     path = Path(config.train_data).expanduser()
     if (path / HASHES_FILE).is_file() or not path.is_dir() or (path / "config.json").is_file():
         return read_hashes(path)
-    from src.envs.task_folders import load_tasks  # imports Harbor
+    from src.envs.harbor.task_folders import load_tasks  # imports Harbor
 
     return content_hashes(load_tasks(path, check=lambda folder, config: None))
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.metrics import SOLVED
-from src.trajectory import Task, TrajectoryGroup
 
 MEMORY = 0.75  # the last four groups
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import tinker
 
-from src.token_ids import begins_with
-from src.trajectory import Turn
+from src.core.token_ids import begins_with
+from src.core.trajectory import Turn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

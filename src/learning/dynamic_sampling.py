@@ -10,9 +10,9 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from src.errors import TrainerError
+from src.core.errors import TrainerError
+from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import FilterSettings, is_constant, rewarded
-from src.trajectory import Task, TrajectoryGroup
 
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]  # plays the step's tasks, or its nth refill
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import Trajectory, TrajectoryGroup
 from src.learning.advantages import Estimator, group_advantages, token_weights, whitened
 from src.learning.datums import TokenSequence, scaled, sequences_of, step_sequences_of, with_advantage
 from src.learning.filters import FilterSettings, trains
-from src.limits import LengthLimits
-from src.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from src.core.trajectory import StopReason, Trajectory, TrajectoryGroup
 from src.learning.advantages import EPSILON
-from src.trajectory import StopReason, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
-from src.policy import Policy
+from src.policy.sampling_policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
-from src.errors import TrainerError
-from src.policy import sdk_boundary
+from src.core.errors import TrainerError
+from src.policy.sampling_policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's, as absolute bounds of the ratio
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup, ZeroReason
 from src.learning.datums import merge_turns
 from src.learning.examples import Example
 from src.learning.filters import DropReason
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup, ZeroReason
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
 SOLVED = 1.0  # the reward from which on a trial counts as a success

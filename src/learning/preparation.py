@@ -17,7 +17,7 @@ from src.learning.kl_penalty import KlSettings, penalised
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
 from src.learning.staleness import within_bound
-from src.policy import Policy
+from src.policy.sampling_policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

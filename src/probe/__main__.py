@@ -24,14 +24,14 @@ import tinker
 from rich.console import Console
 from rich.table import Table
 
-from src.backend import DUMMY_KEY, check_alive
-from src.capabilities import CAPABILITIES, Capabilities, Finding
-from src.command_line import print_help
-from src.console import terminal
-from src.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
-from src.policy import sdk_boundary
+from src.cli.command_line import print_help
+from src.cli.console import terminal
+from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
+from src.core.process import deadline, ended_by_signals, in_thread, leave, until_signalled
+from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
+from src.policy.backend import DUMMY_KEY, check_alive
+from src.policy.sampling_policy import sdk_boundary
 from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
-from src.process import deadline, ended_by_signals, in_thread, leave, until_signalled
 from src.train import load_environment
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "answer_timeout_sec")

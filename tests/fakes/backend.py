@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import tinker
 
-from src.backend import SavedPaths
-from src.policy import Policy
+from src.policy.backend import SavedPaths
+from src.policy.sampling_policy import Policy
 
 VOCAB = 4  # tokens 0..3 are sampled; anything else only stands in prompts
 

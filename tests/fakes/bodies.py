@@ -11,13 +11,13 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
+from skyrl_tx_server.engine.operations import ForwardBackward
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import ForwardBackward
-from skyrl_tx_server.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.wire.fields import Fields
-from skyrl_tx_server.wire.openai_requests import parse_chat, parse_completion
-from skyrl_tx_server.wire.protobuf import parse_training_proto
-from skyrl_tx_server.wire.requests import Limits, TrainRequest, parse_adam, parse_lora, parse_sample, parse_training_json
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
+from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.http.wire.protobuf import parse_training_proto
+from skyrl_tx_server.http.wire.requests import Limits, TrainRequest, parse_adam, parse_lora, parse_sample, parse_training_json
 
 ROUTES = (
     *("create_session", "session_heartbeat", "telemetry", "client/config", "get_info", "retrieve_future", "cancel_future"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from skyrl_tx_server.channel import Channel, accept, connect
+from skyrl_tx_server.distributed.channel import Channel, accept, connect
 
 KEY = b"k" * 32
 

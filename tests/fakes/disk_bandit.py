@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from src.backend import SavedPaths
-from src.policy import Policy
+from src.policy.backend import SavedPaths
+from src.policy.sampling_policy import Policy
 from tests.fakes.backend import VOCAB, BanditSampler, BanditTrainingClient, Ready
 
 Tick = Callable[[], None]  # heard before and after everything that a crash might come between

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.engine import EngineInfo, Watcher
-from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     CreateModel,
     Done,
@@ -36,6 +34,8 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
 
 UNLUCKY_TOKEN = 13
 """A prompt or datum that begins with this token fails in the engine."""

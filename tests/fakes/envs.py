@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from src.chat import Message
-from src.generator import Observation, Opening
+from src.envs.message_env import Observation, Opening
+from src.policy.chat import Message
 
 
 def saying(*texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float) -> Observation:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.engine import Admission, EngineInfo, FinishedRow, RunningRow
-from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import is_on_disk
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Admission, EngineInfo, FinishedRow, RunningRow
+from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
     DropSnapshot,
@@ -33,7 +31,9 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import is_on_disk
 
 
 @dataclass(kw_only=True)

@@ -19,10 +19,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.backend import BackendSettings
 from src.config import TrainerConfig
-from src.run import Parts
-from src.trajectory import FailureKind
+from src.core.trajectory import FailureKind
+from src.loop.run import Parts
+from src.policy.backend import BackendSettings
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.run_files import records

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from src.chat import Chat
-from src.policy import Policy
-from src.trajectory import StopReason, Turn
+from src.core.trajectory import StopReason, Turn
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from src.backend import BackendSettings
-from src.command_line import parse
+from src.cli.command_line import parse
+from src.cli.console import Display
 from src.config import TrainerConfig
-from src.console import Display
-from src.record.journal import JOURNAL, GroupKey
-from src.record.tracking import is_wall_clock
-from src.run import Parts, run
+from src.loop.run import Parts, run
+from src.policy.backend import BackendSettings
+from src.records.journal import JOURNAL, GroupKey
+from src.records.tracking import is_wall_clock
 from tests.fakes.run_files import records
 
 OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")

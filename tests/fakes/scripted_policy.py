@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 
-from src.chat import Chat
-from src.policy import Policy
-from src.trajectory import StopReason, Turn
+from src.core.trajectory import StopReason, Turn
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 
 ANSWER_MARK = "<|im_start|>assistant\n"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import uvicorn
 
-from skyrl_tx_server.app import build_app
+from skyrl_tx_server.engine.futures import FutureStore, Retention
+from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.futures import FutureStore, Retention
-from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.registry import Registry
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.engine import FakeEngine
 
 

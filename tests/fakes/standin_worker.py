@@ -1,4 +1,4 @@
-"""A worker that counts instead of playing tau2, and misbehaves when it is told to. It speaks the lines of `src/envs/workers.py`.
+"""A worker that counts instead of playing tau2, and misbehaves when it is told to. It speaks the lines of `src/envs/service/subprocess_pool.py`.
 
 add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
 hang {episode}           no answer, ever; an alarm would end it, were it not ignored

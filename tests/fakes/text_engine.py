@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine import EngineInfo, Watcher, WithdrawnError
-from skyrl_tx_server.ops import DEFAULT_TENANT, Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
-from skyrl_tx_server.stop_strings import find_stop
+from skyrl_tx_server.engine.engine import EngineInfo, Watcher, WithdrawnError
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
+from skyrl_tx_server.engine.stop_strings import find_stop
 from tests.fakes.tiny_model import byte_tokenizer
 
 END = 256

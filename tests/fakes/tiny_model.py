@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 

@@ -8,7 +8,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from src.chat import Chat, Message
+from src.policy.chat import Chat, Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 

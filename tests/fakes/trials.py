@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from src.policy import Policy
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
+from src.policy.sampling_policy import Policy
 
 Play = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
 

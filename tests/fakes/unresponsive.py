@@ -24,10 +24,10 @@ from pathlib import Path
 
 import uvicorn
 
-from src.chat import Chat
 from src.config import TrainerConfig
-from src.policy import Policy
-from src.trajectory import Trajectory
+from src.core.trajectory import Trajectory
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 START = ("/healthz", "/client/config", "/client/dynamic_config", "/get_server_capabilities", "/create_session", "/session_heartbeat")
@@ -68,8 +68,8 @@ class Unresponsive:
 @contextlib.contextmanager
 def unresponsive(root: Path, manner: Manner, is_bad: Callable[[str], bool]) -> Iterator[tuple[str, threading.Event]]:
     """The URL of a server, and what is set once it was asked what it answers badly."""
-    from skyrl_tx_server.app import build_app
-    from skyrl_tx_server.routes.border import Lobby
+    from skyrl_tx_server.http.app import build_app
+    from skyrl_tx_server.http.http_handler import Lobby
     from tests.fakes.server import LoopbackServer, fake_context, fake_engine
 
     context = fake_context(root)
@@ -103,10 +103,10 @@ def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
 def main() -> None:
     import src.evaluate.__main__
     import src.evaluate.run
+    import src.loop.run
     import src.probe.__main__
-    import src.run
     import src.train
-    from src.process import leave
+    from src.core.process import leave
 
     programs = {"train": src.train.main, "evaluate": src.evaluate.__main__.main, "probe": src.probe.__main__.main}
     assert threading.active_count() == 1, "a process with threads cannot be forked"

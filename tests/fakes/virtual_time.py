@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from src import process
-from src.run import Parts
+from src.core import process
+from src.loop.run import Parts
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory

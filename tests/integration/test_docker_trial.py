@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.envs.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
-from src.envs.harbor import open_harbor
-from src.envs.run_directory import living_labels, run_directory
-from src.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory
+from src.envs.harbor.environment import open_harbor
+from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
+from src.envs.sandbox.run_directory import living_labels, run_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 

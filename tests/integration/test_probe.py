@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.futures import FutureStore, Retention
+from skyrl_tx_server.engine.model_registry import Registry
+from skyrl_tx_server.engine.operations import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
+from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.futures import FutureStore, Retention
-from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
-from skyrl_tx_server.registry import Registry
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
-from src import capabilities
-from src.command_line import parse
-from src.errors import ConfigError
+from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+from src.loop import capabilities
 from src.probe.__main__ import arguments, main, probe
 from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Probe
 from tests.fakes.server import serving

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.model.config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 from tests.fakes.tiny_model import QUICK_TO_COMPILE

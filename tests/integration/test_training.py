@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import missing_programs
+from src.envs.sandbox.bubblewrap import missing_programs
 from tests.fakes.run import groups_trained
 from tests.fakes.tiny_model import CONFIG, QUICK_TO_COMPILE, make_model
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from src.envs.bubblewrap import Bubblewrap
-from src.envs.resource_limits import Limits
-from src.envs.run_directory import run_directory
-from src.envs.skeleton import build_skeleton
+from src.envs.sandbox.bubblewrap import Bubblewrap
+from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.run_directory import run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import httpx
 
-from skyrl_tx_server.app import build_app
-from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.engine.futures import Retention
+from skyrl_tx_server.engine.tenants import Quota, TenantKeys
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
 from skyrl_tx_server.keys import add
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
-from skyrl_tx_server.tenants import Quota, TenantKeys
 from tests.fakes.server import fake_context, fake_engine
 from tests.fakes.text_engine import save_tokenizer
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_tx_server.app import build_app, housekeep
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.http.app import build_app, housekeep
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.versions import save_version, version_in_archive, version_in_files, version_on_disk
 

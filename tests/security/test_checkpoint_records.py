@@ -14,12 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
-from skyrl_tx_server.app import build_app
+from skyrl_tx_server.engine.operations import LoraSpec, UnloadModel
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import LoraSpec, UnloadModel
-from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.server import fake_context, fake_engine
 from tests.fakes.versions import save_version, version_on_disk
 from tests.security.tenants import MODEL, make_model, open_session, post
@@ -188,7 +188,7 @@ def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(t
 
 
 def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_tx_server.ledger.MAX_RUN_BYTES", 20_000)
+    monkeypatch.setattr("skyrl_tx_server.files.run_index.MAX_RUN_BYTES", 20_000)
     file = tmp_path / "ledger.jsonl"
     lines = [run_line(0, 500, "tenant-alice."), *(run_line(number, 4000, "tenant-bob.") for number in range(50))]
     file.write_text("\n".join(lines))
@@ -237,7 +237,7 @@ async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_ha
             return real(descriptor, data[: len(data) // 2])
 
         with monkeypatch.context() as patch:
-            patch.setattr("skyrl_tx_server.ledger.os.write", half)
+            patch.setattr("skyrl_tx_server.files.run_index.os.write", half)
             body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
             reply = await post(http, "create_model", **body)
             failed = (await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})).json()

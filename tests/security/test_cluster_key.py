@@ -16,11 +16,22 @@ from queue import SimpleQueue
 
 import pytest
 
-from skyrl_tx_server.channel import CODE_BYTES, LENGTH, MAGIC, NONCE_BYTES, NUMBER, Channel, TamperedError, WrongKeyError, accept, connect
-from skyrl_tx_server.config import HostsSettings
+from skyrl_tx_server.config.server_config import HostsSettings
+from skyrl_tx_server.distributed.channel import (
+    CODE_BYTES,
+    LENGTH,
+    MAGIC,
+    NONCE_BYTES,
+    NUMBER,
+    Channel,
+    TamperedError,
+    WrongKeyError,
+    accept,
+    connect,
+)
+from skyrl_tx_server.distributed.multihost import Follower, HostLostError, Leader
+from skyrl_tx_server.distributed.rendezvous import join, lead
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.hosts import Follower, HostLostError, Leader
-from skyrl_tx_server.rendezvous import join, lead
 from tests.fakes.channel import KEY
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import reserved_port
@@ -42,7 +53,7 @@ class CreatesFile:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsSettings]:
-    monkeypatch.setattr("skyrl_tx_server.rendezvous._start_jax", lambda hosts, address: None)
+    monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
         yield HostsSettings(coordinator_address=address, num_processes=2, process_id=1, timeout_s=30, key=KEY)

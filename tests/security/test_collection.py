@@ -16,13 +16,13 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
 from src.config import TrainerConfig
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.harbor import HarborTasks, load_harbor, open_harbor
-from src.envs.sandbox import SandboxEnvironment
-from src.envs.transfer import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, Allowance, BoundedFile, ChunkReader, unpack
-from src.envs.trial_folder import JobsQuota, bound
-from src.event_loop import GapMeter
-from src.trajectory import Trajectory
+from src.core.event_loop import GapMeter
+from src.core.trajectory import Trajectory
+from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
+from src.envs.harbor.trial_folder import JobsQuota, bound
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, Allowance, BoundedFile, ChunkReader, unpack
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -290,7 +290,7 @@ def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
     load_harbor()  # quietly, before anything imports it
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
-    from src.envs.harbor_agent import TrainingTerminus2
+    from src.envs.harbor.agent import TrainingTerminus2
 
     agent = TrainingTerminus2.__new__(TrainingTerminus2)
     assert agent._limit_output_length(output) == Terminus2._limit_output_length(agent, output)

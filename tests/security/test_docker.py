@@ -18,9 +18,11 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.config import ServiceVolumeConfig
 from harbor.models.trial.paths import TrialPaths
 
+from src.core.errors import SandboxError
+from src.core.event_loop import GapMeter
 from src.envs.cleanup import main as cleanup
-from src.envs.containers import MAX_OUTPUT_BYTES, ContainerEnvironment
-from src.envs.docker import (
+from src.envs.sandbox.containers import MAX_OUTPUT_BYTES, ContainerEnvironment
+from src.envs.sandbox.docker import (
     OWNER_LABEL,
     PROCESS_LABEL,
     PROJECT_LABEL,
@@ -31,10 +33,8 @@ from src.envs.docker import (
     run_labels,
     why_no_engine,
 )
-from src.envs.run_directory import living_labels
-from src.envs.transfer import MAX_FILES, NOTE
-from src.errors import SandboxError
-from src.event_loop import GapMeter
+from src.envs.sandbox.file_copy import MAX_FILES, NOTE
+from src.envs.sandbox.run_directory import living_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
 ROOT = Path(__file__).resolve().parents[2]

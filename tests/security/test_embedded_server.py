@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts import run_skyrl_tx
-from skyrl_tx_server.command_line import with_secrets
+from skyrl_tx_server.config.command_line import with_secrets
 
 
 class Started:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.ops import CreateModel, LoraSpec, OpResult, Sample, SampleResult, SamplingSettings, SaveSampler
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import CreateModel, LoraSpec, OpResult, Sample, SampleResult, SamplingSettings, SaveSampler
+from skyrl_tx_server.executor.executor import DeviceExecutor
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64, max_position_embeddings=2048)

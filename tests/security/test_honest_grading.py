@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.envs import carried_files
+from src.core.trajectory import Trajectory, TrialFailure, ZeroReason
 from src.envs.base import Expiring
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.docker import why_no_engine
-from src.envs.harbor import open_harbor
-from src.envs.run_directory import run_directory
-from src.envs.sandbox_files import SandboxFiles
-from src.trajectory import Trajectory, TrialFailure, ZeroReason
+from src.envs.harbor import carried_files
+from src.envs.harbor.environment import open_harbor
+from src.envs.harbor.sandbox_files import SandboxFiles
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.docker import why_no_engine
+from src.envs.sandbox.run_directory import run_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
 
@@ -252,7 +252,7 @@ VOIDS = {
 @in_sandbox
 @pytest.mark.parametrize("name", VOIDS)
 async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.envs.grading.PROBE_TIMEOUT_S", 5)
+    monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
     test, attack, reason = VOIDS[name]
     outcome = await play(tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"])
     assert isinstance(outcome, Trajectory), outcome
@@ -392,7 +392,7 @@ async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: s
 async def test_files_that_are_too_large_are_graded_0_and_their_container_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("src.envs.docker_files.MAX_BYTES", 2**20)
+    monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 2**20)
     folder = docker_task(tmp_path / "task", BY_CAT)
     attack = "mkdir large; truncate -s 300M large/file"
     async with asyncio.timeout(150):  # an engine that still writes the archive does not remove the container

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_tx_server.app import ENDPOINTS, build_app
-from skyrl_tx_server.routes.access import access_policy, host_name
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.http.access import access_policy, host_name
+from skyrl_tx_server.http.app import ENDPOINTS, build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.server import fake_context, fake_engine
 
 

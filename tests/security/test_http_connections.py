@@ -17,11 +17,11 @@ import httpx
 import pytest
 import uvicorn
 
-from skyrl_tx_server.app import build_app
-from skyrl_tx_server.command_line import parse, with_secrets
+from skyrl_tx_server.config.command_line import parse, with_secrets
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.listening import BoundedServer, connection_limit, raise_file_limit
-from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.listening import BoundedServer, connection_limit, raise_file_limit
 from tests.fakes.server import fake_context, fake_engine
 
 type Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

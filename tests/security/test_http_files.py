@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_tx_server.app import build_app
+from skyrl_tx_server.engine.futures import Retention
+from skyrl_tx_server.engine.operations import CreateModel, UnloadModel
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.peft_files import CONFIG, read_adapter
-from skyrl_tx_server.futures import Retention
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Lobby
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.ops import CreateModel, UnloadModel
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context
 from tests.fakes.server import fake_context, fake_engine
 from tests.server.tiny_qwen3 import FIXTURES
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.docker import why_no_engine
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.docker import why_no_engine
 from tests.security.red_team.attack import Where, Whom
 from tests.security.red_team.image import BASE
 from tests.security.red_team.place import command

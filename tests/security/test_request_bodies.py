@@ -15,15 +15,15 @@ import httpx
 import pytest
 import zstandard
 
-from skyrl_tx_server.app import ENDPOINTS, build_app
 from skyrl_tx_server.errors import CapacityError, UserError
-from skyrl_tx_server.routes.bodies import CONTROL_BODY, BodyBudget, decompress
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
-from skyrl_tx_server.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
-from skyrl_tx_server.wire.openai_requests import parse_chat, parse_completion
-from skyrl_tx_server.wire.protobuf import parse_training_proto
-from skyrl_tx_server.wire.requests import Limits, parse_sample, parse_training_json
+from skyrl_tx_server.http.app import ENDPOINTS, build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyBudget, decompress
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
+from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
+from skyrl_tx_server.http.wire.protobuf import parse_training_proto
+from skyrl_tx_server.http.wire.requests import Limits, parse_sample, parse_training_json
 from tests.fakes.server import fake_context, fake_engine
 
 JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from src.envs import run_directory as module
-from src.envs.run_directory import living_labels, root_directory, run_directory, sweep, temporary_run_directory
+from src.envs.sandbox import run_directory as module
+from src.envs.sandbox.run_directory import living_labels, root_directory, run_directory, sweep, temporary_run_directory
 from tests.security.sandboxes import NOBODY, ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
-HOLD = (
-    "import sys; from src.envs.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
-)
+HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other process runs without the rights that this one reads the packages with")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.request import Stream
-from src.envs.resource_limits import Limits
-from src.envs.sandbox_user import PREFERRED_UIDS, SMALL_UIDS, available_uids
-from src.errors import SandboxError
+from src.core.errors import SandboxError
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.exec_request import Stream
+from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.user import PREFERRED_UIDS, SMALL_UIDS, available_uids
 from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
 
 REASON = why_no_sandbox()
@@ -195,7 +195,7 @@ def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest
 
 def test_a_file_that_takes_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that sends a download is the agent's, and so is its length."""
-    monkeypatch.setattr("src.envs.request.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("src.envs.sandbox.exec_request.MAX_FILE_BYTES", 1000)
     reading, writing = os.pipe()
     os.write(writing, b"x" * 4096)
     received = io.BytesIO()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, possible_parents, remove_cgroups
-from src.envs.run_directory import sweep
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, possible_parents, remove_cgroups
+from src.envs.sandbox.run_directory import sweep
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -138,7 +138,7 @@ async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
 
 @needs_cgroup
 def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.envs.run_directory.root_directory", lambda: tmp_path)  # a trainer that starts meanwhile sweeps too
+    monkeypatch.setattr("src.envs.sandbox.run_directory.root_directory", lambda: tmp_path)  # a trainer that starts meanwhile sweeps too
     parents = cgroup_parents()
     assert parents is not None
     dead = tmp_path / f"dead-{os.getpid()}"

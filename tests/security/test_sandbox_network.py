@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from src.envs import sandbox_network
-from src.envs.bubblewrap import why_no_sandbox
-from src.errors import SandboxError
+from src.core.errors import SandboxError
+from src.envs.sandbox import network
+from src.envs.sandbox.bubblewrap import why_no_sandbox
 from tests.security.sandboxes import ROOT, sandbox
 
-REASON = why_no_sandbox() or sandbox_network.why_no_network()
+REASON = why_no_sandbox() or network.why_no_network()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no sandbox with a network here: {REASON}")
 
 
@@ -129,7 +129,7 @@ def forwarders(trainer: int | None = None) -> set[str]:
 
 
 async def test_a_machine_without_the_package_refuses_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox_network, "PROGRAMS", str(tmp_path))
+    monkeypatch.setattr(network, "PROGRAMS", str(tmp_path))
     with pytest.raises(SandboxError, match=r"^a sandbox with the public network needs the package slirp4netns on this machine$"):
         async with sandbox(network=True):
             pass
@@ -139,18 +139,18 @@ def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(monkey
     device, program = tmp_path / "tun", tmp_path / "slirp4netns"
     device.touch(mode=0o600)
     program.touch(mode=0o755)
-    monkeypatch.setattr(sandbox_network, "TUN", device)
-    monkeypatch.setattr(sandbox_network, "PROGRAMS", str(tmp_path))
+    monkeypatch.setattr(network, "TUN", device)
+    monkeypatch.setattr(network, "PROGRAMS", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(sandbox_network.shutil, "which", lambda name, path: str(program))
-    assert sandbox_network.why_no_network() == f"a sandbox with the public network needs access to {device}: as root, chmod 666 {device}"
+    monkeypatch.setattr(network.shutil, "which", lambda name, path: str(program))
+    assert network.why_no_network() == f"a sandbox with the public network needs access to {device}: as root, chmod 666 {device}"
 
 
 def test_only_name_servers_outside_of_the_machine_are_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stub, upstream = tmp_path / "stub", tmp_path / "upstream"
     stub.write_text("search example\nnameserver 127.0.0.53\nnameserver ::1\n")
-    monkeypatch.setattr(sandbox_network, "RESOLVER_FILES", (stub, upstream))
-    assert sandbox_network.name_servers() == []
+    monkeypatch.setattr(network, "RESOLVER_FILES", (stub, upstream))
+    assert network.name_servers() == []
     upstream.write_text("nameserver 192.0.2.53\n")
-    assert sandbox_network.name_servers() == ["192.0.2.53"]
+    assert network.name_servers() == ["192.0.2.53"]

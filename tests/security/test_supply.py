@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse
+from src.cli.command_line import parse
 from src.config import TrainerConfig
-from src.errors import ConfigError
-from src.record.private_folder import make_parents, make_private, resolved, write_private
-from src.record.run_folder import RunFolder, find_run_folder, held, run_path
+from src.core.errors import ConfigError
+from src.records.private_folder import make_parents, make_private, resolved, write_private
+from src.records.run_folder import RunFolder, find_run_folder, held, run_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = ("requirements.txt", "scripts/uv.txt")

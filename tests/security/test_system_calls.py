@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from src.envs.system_calls import ARCHITECTURES, DENIED, NUMBERS, seccomp_filter
-from src.errors import SandboxError
+from src.core.errors import SandboxError
+from src.envs.sandbox.system_calls import ARCHITECTURES, DENIED, NUMBERS, seccomp_filter
 
 ALLOW = 0x7FFF0000
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 1, 2, 0x20

@@ -16,17 +16,27 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server import keys
-from skyrl_tx_server.app import build_app, housekeep
-from skyrl_tx_server.config import ServerConfig
-from skyrl_tx_server.engine import EngineInfo, Watcher
+from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.model_registry import Registry
+from skyrl_tx_server.engine.operations import (
+    DEFAULT_TENANT,
+    CreateModel,
+    LoraSpec,
+    Op,
+    OpResult,
+    OptimStep,
+    Sample,
+    SamplingSettings,
+    UnloadModel,
+)
+from skyrl_tx_server.engine.tenants import Quota, TenantKeys, owner_of, read_keys
 from skyrl_tx_server.errors import CapacityError, ConfigError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import DEFAULT_TENANT, CreateModel, LoraSpec, Op, OpResult, OptimStep, Sample, SamplingSettings, UnloadModel
-from skyrl_tx_server.registry import Registry
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import HttpSettings
-from skyrl_tx_server.routes.shares import LEAST_TOKENS, EngineShare
-from skyrl_tx_server.tenants import Quota, TenantKeys, owner_of, read_keys
+from skyrl_tx_server.http.app import build_app, housekeep
+from skyrl_tx_server.http.app_state import HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.shares import LEAST_TOKENS, EngineShare
 from tests.fakes.server import fake_context, fake_engine
 from tests.security.tenants import (
     MODEL,

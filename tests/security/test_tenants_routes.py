@@ -16,10 +16,10 @@ import pytest
 from tinker import types
 from tinker.proto import request_conv
 
-from skyrl_tx_server.app import ENDPOINTS
-from skyrl_tx_server.ops import Sample
-from skyrl_tx_server.routes import refused
-from skyrl_tx_server.routes.weights import CHECKPOINT, RUN
+from skyrl_tx_server.engine.operations import Sample
+from skyrl_tx_server.http.app import ENDPOINTS
+from skyrl_tx_server.http.routes import unsupported
+from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN
 from tests.fakes.server import fake_engine
 from tests.security.tenants import MODEL, Objects, Site, make_model, make_objects, open_session, post, two_tenants
 
@@ -157,7 +157,7 @@ NO_OBJECTS = {
     "POST /api/v1/create_session",
 }
 
-REFUSED = {f"{endpoint.method} {endpoint.path}" for endpoint in refused.ENDPOINTS}
+REFUSED = {f"{endpoint.method} {endpoint.path}" for endpoint in unsupported.ENDPOINTS}
 """Routes that do nothing for anyone."""
 
 FOR_OPERATOR = {"GET /metrics"}

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.batching import BLOCK, PAGE
-from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
-from skyrl_tx_server.model.config import Experts, ModelConfig
+from skyrl_tx_server.model.attention.decode_attention import attend_over_pages
+from skyrl_tx_server.model.attention.kv_splits import stretches_of
+from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.decode_attention import attend_over_pages
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
     Segment,
@@ -30,19 +31,18 @@ from skyrl_tx_server.model.kv_cache import (
     write_layer,
     write_rows,
 )
-from skyrl_tx_server.model.lora import Adapter, init_adapter, place_adapter, zero_adapter
-from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.lora.lora_math import users_of
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
-from skyrl_tx_server.model.page_stretches import stretches_of
-from skyrl_tx_server.model.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.model_config import Experts, ModelConfig
+from skyrl_tx_server.model.shapes import BLOCK, PAGE
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
-from skyrl_tx_server.ops import LoraSpec, LossFn, TrainDatum
-from skyrl_tx_server.packing import pack, train_shapes
-from skyrl_tx_server.sampling.rows import row_settings
-from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
-from skyrl_tx_server.steps.train import forward_backward, train_batch
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block
+from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import pack, train_shapes
+from skyrl_tx_server.training.train_step import forward_backward, train_batch
 
 DENSE = ModelConfig(
     model_type="qwen2",

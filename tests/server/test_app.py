@@ -22,13 +22,13 @@ import zstandard
 from tinker import types
 from tinker.proto import request_conv
 
-from skyrl_tx_server.app import build_app, housekeep
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.futures import Retention
-from skyrl_tx_server.ops import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
-from skyrl_tx_server.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.futures import Retention
+from skyrl_tx_server.engine.operations import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
+from skyrl_tx_server.http.app import build_app, housekeep
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from tests.fakes.engine import FACTORS, FakeEngine
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import FailedRow, FinishedRow
+from skyrl_tx_server.engine.engine import FailedRow, FinishedRow
+from skyrl_tx_server.engine.operations import Sample, SampledSequence, SamplingSettings, StopReason
+from skyrl_tx_server.engine.scheduler import Admit
 from skyrl_tx_server.errors import CapacityError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.ops import Sample, SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.scheduler import Admit
+from skyrl_tx_server.executor.executor import DeviceExecutor
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files import disk
 from skyrl_tx_server.files.checkpoints import CheckpointKind, CheckpointStore, parse_path
-from skyrl_tx_server.ops import LoraSpec
 
 RUN = "session-1:train:0"
 ARRAYS = {"adapter/a": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.array(0.5, np.float32)}

@@ -18,16 +18,16 @@ import pytest
 
 from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
-from skyrl_tx_server.command_line import help_text, parse
-from skyrl_tx_server.config import BOUNDS, ServerConfig
+from skyrl_tx_server.config.command_line import help_text, parse
+from skyrl_tx_server.config.server_config import BOUNDS, ServerConfig
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.memory.cache_size import fitting_cache
-from skyrl_tx_server.memory.memory_plan import plan_memory
+from skyrl_tx_server.executor.cache_size import fitting_cache
+from skyrl_tx_server.executor.memory_plan import plan_memory
+from skyrl_tx_server.executor.resolved_model import served_model
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
-from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.weights import load_params
-from skyrl_tx_server.served_model import served_model
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 

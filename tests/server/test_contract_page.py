@@ -6,10 +6,10 @@ from pathlib import Path
 import tinker
 from starlette.routing import Route
 
-from skyrl_tx_server import app
-from skyrl_tx_server.app import ENDPOINTS
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.weights import CHECKPOINT
+from skyrl_tx_server.http import app
+from skyrl_tx_server.http.app import ENDPOINTS
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.routes.weights import CHECKPOINT
 
 PAGE = Path(__file__).parents[2] / "docs" / "server-contract.md"
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine, FailedRow, RowsLostError, WithdrawnError
-from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Engine, FailedRow, RowsLostError, WithdrawnError
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     Done,
@@ -22,6 +21,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     TrainDatum,
 )
+from skyrl_tx_server.errors import CapacityError, NotFoundError, ServerError, UserError
 from tests.fakes.executor import FakeExecutor
 
 TIMEOUT_S = 60

@@ -13,16 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server import compilations
-from skyrl_tx_server import executor as executor_module
-from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.memory import device_memory
-from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     DropSnapshot,
@@ -41,8 +33,15 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.sampling import slots as slots_module
-from skyrl_tx_server.steps import score as score_module
+from skyrl_tx_server.errors import ConfigError, ConflictError, NotFoundError, ServerError, UserError
+from skyrl_tx_server.executor import compile_stats, device_memory
+from skyrl_tx_server.executor import executor as executor_module
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
+from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling import batch_runner as slots_module
+from skyrl_tx_server.sampling import score_step as score_module
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses
 
@@ -177,7 +176,7 @@ def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
 
 def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
     """Gradients made, added and applied, groups whose members part within a page, conversations that go on: no program of their own."""
-    before = Counter(compilations.programs())
+    before = Counter(compile_stats.programs())
     # as no other test has it, which would have compiled it already
     with running(model_dir, checkpoints_dir, max_lora_rank=5, decode_slots=5, max_context_length=250, train_tokens_per_batch=128) as engine:
         for model_id in ("a", "b"):
@@ -191,18 +190,18 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
             prompt = np.arange(length, dtype=np.int32)
             run(engine, Sample(weights=weights, prompt=prompt, settings=settings, num_samples=3, prompt_logprobs=length == 100))
-    used = {name.removeprefix("jit(").removesuffix(")"): count for name, count in (Counter(compilations.programs()) - before).items()}
+    used = {name.removeprefix("jit(").removesuffix(")"): count for name, count in (Counter(compile_stats.programs()) - before).items()}
     assert used == dict.fromkeys(("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"), 1)
 
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
     """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked for."""
     sizes = {"max_lora_rank": 6, "decode_slots": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
-    before = Counter(compilations.programs())
+    before = Counter(compile_stats.programs())
     with running(model_dir, checkpoints_dir, compile_ahead=True, **sizes) as engine:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile-ahead")
         thread.join(TIMEOUT_S)
-        ahead = Counter(compilations.programs()) - before
+        ahead = Counter(compile_stats.programs()) - before
         create(engine, "a")
         accumulate(engine, "a", data(5))
         run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
@@ -210,7 +209,7 @@ def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkp
         for length in (30, 230):
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
             run(engine, Sample(weights="a", prompt=np.arange(length, dtype=np.int32) % 250, settings=settings, num_samples=2))
-    after = Counter(compilations.programs()) - before
+    after = Counter(compile_stats.programs()) - before
     for name, count in {"prefill": 2, "decode_block": 1, "forward_backward": 1, "forward": 1}.items():
         assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
 

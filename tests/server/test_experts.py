@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.model.config import Experts
 from skyrl_tx_server.model.experts import Router, _block_size, _lay_out, _mix, route
-from skyrl_tx_server.model.low_rank import LowRank, users_of
+from skyrl_tx_server.model.lora.lora_math import LowRank, users_of
+from skyrl_tx_server.model.model_config import Experts
 
 HIDDEN, WIDTH, COUNT, RANK = 8, 6, 5, 2
 EXPERTS = Experts(count=COUNT, per_token=2, normalized=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ServerError, UserError
 from skyrl_tx_server.export import main
 from skyrl_tx_server.files import disk
@@ -19,11 +20,10 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import read_adapter
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import within_segments
-from skyrl_tx_server.model.lora import init_adapter
+from skyrl_tx_server.model.lora.adapter import init_adapter
 from skyrl_tx_server.model.transformer import head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
-from skyrl_tx_server.ops import LoraSpec
-from skyrl_tx_server.steps.train import adam_from_arrays
+from skyrl_tx_server.training.train_step import adam_from_arrays
 from tests.server.tiny_qwen3 import FIXTURES
 
 MAX_RANK = 4

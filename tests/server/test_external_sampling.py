@@ -13,16 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import STOPPING, Engine
-from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
-from skyrl_tx_server.external.server import ServerSettings, connect
-from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.peft_files import optimizer_at_rest
-from skyrl_tx_server.model.lora import init_adapter
-from skyrl_tx_server.model.weights import adapter_to_arrays
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import STOPPING, Engine
+from skyrl_tx_server.engine.operations import (
     CreateModel,
     DropSnapshot,
     LoadWeights,
@@ -34,6 +26,14 @@ from skyrl_tx_server.ops import (
     SaveSampler,
     StopReason,
 )
+from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
+from skyrl_tx_server.external.server import ServerSettings, connect
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.files.peft_files import optimizer_at_rest
+from skyrl_tx_server.model.lora.adapter import init_adapter
+from skyrl_tx_server.model.weights import adapter_to_arrays
 from tests.fakes.external_sampler import ExternalSampler, sampling
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
@@ -328,9 +328,9 @@ async def test_a_lasting_difference_is_warned_of_and_shown(
             logprobs["token_logprobs"] = [logprob - 0.1 for logprob in logprobs["token_logprobs"]]
 
         sampler.spoil = off
-        with caplog.at_level(logging.WARNING, "skyrl_tx_server.external.agreement"):
+        with caplog.at_level(logging.WARNING, "skyrl_tx_server.external.logprob_mismatch"):
             while not (
-                warnings := [record.getMessage() for record in caplog.records if record.name == "skyrl_tx_server.external.agreement"]
+                warnings := [record.getMessage() for record in caplog.records if record.name == "skyrl_tx_server.external.logprob_mismatch"]
             ):
                 await done(elsewhere, sample())
         (warning,) = warnings

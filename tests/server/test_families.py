@@ -11,19 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.files.base_model import fingerprint
-from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.model.config import Llama3Scaling, ModelConfig, YarnScaling, stretch_context
-from skyrl_tx_server.model.config_json import config_json, load_model_config
-from skyrl_tx_server.model.families import FAMILIES as TABLE
-from skyrl_tx_server.model.layers import within_segments
-from skyrl_tx_server.model.lora import Adapter, init_adapter, zero_adapter
-from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
-from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     ForwardBackward,
@@ -38,6 +27,17 @@ from skyrl_tx_server.ops import (
     SaveWeights,
     TrainDatum,
 )
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.files.base_model import fingerprint
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.model.config_json import config_json, load_model_config
+from skyrl_tx_server.model.families.table import FAMILIES as TABLE
+from skyrl_tx_server.model.layers import within_segments
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
+from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, stretch_context
+from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 

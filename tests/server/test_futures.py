@@ -9,10 +9,10 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from skyrl_tx_server import futures
+from skyrl_tx_server.engine import futures
+from skyrl_tx_server.engine.futures import FutureStore, Outcome, RequestKey, Retention
+from skyrl_tx_server.engine.operations import Done, ForwardBackwardResult, OpResult
 from skyrl_tx_server.errors import FutureLostError, UserError
-from skyrl_tx_server.futures import FutureStore, Outcome, RequestKey, Retention
-from skyrl_tx_server.ops import Done, ForwardBackwardResult, OpResult
 
 
 class Work:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tx_server.app import build_app
-from skyrl_tx_server.futures import Retention
-from skyrl_tx_server.routes.border import Lobby
+from skyrl_tx_server.engine.futures import Retention
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.bodies import PARSERS, ROUTES, VALID, VALID_MESSAGES, json_holds, messages, mutated, protobuf_holds, values
 from tests.fakes.server import fake_context, fake_engine
 

@@ -14,36 +14,30 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
-from skyrl_tx_server.batching import BLOCK, PAGE
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.memory import cache_size
-from skyrl_tx_server.model import (
-    decode_attention,
-    experts,
-    grouped_kernel,
-    paged_kernel,
-    prefill_attention,
-    tree_attention,
-    tree_kernel,
-)
-from skyrl_tx_server.model.config import Experts
-from skyrl_tx_server.model.decode_attention import attend_over_pages, attend_over_segments
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
+from skyrl_tx_server.executor import cache_size
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model import experts
+from skyrl_tx_server.model.attention import decode_attention, prefill_attention, prefix_tree_attention
+from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.attention.kv_splits import Stretches, stretches_of
+from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
+from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
+from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
-from skyrl_tx_server.model.lora import zero_adapter
-from skyrl_tx_server.model.low_rank import LowRank, users_of
-from skyrl_tx_server.model.page_stretches import Stretches, stretches_of
-from skyrl_tx_server.model.paged_kernel import Attended, paged_attention
-from skyrl_tx_server.model.prefill_attention import Blocks
+from skyrl_tx_server.model.lora.adapter import zero_adapter
+from skyrl_tx_server.model.lora.lora_math import LowRank, users_of
+from skyrl_tx_server.model.model_config import Experts
+from skyrl_tx_server.model.shapes import BLOCK, PAGE
 from skyrl_tx_server.model.transformer import Remat, init_params
-from skyrl_tx_server.model.tree_layout import TreeLayout
-from skyrl_tx_server.ops import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
-from skyrl_tx_server.packing import PackedBatch, TrainShape, TrainShapes, pack
-from skyrl_tx_server.sampling import decoding, slots
-from skyrl_tx_server.sampling.rows import row_settings
-from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block
-from skyrl_tx_server.steps.train import forward_backward, train_batch
+from skyrl_tx_server.sampling import batch_runner, decode_batch
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block
+from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import PackedBatch, TrainShape, TrainShapes, pack
+from skyrl_tx_server.training.train_step import forward_backward, train_batch
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
@@ -87,12 +81,12 @@ def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
     layout = layout_of(forest(seed=seed, rows=rows))
     q, grad_out = (normal(number, rows, 512, heads, head_dim, dtype=dtype) for number in (1, 2))
     k, v = (normal(number, rows, 512, kv_heads, head_dim, dtype=dtype) for number in (3, 4))
-    expected, pull_back = jax.vjp(jax.jit(partial(tree_attention._attend, layout)), q, k, v)
+    expected, pull_back = jax.vjp(jax.jit(partial(prefix_tree_attention._attend, layout)), q, k, v)
 
     @jax.jit
     def by_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        out, log_total = tree_kernel.forward(layout, *arrays, interpret=True)
-        return out, *tree_kernel.backward(layout, *arrays, out, log_total, grad_out, interpret=True)
+        out, log_total = prefix_tree_kernel.forward(layout, *arrays, interpret=True)
+        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, interpret=True)
 
     for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert found.dtype == wanted.dtype
@@ -260,8 +254,8 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path:
         return stretches
 
     monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
-    monkeypatch.setattr(slots, "on_gpu", lambda: True)
-    monkeypatch.setattr(decoding, "stretches_of", noted)
+    monkeypatch.setattr(batch_runner, "on_gpu", lambda: True)
+    monkeypatch.setattr(decode_batch, "stretches_of", noted)
     monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
     monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
     jax.clear_caches()  # or a prefill program would be the one without the kernel

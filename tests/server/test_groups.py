@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.memory.cache_size import CacheSize
-from skyrl_tx_server.ops import Sample, SamplingSettings
-from skyrl_tx_server.sampling.slots import DecodeSlots
-from skyrl_tx_server.scheduler import Admit
+from skyrl_tx_server.engine.operations import Sample, SamplingSettings
+from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.executor.cache_size import CacheSize
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.sampling.batch_runner import DecodeSlots
 from tests.fakes.tiny_model import make_model, make_settings
 
 BLOCK, CONTEXT = 16, 192

@@ -12,10 +12,9 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine import Engine, RowsLostError
-from skyrl_tx_server.errors import ServerError, UserError
-from skyrl_tx_server.hosts import Follower, HostLostError, Leader, LedExecutor, _Begin
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.distributed.multihost import Follower, HostLostError, Leader, LedExecutor, _Begin
+from skyrl_tx_server.engine.engine import Engine, RowsLostError
+from skyrl_tx_server.engine.operations import (
     CreateModel,
     ForwardBackward,
     LoraSpec,
@@ -27,6 +26,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     TrainDatum,
 )
+from skyrl_tx_server.errors import ServerError, UserError
 from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 
@@ -168,7 +168,7 @@ def test_what_only_one_process_meets_is_the_end_of_all(
     started: _Started, own: Exception | None, other: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comes = isinstance(other, RowsLostError)  # what is waited for after a failure of our own: the other's word, or nothing
-    monkeypatch.setattr("skyrl_tx_server.hosts.LAST_WORDS_S", 60 if comes else 0.2)
+    monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_WORDS_S", 60 if comes else 0.2)
     pair = started()
     for executor, error in ((pair.own, own), (pair.other, other)):
         if error is not None:

@@ -3,8 +3,8 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from skyrl_tx_server.ledger import Ledger, TrainingRun
-from skyrl_tx_server.ops import LoraSpec
+from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.files.run_index import Ledger, TrainingRun
 
 PATH, OTHER = "tinker://run/weights/1", "tinker://run/weights/2"
 NOW = datetime.now(UTC)

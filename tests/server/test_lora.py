@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server.model.lora import adapted_stacks, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
-from skyrl_tx_server.model.low_rank import low_rank_deltas, project, users_of
-from skyrl_tx_server.ops import LoraSpec, expert_rank
+from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
+from skyrl_tx_server.model.lora.adapter import adapted_stacks, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora.lora_math import low_rank_deltas, project, users_of
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.ops import LossFn, LossSettings
-from skyrl_tx_server.steps.losses import LossInputs, select_loss, token_losses, trained_positions
+from skyrl_tx_server.engine.operations import LossFn, LossSettings
+from skyrl_tx_server.training.losses import LossInputs, select_loss, token_losses, trained_positions
 from tests.server import reference_losses, tiny_qwen3
 
 CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}

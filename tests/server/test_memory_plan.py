@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_tx_server.memory.memory_plan import plan_memory
+from skyrl_tx_server.executor.memory_plan import plan_memory
 from skyrl_tx_server.model.config_json import load_model_config
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES

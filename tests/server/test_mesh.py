@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.config import MeshShape
+from skyrl_tx_server.config.server_config import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.family import Split, Weight
-from skyrl_tx_server.model.low_rank import split_parts
+from skyrl_tx_server.model.families.layer_spec import Split, Weight
+from skyrl_tx_server.model.lora.lora_math import split_parts
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.weights import _outputs, check_divisible
 from tests.fakes.tiny_model import QUICK_TO_COMPILE

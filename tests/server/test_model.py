@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.model.config import ModelConfig, stretch_context
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
-from skyrl_tx_server.model.lora import Adapter, init_adapter
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter
+from skyrl_tx_server.model.model_config import ModelConfig, stretch_context
 from skyrl_tx_server.model.transformer import Params, Remat, by_layer, head_logits, hidden_states, init_params, layers_apart
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3

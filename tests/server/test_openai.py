@@ -15,10 +15,10 @@ import numpy as np
 import openai
 import pytest
 
-from skyrl_tx_server.ops import LoraSpec, SamplingSettings
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
-from skyrl_tx_server.wire.chat_format import load_tokenizer
+from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.wire.chat_format import load_tokenizer
 from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 

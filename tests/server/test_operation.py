@@ -12,11 +12,11 @@ import openai
 import pytest
 import tinker
 
-from skyrl_tx_server.app import build_app
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.ops import CreateModel, ForwardBackward, LoraSpec, LossFn, Sample, SamplingSettings, TrainDatum
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context, HttpSettings
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LoraSpec, LossFn, Sample, SamplingSettings, TrainDatum
+from skyrl_tx_server.http.app import build_app
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine, serving
 

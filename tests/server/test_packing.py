@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tx_server.ops import TrainDatum
-from skyrl_tx_server.packing import BLOCK, PackedBatch, Placement, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.engine.operations import TrainDatum
+from skyrl_tx_server.training.packing import BLOCK, PackedBatch, Placement, pack, train_shapes, unpack, with_sequence_ratios
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)

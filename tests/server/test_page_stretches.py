@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.model.page_stretches import MAX_PARTS, max_parts, rows_together, stretches_of
+from skyrl_tx_server.model.attention.kv_splits import MAX_PARTS, max_parts, rows_together, stretches_of
+from skyrl_tx_server.model.shapes import PAGE
 
 WIDTH, ROWS = 300, 8
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from skyrl_tx_server.batching import PAGE
 from skyrl_tx_server.errors import CapacityError
-from skyrl_tx_server.pages import Pages, Prefix
-from skyrl_tx_server.sampling.page_tables import take_tables
+from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.block_tables import take_tables
+from skyrl_tx_server.sampling.prefix_cache import Pages, Prefix
 
 NOTHING = Prefix()
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tx_server.batching import PAGE
-from skyrl_tx_server.pages import Pages
+from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.prefix_cache import Pages
 
 
 def text(length: int, seed: int = 0) -> np.ndarray:

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.batching import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
+from skyrl_tx_server.engine.operations import SamplingSettings
+from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.lora import zero_adapter
+from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
 from skyrl_tx_server.model.transformer import init_params
-from skyrl_tx_server.ops import SamplingSettings
-from skyrl_tx_server.sampling.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.sampling.rows import Row
-from skyrl_tx_server.scheduler import PROMPTS_PER_PREFILL
-from skyrl_tx_server.steps.sample import prefill
+from skyrl_tx_server.sampling.prefill_batch import Layout, Piece, PieceOutputs
+from skyrl_tx_server.sampling.sample_step import prefill
+from skyrl_tx_server.sampling.sequences import Row
 from tests.fakes import tiny_model
 
 CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)

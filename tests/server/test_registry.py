@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_tx_server.engine.model_registry import Registry
+from skyrl_tx_server.engine.operations import DropSnapshot, LoraSpec, UnloadModel
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
-from skyrl_tx_server.ops import DropSnapshot, LoraSpec, UnloadModel
-from skyrl_tx_server.registry import Registry
 
 
 class Clock:

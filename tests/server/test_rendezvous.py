@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx_server.config import HostsSettings
+from skyrl_tx_server.config.server_config import HostsSettings
+from skyrl_tx_server.distributed.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
 from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import reserved_port
@@ -32,7 +32,7 @@ def hosts() -> Iterator[HostsSettings]:
 @pytest.fixture
 def leading(hosts: HostsSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Process 0 waits for one that may go on with it, which comes in the end."""
-    monkeypatch.setattr("skyrl_tx_server.rendezvous._start_jax", lambda hosts, address: None)
+    monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
     yield

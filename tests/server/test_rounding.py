@@ -5,19 +5,19 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from skyrl_tx_server.batching import PAGE, PrefillShapes
+from skyrl_tx_server.engine.operations import LossFn, SamplingSettings, TrainDatum
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.lora import Adapter
-from skyrl_tx_server.model.low_rank import users_of
+from skyrl_tx_server.model.lora.adapter import Adapter
+from skyrl_tx_server.model.lora.lora_math import users_of
 from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.shapes import PAGE, PrefillShapes
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.ops import LossFn, SamplingSettings, TrainDatum
-from skyrl_tx_server.packing import TrainShape, TrainShapes, pack, unpack
-from skyrl_tx_server.sampling.prefilling import Layout, Piece, PieceOutputs
-from skyrl_tx_server.sampling.rows import Row, row_settings
-from skyrl_tx_server.steps.losses import select_loss
-from skyrl_tx_server.steps.sample import MAX_STOP_TOKENS, Carry, Rows, decode_block, prefill
-from skyrl_tx_server.steps.train import forward, train_batch
+from skyrl_tx_server.sampling.prefill_batch import Layout, Piece, PieceOutputs
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block, prefill
+from skyrl_tx_server.sampling.sequences import Row, row_settings
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import TrainShape, TrainShapes, pack, unpack
+from skyrl_tx_server.training.train_step import forward, train_batch
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 

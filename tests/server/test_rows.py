@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from skyrl_tx_server.engine.operations import SamplingSettings, StopReason
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import SamplingSettings, StopReason
-from skyrl_tx_server.sampling.rows import MAX_STOP_LENGTH, MAX_STOP_STRINGS, Row, row_settings, stop_tokens_of
+from skyrl_tx_server.sampling.sequences import MAX_STOP_LENGTH, MAX_STOP_STRINGS, Row, row_settings, stop_tokens_of
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer
 
 PLAIN = SamplingSettings(stop_at_eos=False)

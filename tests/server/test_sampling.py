@@ -8,11 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx_server.batching import CPU_PREFILL
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
     AdamSettings,
     Cells,
@@ -29,9 +26,12 @@ from skyrl_tx_server.ops import (
     StopReason,
     TrainDatum,
 )
-from skyrl_tx_server.scheduler import Admit
-from skyrl_tx_server.steps.sample import RowSettings, choose
-from skyrl_tx_server.stop_strings import find_stop
+from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.stop_strings import find_stop
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model.shapes import CPU_PREFILL
+from skyrl_tx_server.sampling.sample_step import RowSettings, choose
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
 
 TIMEOUT_S = 120

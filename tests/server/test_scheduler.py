@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     DropSnapshot,
@@ -19,7 +19,7 @@ from skyrl_tx_server.ops import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, QUANTUM, Admit, Decode, Pause, Prefill, Scheduler, Step
+from skyrl_tx_server.engine.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, QUANTUM, Admit, Decode, Pause, Prefill, Scheduler, Step
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:

@@ -20,11 +20,20 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
-from skyrl_tx_server.futures import Retention
-from skyrl_tx_server.ledger import Ledger
-from skyrl_tx_server.ops import CreateModel, DropSnapshot, ForwardBackward, LossSettings, OptimStep, Sample, SaveWeights, UnloadModel
-from skyrl_tx_server.routes.border import Lobby
-from skyrl_tx_server.routes.context import Context
+from skyrl_tx_server.engine.futures import Retention
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    DropSnapshot,
+    ForwardBackward,
+    LossSettings,
+    OptimStep,
+    Sample,
+    SaveWeights,
+    UnloadModel,
+)
+from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Lobby
 from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
 from tests.fakes.server import fake_context, fake_engine, serving
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError
-from skyrl_tx_server.model.lora import Adapter, zero_adapter
-from skyrl_tx_server.sampling.snapshots import BASE_SLOT, HOST_RESERVE_BYTES, SnapshotBank
+from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
+from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, SnapshotBank
 from tests.fakes.tiny_model import CONFIG
 
 NOTHING = zero_adapter(CONFIG, 2)

@@ -10,12 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tx_server import compilations, live_models
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.errors import CapacityError
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     ForwardBackward,
@@ -29,6 +25,11 @@ from skyrl_tx_server.ops import (
     TrainDatum,
     UnloadModel,
 )
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.executor import compile_stats
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.files.checkpoints import CheckpointStore
+from skyrl_tx_server.training import training_model_pool
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 TIMEOUT_S = 300
@@ -115,7 +116,7 @@ class Tenant:
 def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(model_dir: Path, tmp_path: Path):
     """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every decode block. For one that
     comes back nothing is compiled again."""
-    before = Counter(compilations.programs())
+    before = Counter(compile_stats.programs())
     with running(model_dir, tmp_path / "together") as engine:
         tenants = [Tenant(engine, number) for number in range(TENANTS)]
         for step in range(STEPS):
@@ -124,7 +125,7 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
         together = [tenant.outcome(tmp_path / "together") for tenant in tenants]
         stats = engine.stats()
     assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
-    compiled = Counter(compilations.programs()) - before
+    compiled = Counter(compile_stats.programs()) - before
     assert all(compiled[f"jit({name})"] <= 1 for name in ("forward_backward", "adam_step", "_write_slot", "decode_block")), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"
@@ -144,7 +145,7 @@ def test_a_model_that_nothing_can_make_room_for_is_refused_and_fits_once_another
     with running(model_dir, tmp_path) as engine:
         for number in range(ON_DEVICE):
             engine.submit(CreateModel(model_id=f"m{number}", lora=lora(number))).result(TIMEOUT_S)
-        monkeypatch.setattr(live_models, "available_host_bytes", lambda: 1 << 10)
+        monkeypatch.setattr(training_model_pool, "available_host_bytes", lambda: 1 << 10)
         with pytest.raises(
             CapacityError, match=r"3 models are on the device \(max_models\).*moving the one unused for longest.*unload a model"
         ):

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.lora import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
-from skyrl_tx_server.ops import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
-from skyrl_tx_server.packing import PackedBatch, TrainShapes, pack, train_shapes, unpack, with_sequence_ratios
-from skyrl_tx_server.steps import train
-from skyrl_tx_server.steps.losses import select_loss, trained_positions
-from skyrl_tx_server.steps.train import (
+from skyrl_tx_server.training import train_step
+from skyrl_tx_server.training.losses import select_loss, trained_positions
+from skyrl_tx_server.training.packing import PackedBatch, TrainShapes, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
     adam_step,
@@ -301,7 +301,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
-    monkeypatch.setattr(train, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)  # a shape no other test compiles
+    monkeypatch.setattr(train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)  # a shape no other test compiles
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG

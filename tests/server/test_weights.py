@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, resolve_model, save_model
-from skyrl_tx_server.ops import LoraSpec
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
 

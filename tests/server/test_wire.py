@@ -11,8 +11,7 @@ import pytest
 from tinker import types
 from tinker.proto import request_conv, response_conv
 
-from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
     Cells,
     ForwardBackwardResult,
@@ -26,11 +25,12 @@ from skyrl_tx_server.ops import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.wire.fields import Fields
-from skyrl_tx_server.wire.protobuf import parse_training_proto, result_to_proto
-from skyrl_tx_server.wire.requests import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
-from skyrl_tx_server.wire.results import result_to_json
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_proto
+from skyrl_tx_server.http.wire.requests import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
+from skyrl_tx_server.http.wire.results import result_to_json
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from skyrl_tx_server.model.config import ModelConfig
-from skyrl_tx_server.model.lora import Adapter, adapted_modules, init_adapter
+from skyrl_tx_server.engine.operations import LoraSpec, TrainDatum
+from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, init_adapter
+from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params, init_params
-from skyrl_tx_server.ops import LoraSpec, TrainDatum
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "qwen3"
 

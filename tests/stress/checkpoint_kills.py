@@ -19,7 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.routes.downloads import ARCHIVE, archive_of
+from skyrl_tx_server.http.routes.downloads import ARCHIVE, archive_of
 from tests.fakes.versions import save_version, version_in_archive, version_on_disk
 
 PATH = "tinker://run/weights/last"

@@ -86,9 +86,9 @@ class Gaps(logging.Handler):
 
 def route_target(folder: Path) -> Callable[[bytes], object]:
     """Send a body to one route of the application, on the fake engine of the tests."""
-    from skyrl_tx_server.app import ENDPOINTS, build_app
-    from skyrl_tx_server.futures import Retention
-    from skyrl_tx_server.routes.border import Lobby
+    from skyrl_tx_server.engine.futures import Retention
+    from skyrl_tx_server.http.app import ENDPOINTS, build_app
+    from skyrl_tx_server.http.http_handler import Lobby
     from tests.fakes.server import fake_context
 
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
@@ -140,7 +140,7 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
 
 
 def route_seeds() -> list[bytes]:
-    from skyrl_tx_server.app import ENDPOINTS
+    from skyrl_tx_server.http.app import ENDPOINTS
     from tests.fakes.bodies import VALID, VALID_MESSAGES
 
     plain = {
@@ -167,13 +167,13 @@ def route_seeds() -> list[bytes]:
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     """Every reader of a file that exists before the program starts, by name. Each is given the content of the file."""
     from skyrl_tx_server.files.checkpoints import CheckpointStore
-    from skyrl_tx_server.ledger import Ledger
+    from skyrl_tx_server.files.run_index import Ledger
     from skyrl_tx_server.model.config_json import load_model_config
-    from src.envs.dockerfile import parse_dockerfile
-    from src.envs.task_rows import read_rows
-    from src.record import checkpoints
-    from src.record.finished import FinishedRollouts
-    from src.record.journal import Journal
+    from src.envs.sandbox.dockerfile import parse_dockerfile
+    from src.envs.service.task_files import read_rows
+    from src.records import checkpoints
+    from src.records.journal import Journal
+    from src.records.rollout_store import FinishedRollouts
 
     def at(name: str, content: bytes) -> Path:
         path = folder / name
@@ -236,7 +236,7 @@ FILE_SEEDS: dict[str, object] = {
 
 def file_target(folder: Path) -> Callable[[bytes], object]:
     from skyrl_tx_server.errors import ServerError
-    from src.errors import TrainerError
+    from src.core.errors import TrainerError
 
     readers = list(file_readers(folder).values())
 

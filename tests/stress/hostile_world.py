@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from skyrl_tx_server.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 
 ANSWER_WITHIN_S = 120.0
 VOCABULARY = 640

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx_server.routes.border import Lobby
-from src.backend import BackendSettings, address, connect, require_key
-from src.errors import BackendError, ConfigError
+from skyrl_tx_server.http.http_handler import Lobby
+from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
+from src.policy.backend import BackendSettings, address, connect, require_key
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
@@ -91,7 +91,7 @@ async def test_a_checkpoint_that_is_not_there_is_named(url):
 
 
 async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("src.backend.CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
     with serving(Lobby(context=fake_context(tmp_path))) as url:
         connection = connect(settings(url))
         endpoint = await connection.__aenter__()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from src.chat import Chat, load_chat
-from src.errors import ConfigError
+from src.core.errors import ConfigError
+from src.policy.chat import Chat, load_chat
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer
 
 USER = [{"role": "user", "content": "go"}]

@@ -1,7 +1,7 @@
 import pytest
 
-from src.errors import ConfigError
-from src.record.checkpoints import JOURNAL, Checkpoint, append, last
+from src.core.errors import ConfigError
+from src.records.checkpoints import JOURNAL, Checkpoint, append, last
 
 
 def checkpoint(batch):

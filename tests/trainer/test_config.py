@@ -1,9 +1,9 @@
 import chz
 import pytest
 
-from src.command_line import SECTIONS, help_text, parse
+from src.cli.command_line import SECTIONS, help_text, parse
 from src.config import REFUSED, TrainerConfig, loss_settings, pairs, run_name
-from src.errors import ConfigError
+from src.core.errors import ConfigError
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
 OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]

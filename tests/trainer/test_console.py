@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from src.console import Display, Success, outcome, signals
-from src.evaluation import Evaluation, block_of
-from src.record.recorder import record_groups
-from src.rollouts import FinishedGroup
-from src.trajectory import FailureKind, TrajectoryGroup
+from src.cli.console import Display, Success, outcome, signals
+from src.core.trajectory import FailureKind, TrajectoryGroup
+from src.evaluate.evaluation import Evaluation, block_of
+from src.records.rollout_log import record_groups
+from src.rollouts.group_rollout import FinishedGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -145,7 +145,7 @@ def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
     script = """
         import os, sys
-        from src.console import Display, terminal
+        from src.cli.console import Display, terminal
         reader, writer = os.pipe()
         os.dup2(writer, 1), os.close(writer), os.close(reader)
         display = Display(terminal())

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from scripts.bench.signal_sampling import simulated
+from src.core.trajectory import TrajectoryGroup
 from src.learning.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
-from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 
 SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)

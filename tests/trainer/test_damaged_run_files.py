@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from src.errors import ConfigError, StorageError
-from src.run import Parts
+from src.core.errors import ConfigError, StorageError
+from src.loop.run import Parts
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, say_a_token, task

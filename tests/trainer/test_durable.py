@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from src.errors import StorageError
-from src.record.durable import append_record, mend, replace_text
+from src.core.errors import StorageError
+from src.records.atomic_io import append_record, mend, replace_text
 from tests.fakes.run_files import records
 
 
@@ -36,7 +36,7 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
 
 def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
     path, block = tmp_path / "a.jsonl", 8
-    monkeypatch.setattr("src.record.durable.BLOCK", block)
+    monkeypatch.setattr("src.records.atomic_io.BLOCK", block)
     for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
         for torn in range(3 * block):
             path.write_text(whole + "x" * torn)

@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from src.errors import TrainerError
+from src.core.errors import TrainerError
+from src.core.trajectory import TrajectoryGroup
 from src.learning.dynamic_sampling import (
     NOTHING,
     DynamicSamplingSettings,
@@ -15,7 +16,6 @@ from src.learning.dynamic_sampling import (
     with_bad_replaced,
 )
 from src.learning.filters import FilterSettings
-from src.trajectory import TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory
 
 

@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from src.endpoint import ChatEndpoint, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
-from src.errors import BackendError
-from src.trajectory import StopReason
+from src.core.errors import BackendError
+from src.core.trajectory import StopReason
+from src.policy.openai_client import ChatEndpoint, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse
+from src.cli.command_line import parse
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
 from src.envs.episodes import Domain, episodes
 from src.envs.registry import BUILT_IN, open_task_source
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from src.command_line import parse, parse_as
-from src.console import Display
+from src.cli.command_line import parse, parse_as
+from src.cli.console import Display
+from src.core.errors import ConfigError
+from src.core.trajectory import StopReason, Task, Trajectory
 from src.envs.episodes import Domain, episodes
+from src.envs.message_env import Observation, Opening
 from src.envs.registry import known, open_task_source
-from src.errors import ConfigError
 from src.evaluate.config import EvaluateConfig
+from src.evaluate.contamination import content_hash
 from src.evaluate.run import Evaluated
 from src.evaluate.run import run as run_evaluation
-from src.generator import Observation, Opening
-from src.held_out import content_hash
-from src.run import Parts
-from src.trajectory import StopReason, Task, Trajectory
+from src.loop.run import Parts
 from tests.fakes.backend import BanditBackend
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
@@ -255,7 +255,7 @@ def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
     lines = ["[agent_trainer.environments]", "shop = tests.trainer.test_episodes:open_say", "harbor = tests.trainer.test_episodes:nothing"]
     (package / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert known()["shop"] == "tests.trainer.test_episodes:open_say" and known()["harbor"] == "src.envs.harbor:open_harbor"
+    assert known()["shop"] == "tests.trainer.test_episodes:open_say" and known()["harbor"] == "src.envs.harbor.environment:open_harbor"
     assert len(open_task_source(config("env=shop"), toy_chat()).train) == 4
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scripts.bench.interval_coverage import POOLS, coverage
-from src.estimates import Tally, compared, mean_rate, pass_at_k, pass_hat_k, pass_rates, sign_flip_p_value, student_quantile
+from src.evaluate.eval_stats import Tally, compared, mean_rate, pass_at_k, pass_hat_k, pass_rates, sign_flip_p_value, student_quantile
 
 
 @pytest.mark.parametrize("graded", range(1, 9))

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from src.command_line import parse_as
-from src.console import Display
-from src.errors import ConfigError, RubbleError
+from src.cli.command_line import parse_as
+from src.cli.console import Display
+from src.core.errors import ConfigError, RubbleError
+from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
+from src.evaluate.contamination import content_hashes, write_hashes
 from src.evaluate.run import Evaluated, run
-from src.held_out import content_hashes, write_hashes
-from src.policy import Policy
-from src.record.checkpoints import Checkpoint, append
-from src.trajectory import FailureKind, Task
+from src.policy.sampling_policy import Policy
+from src.records.checkpoints import Checkpoint, append
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 
 SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1", "model_name=m", "tasks_dir=t", "retry_wait_sec=0", "n_parallel_envs=4"]

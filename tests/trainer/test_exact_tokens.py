@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.toy_retail.tokenizer import CHAT_TEMPLATE
-from src.chat import Chat
-from src.envs.customers import ScriptedCustomer
-from src.envs.service import ServiceEnv
-from src.envs.toy_retail import TOOLS, Database, ToyRetailEpisode
-from src.generator import EpisodeSettings, run_episode
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import StopReason, Trajectory, Turn
+from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
+from src.envs.message_env import EpisodeSettings, run_episode
+from src.envs.service.domain import ServiceEnv
+from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
+from src.envs.service.user_simulator import ScriptedCustomer
 from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
-from src.limits import LengthLimits
-from src.policy import Policy
-from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
-from src.trajectory import StopReason, Trajectory, Turn
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat

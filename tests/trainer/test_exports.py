@@ -1,8 +1,8 @@
 import json
 import logging
 
-from src.record.exports import conversation, dump_evaluation, dump_examples
-from src.trajectory import TrajectoryGroup
+from src.core.trajectory import TrajectoryGroup
+from src.records.dumps import conversation, dump_evaluation, dump_examples
 from tests.fakes.trials import failure, task, trajectory, turn
 
 TURNS = [turn([9, 1], [2, 9]), turn([9, 1, 2, 9, 3], [4, 9])]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from src.envs.customers import OUT_OF_SCOPE, STOP
-from src.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
-from src.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory
+from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
+from src.evaluate.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
 
 SYSTEM = {"role": "system", "content": "policy"}
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 import tinker
 
-from src.errors import ServerLost, TrainerError
-from src.policy import sdk_boundary
-from src.record.journal import RunState
-from src.run import Parts, end_state
-from src.trajectory import FailureKind
-from src.watchdog import WatchedPolicy
+from src.core.errors import ServerLost, TrainerError
+from src.core.trajectory import FailureKind
+from src.loop.run import Parts, end_state
+from src.policy.sampling_policy import sdk_boundary
+from src.records.journal import RunState
+from src.rollouts.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.run_files import records
@@ -39,8 +39,8 @@ def mode(request):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("src.watchdog.PROBE_PERIOD_S", 0.02)
-    monkeypatch.setattr("src.run.RECONNECT_PERIOD_S", 0.02)
+    monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.02)
+    monkeypatch.setattr("src.loop.run.RECONNECT_PERIOD_S", 0.02)
 
 
 class Future:

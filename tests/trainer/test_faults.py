@@ -1,5 +1,5 @@
-from src.faults import FaultSettings, FaultState, diagnosis, from_record, to_record
-from src.trajectory import FailureKind, TrajectoryGroup
+from src.core.trajectory import FailureKind, TrajectoryGroup
+from src.rollouts.task_quarantine import FaultSettings, FaultState, diagnosis, from_record, to_record
 from tests.fakes.trials import failure, task, trajectory
 
 SETTINGS = FaultSettings(quarantine_after=2, max_failure_rate=0.5)

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.filters import DropReason, FilterSettings, keep_groups, rewarded, trains, zeroed_metrics
 from src.train import quieten
-from src.trajectory import StopReason, TrajectoryGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
 

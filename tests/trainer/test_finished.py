@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
-from src.record.finished import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
-from src.record.journal import Journal, Place
-from src.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
+from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
+from src.records.journal import Journal, Place
+from src.records.rollout_store import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
 from tests.fakes.trials import failure, turn
 
 STEP = Place(purpose="step", step=1, task="a", member=2)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import tinker
 
-from src.chat import Chat
-from src.errors import SandboxError
-from src.generator import EpisodeSettings, Observation, run_episode, turn_seed
+from src.core.errors import SandboxError
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
+from src.envs.message_env import EpisodeSettings, Observation, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
 from src.learning.filters import FilterSettings, rewarded, trains, with_failures_rewarded
-from src.limits import LengthLimits
-from src.policy import Policy
-from src.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
@@ -375,7 +375,7 @@ async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
         async def close(self):
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("src.generator.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("src.envs.message_env.CLOSE_TIMEOUT_S", 0.01)
     chat = toy_chat()
     playing = run_episode(Hanging([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
     async with asyncio.timeout(10):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.grading_choice import (
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.harbor.environment import load_harbor, new_run_label, trial_environment
+from src.envs.harbor.grading_choice import (
     RECORD_NAME,
     Choice,
     GradingOption,
@@ -20,10 +22,8 @@ from src.envs.grading_choice import (
     tell_choices,
     write_records,
 )
-from src.envs.harbor import load_harbor, new_run_label, trial_environment
+from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.validate import main as validate
-from src.errors import ConfigError
-from src.trajectory import Task
 
 REASON = why_no_sandbox()
 in_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
@@ -126,9 +126,9 @@ async def rewards(folder: Path, directory: Path, environment: dict[str, object],
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
     from harbor.trial.trial import Trial
 
-    from src.envs.grading import graded
+    from src.envs.harbor.grading import graded
 
-    verifier = VerifierConfig() if choice is None else VerifierConfig(import_path="src.envs.harbor_verifier:TrainingVerifier")
+    verifier = VerifierConfig() if choice is None else VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier")
     config = TrialConfig(
         task=TaskConfig(path=folder),
         trials_dir=directory,

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.harbor import HarborTasks, environment_options, open_harbor, resolve_environment_type
-from src.envs.run_directory import run_directory
+from src.core.errors import BackendError, ConfigError
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
+from src.envs.harbor.environment import HarborTasks, environment_options, open_harbor, resolve_environment_type
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.run_directory import run_directory
 from src.envs.validate import main as validate
-from src.errors import BackendError, ConfigError
-from src.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -219,7 +219,7 @@ class SilentPolicy(ScriptedPolicy):
 async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(
     tmp_path: Path, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("src.envs.harbor_trial.ANSWERS_WITHIN_S", 1)
+    monkeypatch.setattr("src.envs.harbor.trial.ANSWERS_WITHIN_S", 1)
     tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
     policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
     policy.silent_after = answers
@@ -431,14 +431,14 @@ def test_an_environment_this_machine_lacks_is_refused_early(monkeypatch: pytest.
     monkeypatch.delenv("DAYTONA_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="environment_type=daytona: "):
         resolve_environment_type("daytona")
-    monkeypatch.setattr("src.envs.harbor.why_no_engine", lambda: "no engine answers")
+    monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: "no engine answers")
     assert resolve_environment_type("auto") == "sandbox"
     with pytest.raises(ConfigError, match="environment_type=docker: no engine answers; start Docker, or use environment_type=sandbox"):
         resolve_environment_type("docker")
-    monkeypatch.setattr("src.envs.harbor.why_no_sandbox", lambda: "bubblewrap cannot start")
+    monkeypatch.setattr("src.envs.harbor.environment.why_no_sandbox", lambda: "bubblewrap cannot start")
     with pytest.raises(ConfigError, match="environment_type=sandbox: bubblewrap cannot start; mend that, or use environment_type=docker"):
         resolve_environment_type("auto")
-    monkeypatch.setattr("src.envs.harbor.why_no_engine", lambda: None)
+    monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: None)
     assert resolve_environment_type("auto") == "docker"
 
 
@@ -511,6 +511,6 @@ async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_
 def test_a_failed_build_is_told_by_its_last_line(message, told):
     from harbor.models.trial.result import ExceptionInfo, TrialResult
 
-    from src.envs.harbor_trial import what_happened
+    from src.envs.harbor.trial import what_happened
 
     assert what_happened(TrialResult.model_construct(exception_info=ExceptionInfo.from_exception(RuntimeError(message)))) == told

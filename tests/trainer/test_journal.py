@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from src.errors import ConfigError
-from src.record.journal import JOURNAL, Journal, Place, RunState
+from src.core.errors import ConfigError
+from src.records.journal import JOURNAL, Journal, Place, RunState
 from tests.fakes.run import groups_trained
 from tests.fakes.run_files import records
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from src.chat import Message
-from src.endpoint import Reply
-from src.errors import BackendError
-from src.policy import Policy
-from src.record.finished import FinishedRollouts
-from src.record.journal import Journal
-from src.rewards.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
-from src.rollouts import RolloutPlan, Rollouts, RolloutSettings
-from src.trajectory import StopReason, Trajectory
+from src.core.errors import BackendError
+from src.core.trajectory import StopReason, Trajectory
+from src.policy.chat import Message
+from src.policy.openai_client import Reply
+from src.policy.sampling_policy import Policy
+from src.records.journal import Journal
+from src.records.rollout_store import FinishedRollouts
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings
+from src.rollouts.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
 from tests.fakes.trials import FakeTasks, task
 
 LABELS = "\n".join(f"{number} {name.replace('_', ' ')}: yes" for number, name in enumerate(MODES))

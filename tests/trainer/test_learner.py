@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from src.errors import BackendError, TrainerError
+from src.core.errors import BackendError, TrainerError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner, LearnerSettings, learning_rate
 from tests.fakes.backend import BanditTrainingClient

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.examples import Example
 from src.learning.filters import DropReason
 from src.learning.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
-from src.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from tests.fakes.trials import failure, task, trajectory, turn
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from src.command_line import parse
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import FailureKind, Trajectory, TrialFailure
+from src.envs.message_env import EpisodeSettings, run_episode
 from src.envs.openenv_client import OpenEnv, field_of, open_openenv
-from src.errors import ConfigError
-from src.generator import EpisodeSettings, run_episode
-from src.limits import LengthLimits
-from src.trajectory import FailureKind, Trajectory, TrialFailure
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 

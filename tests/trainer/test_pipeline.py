@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from src.pipeline import Pipeline, PipelineSettings, Scheduled, ScheduleSettings, epoch_order, schedule
-from src.rollouts import FinishedGroup
-from src.trajectory import TrajectoryGroup
+from src.core.trajectory import TrajectoryGroup
+from src.rollouts.group_rollout import FinishedGroup
+from src.rollouts.pipeline import Pipeline, PipelineSettings, Scheduled, ScheduleSettings, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
 

@@ -1,9 +1,9 @@
 import pytest
 import tinker
 
-from src.errors import BackendError
-from src.policy import Policy
-from src.trajectory import StopReason
+from src.core.errors import BackendError
+from src.core.trajectory import StopReason
+from src.policy.sampling_policy import Policy
 from tests.fakes.backend import Ready
 
 

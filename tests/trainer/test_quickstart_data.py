@@ -18,8 +18,8 @@ from scripts.quickstart.make_tasks import ROOT, instances, main
 from scripts.quickstart.terminal import HEIGHT, NO_JSON, PROMPT, Screen, confirmation_message, first_message
 from scripts.quickstart.tokenizer import build_tokenizer
 from scripts.quickstart.words import SYLLABLES, Pool, Words, pool_of
-from src.chat import Chat, load_chat
-from src.envs.bubblewrap import missing_programs
+from src.envs.sandbox.bubblewrap import missing_programs
+from src.policy.chat import Chat, load_chat
 
 TASKS = sorted(path for split in ("train", "heldout") for path in (ROOT / split).iterdir())
 MODEL_DIR = ROOT / "model"
@@ -184,8 +184,8 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     """A malformed answer, a command without newline, its repair: the real agent in a real sandbox says what demonstrations predict."""
     from scripts.quickstart.demonstrations import answer
     from src.config import TrainerConfig
-    from src.envs.harbor import open_harbor
-    from src.trajectory import StopReason, Trajectory, Turn
+    from src.core.trajectory import StopReason, Trajectory, Turn
+    from src.envs.harbor.environment import open_harbor
 
     options = {"environment_type": "sandbox", "max_turns": 4, "enable_summarize": False, "eval_split": 0.0}
     source = open_harbor(TrainerConfig(model_name="quickstart/tiny", tasks_dir=str(ROOT / "train"), **options), chat)

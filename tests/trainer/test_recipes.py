@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse
+from src.cli.command_line import parse
 from src.config import TrainerConfig, loss_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from skyrl_tx_server.routes.border import Lobby
-from src.backend import connect
-from src.errors import ServerLost
-from src.run import Parts
+from skyrl_tx_server.http.http_handler import Lobby
+from src.core.errors import ServerLost
+from src.loop.run import Parts
+from src.policy.backend import connect
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.server import fake_context, reserved_port, serving
 from tests.fakes.trials import FakeTasks, task, trajectory
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.official_sdk
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("src.watchdog.PROBE_PERIOD_S", 0.05)
-    monkeypatch.setattr("src.backend.CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("src.run.RECONNECT_PERIOD_S", 0.1)
+    monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.05)
+    monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("src.loop.run.RECONNECT_PERIOD_S", 0.1)
     caplog.set_level(logging.CRITICAL)
 
 

@@ -2,12 +2,12 @@ import asyncio
 
 import pytest
 
-from src.errors import BackendError, TrainerError
-from src.policy import Policy
-from src.record.finished import FinishedRollouts
-from src.record.journal import Journal
-from src.rollouts import RolloutPlan, Rollouts, RolloutSettings, back_off, require_some_graded, trial_seed
-from src.trajectory import FailureKind, TrajectoryGroup
+from src.core.errors import BackendError, TrainerError
+from src.core.trajectory import FailureKind, TrajectoryGroup
+from src.policy.sampling_policy import Policy
+from src.records.journal import Journal
+from src.records.rollout_store import FinishedRollouts
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings, back_off, require_some_graded, trial_seed
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from src.endpoint import Reply
-from src.errors import ConfigError, TrainerError
-from src.rewards.judge import MODES
-from src.run import Parts, logging_to_file
-from src.trajectory import FailureKind, Task
+from src.core.errors import ConfigError, TrainerError
+from src.core.trajectory import FailureKind, Task
+from src.loop.run import Parts, logging_to_file
+from src.policy.openai_client import Reply
+from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, failure, say_a_token, task
@@ -248,7 +248,7 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("src.run.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("src.loop.run.CLOSE_TIMEOUT_S", 0.05)
     bench = Bench(tmp_path)
     bench.source.close = close
     await asyncio.wait_for(bench.go("max_steps=1"), 60)
@@ -267,7 +267,7 @@ async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
     sent = []
     monkeypatch.setattr(
-        "src.record.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
+        "src.records.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
     )
     bench = Bench(tmp_path)
     await cancelled_with_version(bench, 2, "n_epochs=2", "max_steps=2", "eval_every=0")
@@ -448,7 +448,7 @@ class Praises:
 
 async def test_a_judge_shapes_what_is_learned_from_and_no_rate_of_success(tmp_path, monkeypatch):
     bench, asked = Bench(tmp_path), Praises()
-    monkeypatch.setattr("src.run.open_endpoint", lambda base_url, model: asked)
+    monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: asked)
     await bench.go("max_steps=1", "taxonomy_feedback=true", "judge_model=m", "judge_base_url=http://h:1/v1", "taxonomy_alpha=0.5")
     before, step = bench.lines("metrics.jsonl")
     assert asked.num_asked == 1  # fake trials have no conversations: all of them are the same

@@ -19,13 +19,13 @@ import pytest
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from src.envs.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
-from src.envs.dockerfile import Copy, parse_dockerfile
-from src.envs.resource_limits import Limits
-from src.envs.run_directory import root_directory, run_directory, sweep
-from src.envs.sandbox import Network, SandboxEnvironment, network_of
-from src.envs.skeleton import build_skeleton
-from src.errors import ConfigError, SandboxError
+from src.core.errors import ConfigError, SandboxError
+from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
+from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
+from src.envs.sandbox.environment import Network, SandboxEnvironment, network_of
+from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.run_directory import root_directory, run_directory, sweep
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
@@ -212,7 +212,7 @@ def test_a_task_has_harbors_default_network_unless_it_says_otherwise(
         warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
         parsed = EnvironmentConfig.model_validate(config)
     for reason, expected in ((None, here), ("it needs a package", lacking)):
-        monkeypatch.setattr("src.envs.sandbox.why_no_network", lambda reason=reason: reason)
+        monkeypatch.setattr("src.envs.sandbox.environment.why_no_network", lambda reason=reason: reason)
         assert network_of(parsed, given=given) is expected
 
 
@@ -386,10 +386,10 @@ async def test_a_cancelled_command_ends_and_one_in_a_dying_sandbox_fails() -> No
 
 CHILD = """
 import asyncio, sys
-from src.envs.bubblewrap import Bubblewrap
-from src.envs.resource_limits import Limits
-from src.envs.run_directory import run_directory
-from src.envs.skeleton import build_skeleton
+from src.envs.sandbox.bubblewrap import Bubblewrap
+from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.rootfs import build_skeleton
 
 async def main(label, marker):
     run = run_directory(label)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from src.chat import load_chat
-from src.endpoint import Reply
 from src.envs.registry import open_task_source
-from src.rewards.judge import MODES
-from src.run import Parts
+from src.loop.run import Parts
+from src.policy.chat import load_chat
+from src.policy.openai_client import Reply
+from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 
@@ -35,7 +35,7 @@ class Judge:
 @pytest.mark.parametrize("eval_before_train", [True, False])
 async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_before_train: bool):
     judge, backend = Judge(), BanditBackend()
-    monkeypatch.setattr("src.run.open_endpoint", lambda base_url, model: judge)
+    monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
     run = FakeRun(tmp_path / "run", lambda config, settings: Parts(source=open_task_source(config, chat), backend=backend))
     argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=held=toy_retail:test", "use_native_tool_calling=true"]

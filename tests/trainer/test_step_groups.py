@@ -8,19 +8,19 @@ from collections import Counter, defaultdict
 import pytest
 from rich.console import Console
 
-from src.console import Display
-from src.errors import ConfigError, RubbleError, ServerLost, TrainerError
-from src.faults import FaultSettings
+from src.cli.console import Display
+from src.core.errors import ConfigError, RubbleError, ServerLost, TrainerError
 from src.learning.curriculum import CurriculumSettings
 from src.learning.dynamic_sampling import DynamicSamplingSettings
 from src.learning.filters import FilterSettings
-from src.pipeline import Batch, PipelineSettings
-from src.policy import Policy
-from src.record.finished import FinishedRollout, FinishedRollouts
-from src.record.journal import Journal
-from src.rollouts import Rollouts, RolloutSettings
-from src.step_groups import Gathered, GroupSettings, StepGroups
-from src.watchdog import Watchdog, WatchdogSettings
+from src.policy.sampling_policy import Policy
+from src.records.journal import Journal
+from src.records.rollout_store import FinishedRollout, FinishedRollouts
+from src.rollouts.batch_collector import Gathered, GroupSettings, StepGroups
+from src.rollouts.group_rollout import Rollouts, RolloutSettings
+from src.rollouts.pipeline import Batch, PipelineSettings
+from src.rollouts.task_quarantine import FaultSettings
+from src.rollouts.watchdog import Watchdog, WatchdogSettings
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 

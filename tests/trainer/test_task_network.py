@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.envs.bubblewrap import why_no_sandbox
-from src.envs.dockerfile import why_not_runnable
-from src.envs.harbor import HarborTasks, open_harbor
-from src.envs.shell_commands import commands, needs_network
-from src.envs.task_folders import verifier_needs
+from src.core.errors import ConfigError
+from src.envs.harbor.environment import HarborTasks, open_harbor
+from src.envs.harbor.task_folders import verifier_needs
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.dockerfile import why_not_runnable
+from src.envs.sandbox.shell_commands import commands, needs_network
 from src.envs.validate import main as validate
-from src.errors import ConfigError
 from tests.fakes.tokenizer import byte_chat
 
 REASON = why_no_sandbox()

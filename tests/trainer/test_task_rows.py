@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse, parse_as
+from src.cli.command_line import parse, parse_as
+from src.core.errors import ConfigError
+from src.core.trajectory import Task, Trajectory
 from src.envs.base import TaskSource
 from src.envs.registry import open_task_source
-from src.envs.task_rows import Definition, Row, read_rows, without_nulls
-from src.envs.toy_retail import FOLDER
-from src.errors import ConfigError
+from src.envs.service.task_files import Definition, Row, read_rows, without_nulls
+from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.pipeline import ScheduleSettings, schedule
-from src.trajectory import Task, Trajectory
+from src.rollouts.pipeline import ScheduleSettings, schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 

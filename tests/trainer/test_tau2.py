@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from src.command_line import parse
+from src.cli.command_line import parse
 from src.config import TrainerConfig
-from src.endpoint import Reply
-from src.envs import tau2, tau2_worker, tau_bench, workers
+from src.core.errors import ConfigError
+from src.core.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
-from src.envs.customers import STOP, Customer, Tools
+from src.envs.message_env import Observation
 from src.envs.registry import open_task_source
-from src.envs.service import DECLINES, ServiceEnv
-from src.envs.task_rows import Definition
-from src.envs.workers import WorkerPool
-from src.errors import ConfigError
-from src.failure_patterns import Pattern, patterns
-from src.generator import Observation
-from src.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
+from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
+from src.envs.service.domain import DECLINES, ServiceEnv
+from src.envs.service.subprocess_pool import WorkerPool
+from src.envs.service.task_files import Definition
+from src.envs.service.user_simulator import STOP, Customer, Tools
+from src.evaluate.failure_patterns import Pattern, patterns
+from src.policy.openai_client import Reply
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -252,14 +252,14 @@ async def test_a_python_with_another_tau2_is_refused_by_the_worker_itself(tmp_pa
     (tmp_path / "loguru.py").write_text("class logger:\n    remove = staticmethod(lambda: None)\n")
     command = [sys.executable, str(tau2_worker.__file__), "4096"]
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = {command[1:]!r}; import runpy; "
-    settings = workers.WorkerSettings(
+    settings = subprocess_pool.WorkerSettings(
         command=[sys.executable, "-I", "-c", program + f"runpy.run_path({command[1]!r}, run_name='__main__')"],
         environment={},
         num_workers=1,
         step_timeout_s=5,
     )
     with pytest.raises(ConfigError, match=r"has no tau2 of sierra-research/tau2-bench \(PyPI's tau2 is an unrelated package\)"):
-        await workers.start_worker(settings)
+        await subprocess_pool.start_worker(settings)
 
 
 # The benchmark itself
@@ -283,7 +283,7 @@ async def episode(
     """What the real benchmark makes of the answers; the last one is repeated."""
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s)
     found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
-    async with workers.worker_pool(settings) as pool:
+    async with subprocess_pool.worker_pool(settings) as pool:
         parts = tau2.Tau2Parts(pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge)
         env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
         await env.start()
@@ -316,7 +316,7 @@ async def test_real_tasks_may_be_defined_by_rows():
         instructions.append(text)
         return Script("Hello.")
 
-    async with workers.worker_pool(settings) as pool:
+    async with subprocess_pool.worker_pool(settings) as pool:
         for answers, reward in (([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0), ([DECLINES], 0.0)):
             env = ServiceEnv(tau2.Tau2Episode(task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
             await env.start()

@@ -6,10 +6,10 @@ import pytest
 from harbor.llms.base import ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
 
-from src.errors import BackendError
-from src.limits import LengthLimits
-from src.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
-from src.trajectory import StopReason, Turn
+from src.core.errors import BackendError
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import StopReason, Turn
+from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 

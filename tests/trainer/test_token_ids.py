@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from src.record.finished import decoded, encoded
-from src.token_ids import TokenIds, begins_with
-from src.trajectory import StopReason, Trajectory, Turn
+from src.core.token_ids import TokenIds, begins_with
+from src.core.trajectory import StopReason, Trajectory, Turn
+from src.records.rollout_store import decoded, encoded
 from tests.fakes.tokenizer import byte_chat
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from src.envs.tool_calls import Parsed, Strategy, ToolCall, parse
+from src.core.trajectory import Trajectory
+from src.envs.service.tool_calls import Parsed, Strategy, ToolCall, parse
 from src.learning.metrics import parse_metrics
 from src.train import quieten
-from src.trajectory import Trajectory
 from tests.fakes.trials import trajectory, turn
 
 TOOLS = {"get_order", "cancel", "list_orders"}
@@ -163,7 +163,7 @@ def test_code_is_read_and_never_run(text):
 
 
 def test_debug_parser_logs_every_parse(monkeypatch, caplog):
-    parsing = logging.getLogger("src.envs.tool_calls")
+    parsing = logging.getLogger("src.envs.service.tool_calls")
     monkeypatch.setattr(parsing, "level", parsing.level)
     monkeypatch.setenv("DEBUG_PARSER", "1")
     quieten()

@@ -13,16 +13,27 @@ from scripts.quickstart.words import Pool, pool_of
 from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS, RECIPE_OF_KIND
 from scripts.toy_retail import make_tasks
 from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
-from src.chat import Chat, load_chat
-from src.command_line import parse
-from src.envs.customers import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedCustomer, ends
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+from src.core.length_limits import LengthLimits
+from src.core.trajectory import StopReason, Task, Trajectory
+from src.envs.message_env import EpisodeSettings, MessageEnv, Observation, run_episode
 from src.envs.registry import open_task_source
-from src.envs.service import MAX_ERRORS, ServiceEnv, do_nothing
-from src.envs.toy_retail import FOLDER, TOOLS, ToolError, ToyRetailEpisode, after_gold, call, content_hash, read_shop, scripted, tells
-from src.errors import ConfigError
-from src.generator import EpisodeSettings, MessageEnv, Observation, run_episode
-from src.limits import LengthLimits
-from src.trajectory import StopReason, Task, Trajectory
+from src.envs.service.domain import MAX_ERRORS, ServiceEnv, do_nothing
+from src.envs.service.toy_retail import (
+    FOLDER,
+    TOOLS,
+    ToolError,
+    ToyRetailEpisode,
+    after_gold,
+    call,
+    content_hash,
+    read_shop,
+    scripted,
+    tells,
+)
+from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedCustomer, ends
+from src.policy.chat import Chat, load_chat
 from tests.fakes.policy import FakePolicy
 
 DOMAIN = read_shop(FOLDER).domain()

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from src.errors import ConfigError
-from src.record.metric_names import with_aliases
-from src.record.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
+from src.core.errors import ConfigError
+from src.records.metric_names import with_aliases
+from src.records.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
 WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
@@ -66,7 +66,7 @@ def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from src.record.tracking import TrackingSettings, open_run_log
+from src.records.tracking import TrackingSettings, open_run_log
 settings = TrackingSettings(wandb_project="p", trackio_project=None)
 for start in (0, 2):
     with open_run_log(Path(sys.argv[1]), settings, name="my-run", config={"seed": 1}) as log:
@@ -139,7 +139,7 @@ def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_pat
 def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypatch, caplog):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("src.record.tracking.FINISH_S", 0.05)
+    monkeypatch.setattr("src.records.tracking.FINISH_S", 0.05)
     with open_run_log(tmp_path, WANDB, name="n", config={}):
         pass
     assert "wandb did not finish within 0.05 s" in caplog.text

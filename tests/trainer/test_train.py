@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from src.command_line import parse
-from src.errors import INTERRUPTED
+from src.cli.command_line import parse
+from src.core.errors import INTERRUPTED
+from src.core.process import until_signalled
 from src.probe import __main__ as probe
-from src.process import until_signalled
 from src.train import (
     load_environment,
     main,
@@ -124,7 +124,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
 def test_the_second_signal_ends_the_process_at_once():
     script = """
         import asyncio, os, signal
-        from src.process import until_signalled
+        from src.core.process import until_signalled
         async def stubborn():
             os.kill(os.getpid(), signal.SIGINT)
             try:

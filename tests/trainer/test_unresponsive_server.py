@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from src.errors import INTERRUPTED
+from src.core.errors import INTERRUPTED
 from tests.fakes.unresponsive import START, Manner, unresponsive
 
 ROOT = Path(__file__).resolve().parents[2]

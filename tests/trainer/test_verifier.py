@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from src.errors import VerifierError
-from src.rewards.verifier import score
+from src.core.errors import VerifierError
+from src.envs.harbor.verifier_reward import score
 
 
 def test_the_key_reward_wins_and_otherwise_all_keys_are_averaged() -> None:

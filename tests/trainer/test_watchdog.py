@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from src.errors import BackendError, ServerLost
-from src.policy import Policy
-from src.watchdog import WatchdogSettings, WatchedPolicy, watching
+from src.core.errors import BackendError, ServerLost
+from src.policy.sampling_policy import Policy
+from src.rollouts.watchdog import WatchdogSettings, WatchedPolicy, watching
 from tests.fakes.virtual_time import in_virtual_time
 
 SETTINGS = WatchdogSettings(server_timeout_sec=0.1, answer_timeout_sec=0.05)

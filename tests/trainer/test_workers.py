@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from src.envs import workers
-from src.envs.workers import Session, WorkerLost, WorkerPool, WorkerSettings, WorkerTimeout, worker_pool
-from src.errors import ConfigError, SandboxError
+from src.core.errors import ConfigError, SandboxError
+from src.envs.service import subprocess_pool
+from src.envs.service.subprocess_pool import Session, WorkerLost, WorkerPool, WorkerSettings, WorkerTimeout, worker_pool
 
 STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
 
@@ -72,7 +72,7 @@ async def test_a_hung_worker_is_killed_by_the_parent_too(monkeypatch: pytest.Mon
         counter = Counter(pool, "one")
         await counter.add(1)
         [pid] = pool.pids
-        monkeypatch.setattr(workers, "GRACE_S", 0.3)
+        monkeypatch.setattr(subprocess_pool, "GRACE_S", 0.3)
         pool.settings = replace(pool.settings, step_timeout_s=0.3)
         with pytest.raises(WorkerTimeout, match=r"did not answer within 0\.3 s"):
             await counter.ask("hang")

@@ -12,11 +12,9 @@ import numpy as np
 
 from scripts.bench.sides.line import serve
 from scripts.bench.small_model import RANK
-from skyrl_tx_server.config import EngineSettings
-from skyrl_tx_server.engine import Engine
-from skyrl_tx_server.executor import DeviceExecutor
-from skyrl_tx_server.memory import device_memory
-from skyrl_tx_server.ops import (
+from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
     ForwardBackward,
@@ -30,6 +28,8 @@ from skyrl_tx_server.ops import (
     SaveSampler,
     TrainDatum,
 )
+from skyrl_tx_server.executor import device_memory
+from skyrl_tx_server.executor.executor import DeviceExecutor
 
 LORA = LoraSpec(rank=RANK, train_unembed=False)  # what the peers train too
 

@@ -8,9 +8,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from src.chat import Chat
-from src.policy import Policy
-from src.trajectory import StopReason, Turn
+from src.core.trajectory import StopReason, Turn
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy
 from tests.fakes.scripted_policy import answer
 
 LAST_MESSAGE = "<|im_start|>user\n"

@@ -19,8 +19,8 @@ from itertools import batched
 from pathlib import Path
 
 from src.config import TrainerConfig
-from src.envs.harbor import HarborTasks, open_harbor
-from src.trajectory import Trajectory, TrialFailure
+from src.core.trajectory import Trajectory, TrialFailure
+from src.envs.harbor.environment import HarborTasks, open_harbor
 from tests.fakes.tokenizer import byte_chat
 from tests.security.red_team import host, image
 from tests.security.red_team.agent import Agent

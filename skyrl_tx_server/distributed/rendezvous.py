@@ -1,0 +1,205 @@
+"""How the processes of one server find each other: process 0 listens at `coordinator_address`, the others come to it.
+
+Everything that can be wrong is found here, in one line and before jax is started: jax itself ends a process with a stack trace when
+another does not come. Both sides must know the cluster key (`channel`) and must have been started alike. Then process 0 names a free port
+for `jax.distributed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import jax
+
+from skyrl_tx_server.config.server_config import CLUSTER_KEY, EngineSettings, HostsSettings
+from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
+from skyrl_tx_server.distributed.multihost import Follower, Leader
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.base_model import fingerprint
+
+logger = logging.getLogger(__name__)
+
+INTRODUCTION_S = 10
+"""How long process 0 listens to somebody who says nothing."""
+RETRY_S = 0.2
+MAX_INTRODUCTION_BYTES = 1 << 20
+OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir", "tenant_quota")
+"""What may differ between hosts: where things lie, and quotas, which process 0 alone enforces."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Introduction:
+    """What a process says of itself, as JSON."""
+
+    process_id: int
+    num_processes: int
+    settings: dict[str, str]  # everything that must be the same
+
+
+def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Leader:
+    """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
+    host, port = hosts.address
+    mine, joined = _introduction(hosts, settings), dict[int, Channel]()
+    deadline = time.monotonic() + hosts.timeout_s
+    try:
+        server = socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise ConfigError(f"coordinator_address={host}:{port}: {reason}; it must be a free address of process 0's host") from None
+    with server:
+        while len(joined) < hosts.num_processes - 1:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                candidate, _ = server.accept()
+            except TimeoutError:
+                missing = ", ".join(str(process) for process in range(1, hosts.num_processes) if process not in joined)
+                raise ConfigError(
+                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.timeout_s:.0f} s; "
+                    "start every process with the same options and its own process_id"
+                ) from None
+            _admit(candidate, hosts, mine, joined)
+            if len(joined) == hosts.num_processes - 1:
+                _forget_gone(joined)  # jax would wait for it for minutes, and abort
+        jax_address = f"{_bracketed(host)}:{_free_port(host)}"
+    for process, connection in joined.items():
+        try:
+            connection.send_bytes(json.dumps({"jax": jax_address}).encode())
+        except OSError:
+            raise ConfigError(f"process {process} went away before all processes had come: start them again") from None
+    leader = Leader(joined, on_lost)  # listens already: jax would wait for minutes for a process that goes now
+    _start_jax(hosts, jax_address)
+    return leader
+
+
+def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Follower:
+    """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
+    where = f"coordinator_address={hosts.coordinator_address}"
+    with contextlib.ExitStack() as undo:
+        reached = undo.enter_context(_reach(hosts))
+        try:
+            channel = connect(reached, hosts.key, process=hosts.process_id, timeout_s=hosts.timeout_s)
+            channel.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
+            # process 0 gives up first, and says why
+            answer = json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.timeout_s + INTRODUCTION_S))
+        except WrongKeyError as error:
+            raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
+        except TamperedError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except TimeoutError:
+            raise ConfigError(f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's") from None
+        except (EOFError, OSError):
+            raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        undo.pop_all()
+    follower = Follower(channel, on_lost)
+    _start_jax(hosts, answer["jax"])
+    return follower
+
+
+def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Channel]) -> None:
+    """Add the candidate to `joined`, or tell it why not."""
+    _notice_silence(candidate)
+    try:
+        process, channel = accept(candidate, hosts.key, timeout_s=INTRODUCTION_S)
+        theirs = _Introduction(**json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S)))
+        if theirs.process_id != process or not process:
+            raise ValueError(f"process {process} calls itself process {theirs.process_id}")
+        _forget_gone(joined)  # one that was started again takes its own place
+        refusal = _mistake(mine, theirs, joined)
+        if refusal is not None:
+            logger.warning("%s", refusal)
+            channel.send_bytes(json.dumps({"refused": refusal}).encode())
+            channel.close()
+            return
+    except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
+        logger.warning(
+            "%s: a connection was refused: %s. A process of this server needs the same %s", hosts.coordinator_address, error, CLUSTER_KEY
+        )
+        candidate.close()
+        return
+    joined[process] = channel
+    logger.info("process %d has come", theirs.process_id)
+
+
+def _forget_gone(joined: dict[int, Channel]) -> None:
+    """Who has come says nothing before jax starts: a connection with something to read has ended."""
+    for process in [process for process, connection in joined.items() if connection.poll()]:
+        logger.warning("process %d has gone again", process)
+        joined.pop(process).close()
+
+
+def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Channel]) -> str | None:
+    """Why a process cannot take part; None when it can."""
+    who = f"process {theirs.process_id}"
+    if theirs.num_processes != mine.num_processes:
+        return f"{who} was started with num_processes={theirs.num_processes}, process 0 with num_processes={mine.num_processes}"
+    if theirs.process_id in joined:
+        return f"process_id={theirs.process_id} is taken: each process needs its own"
+    for name, value in mine.settings.items():
+        if theirs.settings.get(name) != value:
+            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: start them alike"
+    return None
+
+
+def _introduction(hosts: HostsSettings, settings: EngineSettings) -> _Introduction:
+    alike = {name: str(value) for name, value in asdict(settings).items() if name not in OWN_FIELDS}
+    alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
+    return _Introduction(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
+
+
+def _reach(hosts: HostsSettings) -> socket.socket:
+    """A connection to process 0, which may not be there yet."""
+    deadline = time.monotonic() + hosts.timeout_s
+    while True:
+        try:
+            reached = socket.create_connection(hosts.address, timeout=max(RETRY_S, deadline - time.monotonic()))
+            reached.settimeout(None)
+            _notice_silence(reached)
+            return reached
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within {hosts.timeout_s:.0f} s: {error}"
+                ) from None
+        time.sleep(RETRY_S)  # another machine: there is no event to wait for
+
+
+def _notice_silence(peer: socket.socket) -> None:
+    """A host that vanishes says nothing: ask it every few seconds, and give it up after half a minute."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        peer.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _start_jax(hosts: HostsSettings, address: str) -> None:
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
+    jax.distributed.initialize(
+        address,
+        num_processes=hosts.num_processes,
+        process_id=hosts.process_id,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",
+        shutdown_timeout_seconds=5,
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        return probe.getsockname()[1]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

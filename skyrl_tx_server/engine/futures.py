@@ -1,0 +1,276 @@
+"""request_id -> result: each submitted operation's future, found again by the id the client was given.
+
+A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the first one's id, so nothing runs
+twice. Waiting is on an event, never by asking again. A finished future is kept until it has been delivered and a grace period is over
+(the delivery itself may get lost), within bounds on count and bytes; after that its id is answered like one this server never gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from skyrl_tx_server.engine.operations import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
+from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS_PER_SCOPE = 200_000
+FAILURE_SIZE = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestKey:
+    """What makes a re-sent request recognisable: a model, sampler or session, and the number the client gave the request in it."""
+
+    scope: str  # begins with the session's id
+    seq_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a request ended: a result or an error, never both."""
+
+    kind: str  # the request's type, e.g. "optim_step"
+    result: OpResult | None
+    error: ServerError | None
+    extra: dict[str, str]  # what the reply adds to the engine's result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """How long and how much to keep."""
+
+    hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
+    grace_s: float = 120.0
+    max_finished: int = 50_000
+    max_bytes: int = 1 << 30
+
+
+@dataclass(kw_only=True, slots=True)
+class _Entry:
+    kind: str
+    extra: dict[str, str]
+    session_id: str | None
+    running: concurrent.futures.Future[OpResult]
+    withdraw: Callable[[], None]  # says that nobody waits, once it has begun
+    key: RequestKey | None = None
+    abandoned: bool = False  # nobody will come for the result
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: Outcome | None = None
+    size: int = 0
+    delivered_at: float | None = None
+
+
+class FutureStore:
+    """Lives on the event loop's thread; the engine's thread only ever reaches `_finish`, through the loop."""
+
+    def __init__(self, retention: Retention, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._retention = retention
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._keys: dict[str, OrderedDict[int, tuple[str, str]]] = {}  # scope -> seq_id -> (kind, request_id)
+        self._delivered: OrderedDict[str, None] = OrderedDict()  # finished and delivered, oldest first
+        self._waiting: OrderedDict[str, None] = OrderedDict()  # finished, nobody has asked yet, oldest first
+        self._bytes = 0
+        self._evicted = 0
+        self._closed = False
+
+    def share(self, parts: int) -> FutureStore:
+        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
+        max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
+        return FutureStore(replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock)
+
+    def submit(
+        self,
+        start: Callable[[], concurrent.futures.Future[OpResult]],
+        *,
+        kind: str,
+        key: RequestKey | None,
+        session_id: str | None = None,
+        extra: dict[str, str] | None = None,
+        when_done: Callable[[Outcome], None] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves no trace. `withdraw` is called
+        when nobody will come for the result."""
+        if key is not None and (known := self.find(key, kind=kind)) is not None:
+            return known
+        future = start()
+        request_id = f"{kind}-{uuid.uuid4().hex}"
+        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id, running=future, withdraw=withdraw, key=key)
+        if key is not None:
+            scope = self._keys.setdefault(key.scope, OrderedDict())
+            scope[key.seq_id] = (kind, request_id)
+            if len(scope) > MAX_KEYS_PER_SCOPE:
+                scope.popitem(last=False)
+        loop = asyncio.get_running_loop()
+
+        def hand_over(done: concurrent.futures.Future[OpResult]) -> None:
+            try:
+                loop.call_soon_threadsafe(self._finish, request_id, done, when_done)
+            except RuntimeError:  # the loop has closed: the server is gone and so is everyone who could ask
+                logger.debug("%s finished after the server's loop", request_id)
+
+        future.add_done_callback(hand_over)
+        return request_id
+
+    def find(self, key: RequestKey, *, kind: str) -> str | None:
+        """The id of an earlier request under this key. UserError when that was a request of another kind."""
+        known = self._keys.get(key.scope, {}).get(key.seq_id)
+        if known is None:
+            return None
+        if known[0] != kind:
+            raise UserError(f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its own seq_id")
+        return known[1]
+
+    def session_of(self, request_id: str) -> str | None:
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.session_id
+
+    async def wait(self, request_id: str) -> Outcome | None:
+        """The outcome, or None when it is still pending after the hold. FutureLostError when this server does not know the id."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise FutureLostError(
+                f"no request {request_id}: the server was restarted since, or its result was delivered and dropped; send it again"
+            )
+        if not entry.woken.is_set() and not self._closed:
+            try:
+                async with asyncio.timeout(self._retention.hold_s):
+                    await entry.woken.wait()
+            except TimeoutError:
+                return None
+        if entry.outcome is not None:
+            self._count_as_delivered(request_id, entry)
+        return entry.outcome
+
+    def prune(self) -> None:
+        """Drop what was delivered longer ago than the grace period."""
+        deadline = self._clock() - self._retention.grace_s
+        while self._delivered:
+            request_id = next(iter(self._delivered))
+            delivered_at = self._entries[request_id].delivered_at
+            if delivered_at is None or delivered_at > deadline:
+                return
+            self._drop(request_id)
+
+    def abandon(self, session_id: str) -> None:
+        """A session is over: withdraw its requests, and keep no result longer than the grace period."""
+        for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
+            del self._keys[scope]
+        for request_id, entry in list(self._entries.items()):
+            if entry.session_id == session_id:
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody will come for the result: withdraw the request. An unknown id is none that could be withdrawn."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        entry.abandoned = True
+        entry.running.cancel()
+        entry.withdraw()
+        if entry.outcome is not None:
+            self._count_as_delivered(request_id, entry)
+
+    def close(self) -> None:
+        """Let go of every waiting poll: the server is stopping."""
+        self._closed = True
+        for entry in self._entries.values():
+            entry.woken.set()
+
+    def stats(self) -> dict[str, int]:
+        finished = len(self._delivered) + len(self._waiting)
+        return {
+            "pending": len(self._entries) - finished,
+            "finished": finished,
+            "finished_bytes": self._bytes,
+            "evicted_undelivered": self._evicted,
+        }
+
+    def _finish(self, request_id: str, done: concurrent.futures.Future[OpResult], when_done: Callable[[Outcome], None] | None) -> None:
+        entry = self._entries[request_id]
+        result, error = None, None
+        if done.cancelled():
+            error = ServerError(f"{entry.kind} was withdrawn before it began: its client cancelled it, or its session ended")
+        elif (raised := done.exception()) is None:
+            result = done.result()
+        elif isinstance(raised, ServerError):
+            error = raised
+        else:
+            logger.error("%s failed with an unexpected error", entry.kind, exc_info=raised)
+            error = ServerError(f"{entry.kind} failed on the server: {type(raised).__name__}: {raised}")
+        entry.outcome = Outcome(kind=entry.kind, result=result, error=error, extra=entry.extra)
+        entry.size = FAILURE_SIZE if result is None else _result_size(result)
+        self._bytes += entry.size
+        self._waiting[request_id] = None
+        if error is not None:
+            logger.info("%s failed (%s): %s", entry.kind, error.category, error)
+        if when_done is not None:
+            try:
+                when_done(entry.outcome)
+            except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
+                expected = isinstance(failure, ServerError | OSError)
+                logger.error("%s is done, and could not be recorded: %s", entry.kind, failure, exc_info=None if expected else failure)
+                recorded = f"{entry.kind} was done, but could not be entered in the server's books: {failure}"
+                error = failure if isinstance(failure, ServerError) else ServerError(recorded)
+                entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
+        entry.woken.set()
+        if entry.abandoned:
+            self._count_as_delivered(request_id, entry)
+        self._make_room()
+
+    def _count_as_delivered(self, request_id: str, entry: _Entry) -> None:
+        if entry.delivered_at is None and request_id in self._waiting:
+            entry.delivered_at = self._clock()
+            del self._waiting[request_id]
+            self._delivered[request_id] = None
+
+    def _make_room(self) -> None:
+        """Over the bounds, delivered results go first; a result nobody fetched goes last and is counted."""
+        self.prune()
+        while len(self._delivered) + len(self._waiting) > self._retention.max_finished or self._bytes > self._retention.max_bytes:
+            if self._delivered:
+                self._drop(next(iter(self._delivered)))
+            elif len(self._waiting) > 1:  # the newest stays, however large
+                self._evicted += 1
+                self._drop(next(iter(self._waiting)))
+            else:
+                return
+
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id)
+        self._bytes -= entry.size
+        if entry.key is not None and entry.kind == "sample":  # sent again it is sampled again; training must never run twice
+            scope = self._keys.get(entry.key.scope, OrderedDict())
+            if scope.get(entry.key.seq_id) == (entry.kind, request_id):
+                del scope[entry.key.seq_id]
+            if not scope:
+                self._keys.pop(entry.key.scope, None)
+        self._delivered.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+
+def _result_size(result: OpResult) -> int:
+    """Roughly how many bytes a finished future keeps alive."""
+    match result:
+        case SampleResult():
+            prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
+            targets = 0 if result.target_prompt_logprobs is None else 4 * result.target_prompt_logprobs.values.nbytes
+            sequences = sum(200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences)
+            return 200 + prompt + targets + _topk_size(result.topk_prompt_logprobs) + sequences
+        case ForwardBackwardResult():
+            return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)
+        case _:
+            return 500
+
+
+def _topk_size(topk: TopkLogprobs | None) -> int:
+    return 0 if topk is None else topk.token_ids.nbytes + topk.logprobs.nbytes

@@ -1,0 +1,259 @@
+"""Who exists and who is alive: sessions with their models and samplers, under the ids that the SDK derives by itself.
+
+`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Pure bookkeeping on the event loop's thread: ending a session returns
+the operations that free what it held, and the caller submits them. What belongs to another tenant is answered like what never was.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, DropSnapshot, LoraSpec, UnloadModel
+from skyrl_tx_server.engine.tenants import Quota, id_prefix, owner_of
+from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
+
+MAX_ENDED_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A live adapter that a client trains."""
+
+    model_id: str
+    session_id: str
+    lora: LoraSpec
+    created_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """What a sampling client samples from: the base model, a sampler checkpoint, or a snapshot that lives in memory only."""
+
+    sampler_id: str
+    session_id: str
+    model_path: str | None  # tinker:// path; None for the base model and for a snapshot in memory
+    weights: str | None  # what `ops.Sample.weights` takes; None is the base model
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.weights == self.sampler_id
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    session_id: str
+    created_at: datetime
+    last_seen: float  # on the registry's clock
+    tags: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+
+
+class Registry:
+    """All sessions, or, made by `of`, those of one tenant."""
+
+    def __init__(self, *, session_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = session_timeout_s
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
+        self.last_request_at: dict[str, datetime] = {}  # of every live model
+        self._snapshots: OrderedDict[str, None] = OrderedDict()  # samplers that are snapshots, least recently used first
+        self._tenant: str | None = None  # None: whoever owns it
+        self._quota: Quota | None = None
+
+    def of(self, tenant: str, quota: Quota) -> Registry:
+        """The same registry as `tenant` sees it, who may have so much in it."""
+        view = copy.copy(self)
+        view._tenant, view._quota = tenant, quota
+        return view
+
+    def _owns(self, identifier: str) -> bool:
+        return self._tenant is None or owner_of(identifier) == self._tenant
+
+    def _find(self, session_id: str) -> Session | None:
+        """The only way to a session by its id."""
+        return self._sessions.get(session_id) if self._owns(session_id) else None
+
+    # --- sessions
+
+    def open_session(self, *, tags: list[str], user_metadata: dict[str, str], display_name: str | None) -> Session:
+        if self._quota is not None and len(self.sessions()) >= self._quota.max_sessions:
+            raise UserError(f"you have {self._quota.max_sessions} open sessions, which is the limit; close some, or wait until they expire")
+        session = Session(
+            session_id=f"{id_prefix(self._tenant or DEFAULT_TENANT)}session-{uuid.uuid4().hex[:16]}",
+            created_at=datetime.now(UTC),
+            last_seen=self._clock(),
+            tags=tags,
+            user_metadata=user_metadata,
+            display_name=display_name,
+        )
+        self._sessions[session.session_id] = session
+        return session
+
+    def session(self, session_id: str) -> Session:
+        """A live session, which its own client asks for and which is thereby seen alive."""
+        session = self.look_up(session_id)
+        session.last_seen = self._clock()
+        return session
+
+    def look_up(self, session_id: str) -> Session:
+        """A live session, for anyone who asks."""
+        session = self._find(session_id)
+        if session is None:
+            raise NotFoundError(f"no session {session_id}: {self._why_gone(session_id)}. Make a new ServiceClient")
+        return session
+
+    def sessions(self) -> list[Session]:
+        """Newest first."""
+        seen = (session for session in self._sessions.values() if self._owns(session.session_id))
+        return sorted(seen, key=lambda session: session.created_at, reverse=True)
+
+    def has_session(self, session_id: str) -> bool:
+        return self._find(session_id) is not None
+
+    def heartbeat(self, session_id: str) -> None:
+        """The SDK stops its heartbeats at a 410, so that is the answer for a session that will never be back."""
+        try:
+            self.session(session_id)
+        except NotFoundError as error:
+            raise FutureLostError(str(error)) from None
+
+    def touch(self, session_id: str | None) -> None:
+        """A poll is a sign of life as good as a heartbeat."""
+        session = None if session_id is None else self._find(session_id)
+        if session is not None:
+            session.last_seen = self._clock()
+
+    def expired(self) -> list[str]:
+        deadline = self._clock() - self._timeout_s
+        return [session.session_id for session in self._sessions.values() if session.last_seen < deadline]
+
+    def end_session(self, session_id: str, why: str) -> list[UnloadModel | DropSnapshot]:
+        """Forget the session; what has to run so that nothing of it stays on the device."""
+        session = self._find(session_id)
+        if session is None:
+            return []
+        del self._sessions[session_id]
+        self._ended[session_id] = why
+        if len(self._ended) > MAX_ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        for model_id in session.models:
+            self.last_request_at.pop(model_id, None)
+        snapshots = [sampler.sampler_id for sampler in session.samplers.values() if sampler.is_snapshot]
+        for sampler_id in snapshots:
+            self._snapshots.pop(sampler_id, None)
+        return [UnloadModel(model_id=model_id) for model_id in session.models] + [DropSnapshot(weights=weights) for weights in snapshots]
+
+    def _why_gone(self, session_id: str) -> str:
+        unknown = "this server never opened it, or was restarted since"
+        return self._ended.get(session_id, unknown) if self._owns(session_id) else unknown
+
+    # --- models
+
+    def model_id(self, session_id: str, model_seq_id: int) -> str:
+        return f"{self.session(session_id).session_id}:train:{model_seq_id}"
+
+    def add_model(self, session_id: str, model_id: str, lora: LoraSpec) -> Model:
+        session = self.session(session_id)
+        if model_id in session.models:
+            raise UserError(f"model {model_id} exists already; give each model of a session its own model_seq_id")
+        if self._quota is not None and self.stats()["models"] >= self._quota.max_models:
+            raise UserError(
+                f"you have {self._quota.max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
+            )
+        model = Model(model_id=model_id, session_id=session_id, lora=lora, created_at=datetime.now(UTC))
+        session.models[model_id] = model
+        self.last_request_at[model_id] = model.created_at
+        return model
+
+    def model(self, model_id: str) -> Model:
+        """A live model, whose session is thereby seen alive."""
+        session_id = model_id.split(":")[0]
+        if self._find(session_id) is None:
+            raise NotFoundError(
+                f"no model {model_id}: {self._why_gone(session_id)}. "
+                "Restore it from its last checkpoint with create_training_client_from_state_with_optimizer"
+            )
+        model = self.session(session_id).models.get(model_id)
+        if model is None:
+            raise NotFoundError(f"no model {model_id}: it was unloaded, or making it failed")
+        self.last_request_at[model_id] = datetime.now(UTC)
+        return model
+
+    def forget_model(self, model_id: str) -> None:
+        session = self._find(model_id.split(":")[0])
+        if session is not None:
+            session.models.pop(model_id, None)
+        self.last_request_at.pop(model_id, None)
+
+    # --- samplers
+
+    def sampler_id(self, session_id: str, seq_id: int) -> str:
+        return f"{self.session(session_id).session_id}:sample:{seq_id}"
+
+    def add_sampler(self, session_id: str, sampler_id: str, *, model_path: str | None, weights: str | None) -> Sampler:
+        """Adding the same sampler again (its reply was lost) changes nothing."""
+        session = self.session(session_id)
+        if self._quota is not None and sampler_id not in session.samplers and self.stats()["samplers"] >= self._quota.max_samplers:
+            raise UserError(f"you have {self._quota.max_samplers} samplers, which is the limit; close a session")
+        sampler = Sampler(sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights)
+        known = session.samplers.setdefault(sampler_id, sampler)
+        if known != sampler:
+            raise UserError(f"sampler {sampler_id} exists already with other weights; give each sampling session its own number")
+        if sampler.is_snapshot:
+            self._snapshots[sampler_id] = None
+        return sampler
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        session_id = sampler_id.split(":")[0]
+        if self._find(session_id) is None:
+            raise NotFoundError(f"no sampler {sampler_id}: {self._why_gone(session_id)}. Make a new sampling client")
+        sampler = self.session(session_id).samplers.get(sampler_id)
+        if sampler is None:
+            raise NotFoundError(f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for newer ones")
+        self._use(sampler_id)
+        return sampler
+
+    def find_sampler(self, sampler_id: str) -> Sampler | None:
+        """A sampler, for anyone who asks; its session is not thereby seen alive."""
+        session = self._find(sampler_id.split(":")[0])
+        self._use(sampler_id)
+        return None if session is None else session.samplers.get(sampler_id)
+
+    def _use(self, sampler_id: str) -> None:
+        if sampler_id in self._snapshots and self._owns(sampler_id):
+            self._snapshots.move_to_end(sampler_id)
+
+    def forget_sampler(self, sampler_id: str) -> None:
+        session = self._find(sampler_id.split(":")[0])
+        if session is not None:
+            session.samplers.pop(sampler_id, None)
+            self._snapshots.pop(sampler_id, None)
+
+    def free_surplus_snapshots(self) -> list[DropSnapshot]:
+        """Forget the tenant's least recently used snapshots above its quota; what has to run so that they are freed."""
+        if self._quota is None:
+            return []
+        own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
+        surplus = own[: max(0, len(own) - self._quota.max_snapshots)]
+        for sampler_id in surplus:
+            self.forget_sampler(sampler_id)
+        return [DropSnapshot(weights=sampler_id) for sampler_id in surplus]
+
+    def stats(self) -> dict[str, int]:
+        sessions = self.sessions()
+        return {
+            "sessions": len(sessions),
+            "models": sum(len(session.models) for session in sessions),
+            "samplers": sum(len(session.samplers) for session in sessions),
+            "snapshots": sum(sampler.is_snapshot for session in sessions for sampler in session.samplers.values()),
+        }

@@ -1,0 +1,136 @@
+"""Tenants: which key belongs to whom, who owns an object, and how much each tenant may hold.
+
+The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs and checkpoint paths begin
+with the id of their session. Ownership therefore needs no other record and survives a restart. An id without this prefix belongs to
+`DEFAULT_TENANT`, which is the operator: the holder of `api_key`, or everyone where the server has no key.
+
+A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys are made at random with 256 bits
+(`python -m skyrl_tx_server.keys add`), so nobody can find one by trying, and a slow password hash would add nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT
+from skyrl_tx_server.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[a-z0-9_-]{1,40}")
+_OWNED = re.compile(r"(?:tinker://)?tenant-([a-z0-9_-]{1,40})\..*", re.DOTALL)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quota:
+    """How much one tenant may hold at the same time. It does not apply to the operator."""
+
+    max_sessions: int = 1000
+    max_models: int = 16
+    max_samplers: int = 10_000
+    max_snapshots: int = 64  # sampler weights in memory; a further one replaces the tenant's least recently used
+    max_tokens: int = 1 << 24  # of samples and training data that wait or run
+    max_checkpoints: int = 1000
+    checkpoint_bytes: int | None = None  # None: only the server's own quota
+
+
+def id_prefix(tenant: str) -> str:
+    """What the ids of a tenant's sessions, and so of all its objects, begin with."""
+    return "" if tenant == DEFAULT_TENANT else f"tenant-{tenant}."
+
+
+def owner_of(identifier: str) -> str:
+    """The tenant that owns an id or a tinker:// path.
+
+    >>> owner_of("tinker://tenant-alice.session-1:train:0/weights/last"), owner_of("session-1:train:0")
+    ('alice', 'default')
+    """
+    owned = _OWNED.fullmatch(identifier)
+    return DEFAULT_TENANT if owned is None else owned[1]
+
+
+def check_name(name: str) -> None:
+    """ConfigError for what cannot be the name of a tenant."""
+    if not NAME.fullmatch(name) or name == DEFAULT_TENANT:
+        raise ConfigError(
+            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, and not {DEFAULT_TENANT!r}"
+        )
+
+
+def digest(key: str) -> str:
+    """The form in which a key file holds a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """Digest -> tenant. ConfigError, one line, for a file that cannot be used."""
+    try:
+        status, text = file.stat(), file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys_file={file}: cannot be read: {error}") from None
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"api_keys_file={file}: every user of this machine can write to it; run chmod 600 {file}")
+    keys: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, _, key_digest = line.strip().partition(":")
+        if not _DIGEST.fullmatch(key_digest):
+            raise ConfigError(f"api_keys_file={file}: line {number} is not name:<SHA-256 of the key in 64 hex digits>")
+        try:
+            check_name(name)
+        except ConfigError as error:
+            raise ConfigError(f"api_keys_file={file}: line {number}: {error}") from None
+        if keys.setdefault(key_digest, name) != name:
+            raise ConfigError(f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} too")
+    return keys
+
+
+class TenantKeys:
+    """The key file of a running server, which reads it again when it changes."""
+
+    def __init__(self, file: Path) -> None:
+        """ConfigError when the file cannot be used."""
+        self._file = file
+        self._version = _version(file)
+        self._keys = read_keys(file)
+
+    def __len__(self) -> int:
+        return len(set(self._keys.values()))
+
+    def tenant_of(self, key: str) -> str | None:
+        """Whose key this is; None: nobody's. Takes the same time for every key."""
+        given, found = digest(key), None
+        for key_digest, tenant in self._keys.items():
+            if hmac.compare_digest(given, key_digest):
+                found = tenant
+        return found
+
+    def reload_if_changed(self) -> None:
+        """A file that has become unusable leaves the keys as they are."""
+        version = _version(self._file)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = read_keys(self._file)
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+        else:
+            logger.info("read %d keys of %d tenants from %s", len(self._keys), len(self), self._file)
+
+
+def _version(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

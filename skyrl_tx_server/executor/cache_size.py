@@ -1,0 +1,97 @@
+"""How many sequences are decoded at once and how many pages hold their keys and values, in the memory there is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.executor.resolved_model import ServedModel
+from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
+from skyrl_tx_server.model.kv_cache import page_bytes
+from skyrl_tx_server.model.mesh import on_gpu
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import PAGE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """On each of the batch's devices."""
+
+    slots: int
+    pages: int
+    page_bytes: int
+    context_pages: int  # of the longest sequence
+    copied_pages: int  # of it that a decode block puts side by side
+
+    @property
+    def pages_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
+        return self.slots * self.copied_pages * self.page_bytes
+
+
+def kernel_decodes(config: ModelConfig) -> bool:
+    """On a GPU a kernel reads the pages as they lie; elsewhere, and for heads it does not take, as a latent attention's wide ones, they are
+    copied side by side once per block."""
+    return on_gpu() and reads_as_they_lie(config.head_dim)
+
+
+def asked_cache(model: ServedModel) -> CacheSize:
+    """What the settings ask for: `cache_tokens`, or else a whole context for each of `decode_slots`."""
+    settings, config = model.settings, model.config
+    groups, whole = settings.mesh.batch, -(-model.context // PAGE)
+    slots = settings.decode_slots // groups
+    pages = slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
+    return CacheSize(
+        slots=slots,
+        pages=1 + pages,
+        page_bytes=page_bytes(config, model.dtype) // config.tensor_shards,
+        context_pages=whole,
+        copied_pages=0 if kernel_decodes(config) else whole,
+    )
+
+
+def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
+    """As much of it as fits into the budget. ConfigError where that is not one sequence of a whole context."""
+    asked, settings, context = asked_cache(model), model.settings, model.context
+    room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
+    copied = asked.copied_pages
+    if settings.cache_tokens is None and not copied:  # a row needs what pages it fills: fewer pages cost less than fewer rows
+        pages = min(asked.pages, room)
+        slots = min(asked.slots, pages - 1 - whole)
+    elif settings.cache_tokens is None:
+        slots = min(asked.slots, room // (whole + 1 + copied))
+        pages = 1 + slots * (whole + 1)
+    else:
+        pages = asked.pages
+        slots = min(asked.slots, (room - pages) // copied) if copied else asked.slots if pages <= room else 0
+    if slots < 1:
+        needed = (whole + copied) * asked.page_bytes / 2**30
+        raise ConfigError(
+            f"keys and values of one {context}-token sequence take {needed:.1f} GiB, {budget_bytes / 2**30:.1f} GiB are free for them: "
+            "set a smaller max_context_length"
+        )
+    if pages - 1 < whole + slots:
+        raise ConfigError(
+            f"cache_tokens={settings.cache_tokens} is less than one {context}-token sequence and the beginnings of {slots} others on each "
+            f"device: set cache_tokens={(whole + slots) * PAGE * settings.mesh.batch} or more, or a smaller max_context_length"
+        )
+    if slots < asked.slots:
+        logger.warning(
+            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            settings.decode_slots,
+            slots * settings.mesh.batch,
+            context,
+            settings.mesh.batch * budget_bytes / 2**30,
+        )
+    elif pages < asked.pages:
+        logger.info(
+            "keys and values of %d tokens are kept, of up to %d sequences", (pages - 1) * PAGE * settings.mesh.batch, settings.decode_slots
+        )
+    return replace(asked, slots=slots, pages=pages)

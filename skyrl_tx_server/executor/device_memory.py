@@ -1,0 +1,70 @@
+"""What a device has left, and how it is shared out between activations and the key-value cache."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.executor.resolved_model import ServedModel
+from skyrl_tx_server.model.mesh import at_rest, bytes_per_device
+from skyrl_tx_server.model.transformer import Remat, cut_stack, layers_stay
+from skyrl_tx_server.model.weights import param_shapes
+
+CACHE_SHARE_OF_CPU_MEMORY = 0.25
+CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
+ACTIVATIONS_SHARE_OF_MEMORY = 0.1
+
+
+def free_bytes(settings: EngineSettings) -> float:
+    """Free memory of one device; on a CPU its share of all the machine's, because what is free changes from second to second."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (settings.mesh.devices // jax.process_count())
+
+
+def stats() -> dict[str, object]:
+    """Empty where the device keeps no count, as a CPU does."""
+    counts = jax.local_devices()[0].memory_stats() or {}
+    names = {"bytes_in_use": "device_bytes_in_use", "peak_bytes_in_use": "device_peak_bytes", "bytes_limit": "device_bytes_limit"}
+    return {name: counts[key] for key, name in names.items() if key in counts}
+
+
+def cache_budget_bytes(model: ServedModel, available_bytes: float) -> float:
+    share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
+    return max(0.0, available_bytes - copied_layers_bytes(model)) * share
+
+
+def copied_layers_bytes(model: ServedModel) -> int:
+    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies, as
+    experts always are."""
+    if layers_stay(model.config):
+        return 0
+    config = at_rest(model.config)
+    return bytes_per_device([cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers])
+
+
+def fitting_remat(model: ServedModel, available_bytes: float) -> Remat:
+    """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
+    return Remat.ACTIVATIONS if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+
+
+def _bytes_with_products(model: ServedModel) -> int:
+    """On one device, of what the layers of a training batch keep, most of it matrix products, and of one layer that is computed again: an
+    estimate without a compilation, and the same wherever it is made."""
+    config, settings = model.config, model.settings
+    experts = config.experts
+    copies = 1 if experts is None else experts.per_token + experts.shared
+    of_experts = 0 if experts is None else 2 * copies * config.hidden_size
+    divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
+    one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
+    gate_up = 2 * config.num_layers * config.intermediate_size
+    if experts is not None:
+        alike = config.num_layers - experts.dense_layers
+        gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
+    products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
+    kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
+    tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)
+    return tokens * (kept + one_layer) * model.dtype.itemsize

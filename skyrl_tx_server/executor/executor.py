@@ -1,0 +1,366 @@
+"""The executor: sole owner of the devices. Base weights, live models, sampler snapshots and decode slots, one method per operation.
+
+What a failed step may have destroyed is never the only copy: `forward_backward` goes on from the model's gradient in buffers of its own,
+which become the model's when the whole operation is through, and the optimizer step leaves its inputs alone, so after an error a model is
+exactly what it was before the operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.stages import Lowered
+
+from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.distributed.multihost import ALONE, Hosts
+from skyrl_tx_server.engine.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    Done,
+    DropSnapshot,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoadWeights,
+    LoraSpec,
+    LossFn,
+    Op,
+    OpResult,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SaveExternal,
+    SaveSampler,
+    SaveWeights,
+    UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
+)
+from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.errors import ConflictError, UserError
+from skyrl_tx_server.executor import compile_stats, device_memory
+from skyrl_tx_server.executor.cache_size import fitting_cache
+from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
+from skyrl_tx_server.files.base_model import fingerprint
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
+from skyrl_tx_server.files.peft_files import write_adapter
+from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.mesh import on_gpu, to_host
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.sampling.adapter_cache import SnapshotBank
+from skyrl_tx_server.sampling.batch_runner import DecodeSlots
+from skyrl_tx_server.training.losses import LossSelection, select_loss, trained_positions
+from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
+from skyrl_tx_server.training.train_step import (
+    TokenOutputs,
+    adam_from_arrays,
+    adam_scalars,
+    adam_step,
+    adam_to_arrays,
+    forward,
+    forward_backward,
+    init_adam,
+    place_adam,
+    train_batch,
+)
+from skyrl_tx_server.training.training_model_pool import LiveModel, LiveModels, available_host_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceExecutor:
+    """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
+
+    def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
+        self._hosts = hosts
+        use_compilation_cache(settings)
+        compile_stats.watch()
+        model = served_model(settings)
+        dtype = model.dtype
+        if on_gpu() and dtype == np.float32:
+            jax.config.update("jax_default_matmul_precision", "highest")  # or NVIDIA's devices round factors to ten bits (TF32)
+        self._config = model.config
+        self._params = load_params(settings.model_dir, self._config, dtype)
+        self._store = CheckpointStore(
+            settings.checkpoints_dir,
+            settings.base_model,
+            fingerprint(settings.model_dir),
+            quota_bytes=settings.checkpoint_quota_bytes,
+            tenant_quota=settings.tenant_quota,
+        )
+        self._max_lora_rank = settings.max_lora_rank
+        self._train_shapes = model.train_shapes
+        self._remat = device_memory.fitting_remat(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
+        self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
+        self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
+        self._snapshots = SnapshotBank(
+            self._config,
+            max_lora_rank=settings.max_lora_rank,
+            slots=settings.max_snapshots,
+            dtype=dtype,
+            read=self._read,
+            free_host_bytes=lambda: hosts.agreed(available_host_bytes),
+        )
+        cache_budget = device_memory.cache_budget_bytes(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
+        self._slots = DecodeSlots(
+            self._config,
+            self._params,
+            self._snapshots,
+            size=fitting_cache(model, cache_budget),
+            groups=settings.mesh.batch,
+            max_context_length=model.context,
+            block=settings.decode_block,
+            dtype=dtype,
+            model_dir=settings.model_dir,
+            tempered_logprobs=settings.tempered_logprobs,
+            hosts=hosts,
+        )
+        self.info = EngineInfo(
+            base_model=settings.base_model,
+            max_context_length=model.context,
+            max_lora_rank=settings.max_lora_rank,
+            vocab_size=self._config.vocab_size,
+            model_type=self._config.model_type,
+            eos_token_ids=self._config.eos_token_ids,
+            devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
+        )
+
+        ahead = on_gpu() and jax.process_count() == 1 if settings.compile_ahead is None else settings.compile_ahead
+        if ahead:
+            threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
+
+    def _compile_ahead(self) -> None:
+        """Every program of sampling and of training that takes long to compile, but for sequences longer than a micro-batch, for several
+        targets per position and for likeliest tokens, which few ask for. What is asked for meanwhile
+        compiles as ever; what is compiled here is found then. A process that ends waits for the program under way: XLA cannot be left
+        while it compiles."""
+        began, count = time.monotonic(), 0
+        try:
+            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+                if not threading.main_thread().is_alive():
+                    return
+                program.compile()
+                count += 1
+                logger.debug("compiled ahead: %s", name)
+        except Exception:
+            logger.exception("compiling ahead stopped after %d programs; others are compiled when they are asked for", count)
+            return
+        logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+
+    def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
+        loss = select_loss(LossFn.CROSS_ENTROPY)
+        for shape in reversed([shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]):
+            batch = train_batch(example(shape))
+            given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
+            yield f"forward_backward, {shape.length} tokens", forward_backward.lower(*given, config=self._config, remat=self._remat)
+            yield f"forward, {shape.length} tokens", forward.lower(self._no_gradient, self._params, batch, loss, config=self._config)
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def rows_decoding(self) -> int:
+        return self._slots.rows_decoding
+
+    @property
+    def unfinished_tokens(self) -> int:
+        return self._slots.unfinished_tokens
+
+    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+        return self._slots.admit(admits)
+
+    def decode(self) -> bool:
+        return self._slots.decode()
+
+    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
+        return self._slots.collect(go_on=go_on)
+
+    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._slots.pause(rows)
+
+    def running(self, ticket: int) -> Sequence[RunningRow]:
+        return self._slots.running(ticket)
+
+    def release(self, ticket: int) -> None:
+        self._slots.release(ticket)
+
+    # --- everything else ------------------------------------------------------------------------------------------
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        match op:
+            case ForwardBackward():
+                return (yield from self._forward_backward(op))
+            case OptimStep():
+                return self._optim_step(op)
+            case CreateModel():
+                return self._create(op)
+            case LoadWeights():
+                return self._load(op)
+            case SaveWeights():
+                return self._save(op)
+            case SaveSampler():
+                return self._save_sampler(op)
+            case SaveExternal():
+                return self._save_external(op)
+            case UnloadModel():
+                self._models.drop(op.model_id)
+                return Done()
+            case DropSnapshot():
+                self._snapshots.drop(op.weights)
+                return Done()
+            case Sample():
+                raise AssertionError("a Sample is admitted, not run")
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "slots": self.num_slots,
+            "slots_used": self.rows_decoding,
+            "programs": compile_stats.programs(),
+            "program_seconds": compile_stats.seconds(),
+            "programs_from_cache": compile_stats.cache_hits(),
+            **self._slots.stats(),
+            **self._models.stats(),
+            **self._snapshots.stats(),
+            **device_memory.stats(),
+        }
+
+    def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
+        model = self._models.get(op.model_id)
+        loss = select_loss(op.loss_fn, op.settings)
+        trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
+        batches = pack(op.data, trained, self._train_shapes)
+        if op.loss_fn is LossFn.GSPO:
+            logprobs, _ = yield from self._forward(op.model_id, batches, loss)
+            yield
+            batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
+        if op.forward_only:
+            logprobs, total = yield from self._forward(op.model_id, batches, loss)
+            return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
+        outputs: list[TokenOutputs] = []
+        gradient = self._models.get(op.model_id).gradient or self._no_gradient
+        for packed in batches:
+            if outputs:
+                yield
+            model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
+            gradient, output = forward_backward(
+                model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
+            )
+            outputs.append(to_host(output))
+        self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
+        return ForwardBackwardResult(logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)})
+
+    def _forward(
+        self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
+    ) -> Generator[None, None, tuple[tuple[np.ndarray, ...], float]]:
+        """(logprobs of each datum, summed loss), leaving the model as it is."""
+        outputs: list[TokenOutputs] = []
+        for packed in batches:
+            if outputs:
+                yield
+            adapter = self._models.get(model_id).adapter
+            outputs.append(to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config)))
+        return _logprobs(batches, outputs), _loss(outputs)
+
+    def _optim_step(self, op: OptimStep) -> OptimStepResult:
+        model = self._models.get(op.model_id)
+        gradient = model.gradient or self._no_gradient
+        adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
+        grad_norm, all_finite = to_host(report).tolist()
+        if not math.isfinite(grad_norm) or not all_finite:
+            self._models.put(op.model_id, replace(model, gradient=None))
+            what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
+            raise UserError(
+                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are as they were, the gradient is dropped; "
+                "go on with other data, or lower the learning rate or the advantages"
+            )
+        self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
+        return OptimStepResult(metrics={"grad_norm": grad_norm})
+
+    def _create(self, op: CreateModel) -> Done:
+        self._new_id(op.model_id)
+        adapter = init_adapter(self._config, op.lora, self._max_lora_rank)
+        self._models.put(op.model_id, self._fresh(op.lora, adapter))
+        return Done()
+
+    def _load(self, op: LoadWeights) -> WeightsLoaded:
+        model = None
+        if op.create:
+            self._new_id(op.model_id)
+        else:
+            model = self._models.get(op.model_id)
+        if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
+            raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
+        info, arrays = self._read(op.path)
+        if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:  # SDKs up to 0.36 make the model without a seed
+            raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
+        loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
+        if op.optimizer:
+            loaded = replace(loaded, adam=place_adam(self._config, adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
+        self._models.put(op.model_id, loaded)
+        return WeightsLoaded(model_id=op.model_id, lora=info.lora)
+
+    def _save(self, op: SaveWeights) -> WeightsSaved:
+        model = self._models.get(op.model_id)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
+        path = checkpoint_path(op.model_id, CheckpointKind.TRAINING, op.name)
+        return self._write(path, model, arrays, op.user_metadata, overwrite=op.overwrite)
+
+    def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
+        model = self._models.get(op.model_id)
+        on_disk = is_on_disk(op.weights)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) if on_disk or op.peft_directory is not None else {}
+        if op.peft_directory is not None:
+            directory = Path(op.peft_directory)
+            self._hosts.agreed(lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32"))
+        saved = self._write(op.weights, model, arrays, op.user_metadata) if on_disk else WeightsSaved(path=None, size_bytes=0)
+        self._snapshots.put(op.weights, model.adapter)
+        return saved
+
+    def _save_external(self, op: SaveExternal) -> WeightsSaved:
+        model = self._models.get(op.model_id)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora)
+        return self._write(checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name), model, arrays, {})
+
+    def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
+        return self._hosts.agreed(lambda: self._store.read(path))
+
+    def _write(
+        self, path: str, model: LiveModel, arrays: Mapping[str, np.ndarray], user_metadata: Mapping[str, str], *, overwrite: bool = False
+    ) -> WeightsSaved:
+        step = int(model.adam.step)
+        write = partial(self._store.write, path, arrays, lora=model.lora, step=step, user_metadata=user_metadata, overwrite=overwrite)
+        return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
+
+    def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
+        """A model on the device, with an optimizer that has taken no step."""
+        mask = trainable_mask(self._config, lora, self._max_lora_rank)
+        return LiveModel(
+            lora=lora,
+            adapter=place_adapter(self._config, adapter),
+            adam=place_adam(self._config, init_adam(self._config, self._max_lora_rank)),
+            mask=place_adapter(self._config, mask),
+        )
+
+    def _new_id(self, model_id: str) -> None:
+        if model_id in self._models:
+            raise ConflictError(f"model {model_id} exists already")
+
+
+def _logprobs(batches: Sequence[PackedBatch], outputs: Sequence[TokenOutputs]) -> tuple[np.ndarray, ...]:
+    return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+
+
+def _loss(outputs: Sequence[TokenOutputs]) -> float:
+    return sum(float(output.loss) for output in outputs)

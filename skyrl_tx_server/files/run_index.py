@@ -1,0 +1,276 @@
+"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, when checkpoints expire, which are public.
+
+One line of JSON per fact in `<checkpoints_dir>/ledger.jsonl`; a later line about the same thing wins, and a line that cannot be read is
+skipped. New facts are appended. When most of the file is out of date it is written anew and renamed into place. The runs of one tenant
+take at most `MAX_RUN_BYTES` in all; beyond that the oldest run is forgotten, and its checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.engine.tenants import owner_of
+from skyrl_tx_server.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+MAX_METADATA_BYTES = 16 << 10
+MAX_RUN_BYTES = 16 << 20
+COMPACTION_SLACK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """A model that was trained here, alive or not. UserError where its metadata is larger than `MAX_METADATA_BYTES`."""
+
+    run_id: str
+    base_model: str
+    lora: LoraSpec
+    created_at: datetime
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if _metadata_bytes(self.user_metadata) > MAX_METADATA_BYTES:
+            raise UserError(f"user_metadata of {self.run_id} is larger than {MAX_METADATA_BYTES >> 10} KiB; send less")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sizes:
+    """Bytes of the file, and of those of its lines that still say something."""
+
+    file: int = 0
+    live: int = 0
+
+
+class Ledger:
+    """The whole ledger, or, made by `of`, as one tenant sees it. Used on the event loop's thread only."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._tenant: str | None = None  # None: the runs of all
+        self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of their making
+        self._run_bytes: dict[str, int] = {}  # by owner
+        self._lines: dict[tuple[str, str], int] = {}  # what is said about what -> bytes of the line that says so
+        self._sizes = _Sizes()
+        self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
+        self._expiring: dict[str, str] = {}  # tinker:// path -> the generation that expires, where it is known
+        self.public: set[str] = set()  # tinker:// paths
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        with file.open("rb") as lines:
+            for line in lines:
+                self._sizes.file += len(line)
+                if line.strip():
+                    self._replay(line)
+        self._compact_if_due()
+
+    def of(self, tenant: str) -> Ledger:
+        """The same ledger, with the runs of one tenant."""
+        view = copy.copy(self)
+        view._tenant = tenant
+        return view
+
+    # --- what it says
+
+    @property
+    def runs(self) -> dict[str, TrainingRun]:
+        """Training runs by id, in the order of their making."""
+        if self._tenant is not None:
+            return dict(self._runs.get(self._tenant, {}))
+        return {run_id: run for runs in self._runs.values() for run_id, run in runs.items()}
+
+    def run(self, run_id: str) -> TrainingRun | None:
+        owner = owner_of(run_id)
+        return self._runs.get(owner, {}).get(run_id) if self._tenant in (None, owner) else None
+
+    def expiry(self, path: str, generation: str) -> datetime | None:
+        """When this save of a checkpoint is to be deleted; None: never."""
+        return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
+
+    def expired(self) -> list[str]:
+        now = datetime.now(UTC)
+        return [path for path, expires_at in self.expiries.items() if expires_at <= now]
+
+    def expiring_generation(self, path: str) -> str | None:
+        """Which save of the checkpoint expires; None: whichever there is."""
+        return self._expiring.get(path)
+
+    # --- what is entered
+
+    def record_run(self, run: TrainingRun) -> None:
+        """OSError when it cannot be written; then nothing has changed."""
+        num_bytes = self._append(_run_to_json(run))
+        self._remember_run(run, num_bytes)
+        self._compact_if_due()
+
+    def set_expiry(self, path: str, expires_at: datetime | None, generation: str | None = None) -> None:
+        """None: keep it for ever. The expiry is that of one `generation`, where it is given."""
+        if expires_at is None and path not in self.expiries:
+            return
+        num_bytes = self._append(_expiry_to_json(path, expires_at, generation))
+        self._remember_expiry(path, expires_at, generation, num_bytes)
+        self._compact_if_due()
+
+    def set_public(self, path: str, public: bool) -> None:
+        if public == (path in self.public):
+            return
+        num_bytes = self._append({"path": path, "public": public})
+        self._remember_public(path, public, num_bytes)
+        self._compact_if_due()
+
+    def forget(self, path: str, generation: str | None = None) -> None:
+        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation` stays."""
+        if generation is None or self._expiring.get(path, generation) == generation:
+            self.set_expiry(path, None)
+        self.set_public(path, False)
+
+    # --- in memory
+
+    def _replay(self, line: bytes) -> None:
+        try:
+            fact = json.loads(line)
+            if not isinstance(fact, dict):
+                raise TypeError("not an object")
+            if "run_id" in fact:
+                run = _run_from_json(fact)
+                self._remember_run(run, len(json.dumps(_run_to_json(run))))
+                return
+            path = fact["path"]
+            if not isinstance(path, str):
+                raise TypeError("path: not text")
+            if "public" in fact:
+                self._remember_public(path, bool(fact["public"]), len(line))
+                return
+            expires_at, generation = fact["expires_at"], fact.get("generation")
+            expires_at = None if expires_at is None else _aware(expires_at)
+            self._remember_expiry(path, expires_at, generation if isinstance(generation, str) else None, len(line))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("%s: skipped a damaged line (%s): %s", self._file, str(error)[:100], line[:80])
+
+    def _remember_run(self, run: TrainingRun, num_bytes: int) -> None:
+        owner = owner_of(run.run_id)
+        runs = self._runs.setdefault(owner, OrderedDict())
+        self._forget_run(owner, run.run_id)
+        runs[run.run_id] = run
+        self._run_bytes[owner] = self._run_bytes.get(owner, 0) + num_bytes
+        self._count("run", run.run_id, num_bytes)
+        while self._run_bytes[owner] > MAX_RUN_BYTES:
+            self._forget_run(owner, next(iter(runs)))
+
+    def _forget_run(self, owner: str, run_id: str) -> None:
+        if self._runs[owner].pop(run_id, None) is not None:
+            self._run_bytes[owner] -= self._lines["run", run_id]
+            self._count("run", run_id, 0)
+
+    def _remember_expiry(self, path: str, expires_at: datetime | None, generation: str | None, num_bytes: int) -> None:
+        self._expiring.pop(path, None)
+        if expires_at is None:
+            self.expiries.pop(path, None)
+        else:
+            self.expiries[path] = expires_at
+            if generation is not None:
+                self._expiring[path] = generation
+        self._count("expiry", path, 0 if expires_at is None else num_bytes)
+
+    def _remember_public(self, path: str, public: bool, num_bytes: int) -> None:
+        (self.public.add if public else self.public.discard)(path)
+        self._count("public", path, num_bytes if public else 0)
+
+    def _count(self, what: str, name: str, num_bytes: int) -> None:
+        """The newest line about this has so many bytes; 0: it need not be kept."""
+        self._sizes.live += num_bytes - self._lines.pop((what, name), 0)
+        if num_bytes:
+            self._lines[what, name] = num_bytes
+
+    # --- on the disk
+
+    def _append(self, fact: dict[str, object]) -> int:
+        """Bytes of the new line. After an OSError the file is as it was."""
+        # The leading newline ends a line that a crash left torn, so that it costs one fact and not two.
+        line = ("\n" + json.dumps(fact)).encode()
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                written = 0
+                while written < len(line):
+                    written += os.write(descriptor, line[written:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+        self._sizes.file += len(line)
+        return len(line)
+
+    def _compact_if_due(self) -> None:
+        if self._sizes.file <= 2 * self._sizes.live + COMPACTION_SLACK:
+            return
+        aside = self._file.with_name(f".{self._file.name}.new")
+        try:
+            with aside.open("w") as stream:
+                for fact in self._facts():
+                    stream.write("\n" + json.dumps(fact))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(aside, self._file)
+        except OSError as error:  # it only stays long
+            logger.warning("%s cannot be written anew: %s", self._file, error)
+            aside.unlink(missing_ok=True)
+            self._sizes.file = self._sizes.live  # try again when as much has been added
+        else:
+            self._sizes.file = self._file.stat().st_size
+
+    def _facts(self) -> Iterator[dict[str, object]]:
+        for runs in self._runs.values():
+            for run in runs.values():
+                yield _run_to_json(run)
+        for path, expires_at in self.expiries.items():
+            yield _expiry_to_json(path, expires_at, self._expiring.get(path))
+        for path in sorted(self.public):
+            yield {"path": path, "public": True}
+
+
+def _run_to_json(run: TrainingRun) -> dict[str, object]:
+    return {**asdict(run), "created_at": run.created_at.isoformat()}
+
+
+def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | None) -> dict[str, object]:
+    when = None if expires_at is None else expires_at.isoformat()
+    fact: dict[str, object] = {"path": path, "expires_at": when}
+    return fact if generation is None else {**fact, "generation": generation}
+
+
+def _run_from_json(fact: dict[str, object]) -> TrainingRun:
+    """ValueError, KeyError or TypeError for what is no run. Metadata that is too large is left out."""
+    metadata = fact.get("user_metadata", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for item in metadata.items() for text in item):
+        raise TypeError("user_metadata: not text")
+    if _metadata_bytes(metadata) > MAX_METADATA_BYTES:
+        logger.warning("left out the metadata of %s, which is too large", str(fact["run_id"])[:80])
+        metadata = {}
+    lora = LoraSpec(**fact["lora"])  # type: ignore[arg-type]
+    run = TrainingRun(**{**fact, "lora": lora, "created_at": _aware(fact["created_at"]), "user_metadata": metadata})  # type: ignore[arg-type]
+    if not (isinstance(run.run_id, str) and isinstance(run.base_model, str) and isinstance(lora.rank, int)):
+        raise TypeError("run_id, base_model or rank: wrong type")
+    return run
+
+
+def _aware(text: object) -> datetime:
+    when = datetime.fromisoformat(str(text))
+    if when.utcoffset() is None:
+        raise ValueError(f"{str(text)[:40]}: without a time zone")
+    return when
+
+
+def _metadata_bytes(metadata: dict[str, str]) -> int:
+    return sum(len(name.encode()) + len(text.encode()) for name, text in metadata.items())

@@ -1,0 +1,100 @@
+"""The ASGI application: every route behind the border, and the housekeeping that runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Lobby, refusal, serve
+from skyrl_tx_server.http.routes import downloads, futures, metrics, openai, sampling, service, sessions, training, unsupported, weights
+
+logger = logging.getLogger(__name__)
+
+# Looked through in this order for every request, so those that clients send all the time come first. `downloads` before `weights`: its
+# longer paths end in a word that `{checkpoint_id:path}` would swallow.
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *futures.ENDPOINTS,
+    *training.ENDPOINTS,
+    *sampling.ENDPOINTS,
+    *service.ENDPOINTS,
+    *sessions.ENDPOINTS,
+    *unsupported.ENDPOINTS,
+    *downloads.ENDPOINTS,
+    *weights.ENDPOINTS,
+    *openai.ENDPOINTS,
+    *metrics.ENDPOINTS,
+)
+
+
+def build_app(lobby: Lobby, *, housekeeping_period_s: float = 5.0) -> Starlette:
+    """Serves 503 until someone puts a `Context` in the lobby."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        housekeeper = asyncio.create_task(_housekeeping(lobby, housekeeping_period_s))
+        yield
+        housekeeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await housekeeper
+
+    return Starlette(
+        routes=[Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS],
+        lifespan=lifespan,
+        exception_handlers={404: _no_route, 405: _no_route},
+    )
+
+
+def _bind(endpoint: Endpoint, lobby: Lobby) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await serve(endpoint, lobby, request)
+
+    return handle
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    logger.warning("no route %s %s", request.method, request.url.path[:200])
+    known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
+    path = request.url.path
+    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
+
+
+async def _housekeeping(lobby: Lobby, period_s: float) -> None:
+    """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
+    while True:
+        await asyncio.sleep(period_s)
+        if lobby.context is not None:
+            try:
+                await housekeep(lobby.context)
+            except Exception:
+                logger.exception("housekeeping failed; trying again in %g s", period_s)
+
+
+async def housekeep(context: Context) -> None:
+    if context.settings.tenant_keys is not None:
+        context.settings.tenant_keys.reload_if_changed()
+    for each in (context, *context.tenants.values()):
+        each.futures.prune()
+    for session_id in context.registry.expired():
+        sessions.end_session(context, session_id, "no sign of life from its client")
+    for path in context.ledger.expired():
+        generation = context.ledger.expiring_generation(path)
+        try:
+            generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
+            if generation is None:
+                continue  # it was saved anew; whether that one expires is about to be entered
+            logger.info("deleted %s: its time to live is over", path)
+        except NotFoundError:
+            logger.debug("%s was deleted by hand", path)
+        except (ServerError, OSError) as error:
+            logger.warning("the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error)
+        context.ledger.forget(path, generation)
+    await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

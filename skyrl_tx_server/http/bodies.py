@@ -1,0 +1,208 @@
+"""Request bodies: how large each may be, how long it may take, and how many bytes of them the server holds at once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import zstandard
+from starlette.requests import Request
+
+from skyrl_tx_server.errors import CapacityError, UnsupportedMediaTypeError, UserError
+from skyrl_tx_server.http.wire.json_body import CONTROL_BOUNDS, DATA_BOUNDS, JsonBounds
+
+JSON_MEDIA_TYPE = "application/json"
+PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
+
+SMALL_BYTES = 64 << 10
+"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight; the number of connections bounds them."""
+DISCARD_AT_MOST = 1 << 30
+MIN_BYTES_PER_S = 64 << 10
+"""A body that comes more slowly than this on average is given up, however regularly its bytes come."""
+MAX_COMPRESSION_RATIO = 200
+ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # whatever the ratio
+MAX_ZSTD_WINDOW_BYTES = 8 << 20
+BODIES_IN_FLIGHT = 4  # of the largest size
+_DECOMPRESS_STEP_BYTES = 1 << 20
+
+_PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    """What a route accepts as body; `max_request_mb` limits it further."""
+
+    max_bytes: int = 1 << 20  # after decompression
+    json: JsonBounds = CONTROL_BOUNDS
+    media_types: tuple[str, ...] = (JSON_MEDIA_TYPE,)
+
+
+CONTROL_BODY = BodyLimits()
+SAMPLE_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
+"""A context of a million tokens takes 8 MiB as JSON; the rest is for target_prompt_logprobs."""
+TRAINING_JSON_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
+"""SDKs up to 0.24 send at most 5 MB of tensors in a request, which are up to 25 MB as JSON."""
+TRAINING_BODY = BodyLimits(max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE))
+"""Protobuf up to max_request_mb; JSON up to TRAINING_JSON_BODY."""
+CHAT_BODY = BodyLimits(max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000))
+"""The text of a context of a million tokens."""
+
+
+class BodyBudget:
+    """Bytes of bodies that are being received and parsed. Who asks first is served first."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncIterator[None]:
+        """CapacityError when there is no room within `timeout_s`. A body above the capacity takes all of it."""
+        num_bytes = min(num_bytes, capacity)
+        if self._waiting or self._used + num_bytes > capacity:
+            await self._wait(num_bytes, capacity, timeout_s)
+        else:
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            self._used -= num_bytes
+            self._admit(capacity)
+
+    async def _wait(self, num_bytes: int, capacity: int, timeout_s: float) -> None:
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, admitted))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await admitted
+        except BaseException as error:
+            if admitted.done() and not admitted.cancelled():  # admitted at the same moment
+                self._used -= num_bytes
+            admitted.cancel()
+            self._admit(capacity)
+            if isinstance(error, TimeoutError):
+                raise CapacityError("too many large requests are being received; try again later") from None
+            raise
+
+    def _admit(self, capacity: int) -> None:
+        while self._waiting:
+            num_bytes, admitted = self._waiting[0]
+            if not admitted.done():
+                if self._used + num_bytes > capacity:
+                    return
+                self._used += num_bytes
+                admitted.set_result(None)
+            self._waiting.popleft()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+
+async def read_parsed[T](
+    request: Request,
+    parse: Callable[[bytes], T],
+    limits: BodyLimits,
+    *,
+    budget: BodyBudget,
+    max_bytes: int,
+    stalled_s: float,
+) -> T:
+    """`parse` of the decompressed body. Large and compressed bodies are decompressed and parsed in a thread."""
+    limit = min(limits.max_bytes, max_bytes)
+    headers: dict[bytes, bytes] = dict(request.scope["headers"])
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+    num_bytes = _reserved_bytes(headers, limit, compressed=encoding not in ("", "identity"))
+    if num_bytes <= SMALL_BYTES:
+        body = await _receive(request, limit, stalled_s)
+        _check_media_type(headers, limits, body)
+        return parse(body)
+    async with budget.reserve(num_bytes, capacity=BODIES_IN_FLIGHT * max_bytes, timeout_s=stalled_s):
+        body = await _receive(request, limit, stalled_s)
+        _check_media_type(headers, limits, body)
+        match encoding:
+            case "" | "identity":
+                work = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
+            case "zstd":
+                work = lambda: parse(decompress(body, limit))  # noqa: E731
+            case other:
+                raise UserError(f"content-encoding {other[:80]!r} is not supported; send zstd or none")
+        return parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
+
+
+def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
+    """As much as the body may take: a body without a length, or with one that says little, may take the route's limit."""
+    length = headers.get(b"content-length", b"")
+    if compressed or (not length and b"transfer-encoding" in headers):
+        return max(limit, SMALL_BYTES + 1)
+    return min(int(length), limit) if length.isdigit() and len(length) < 20 else 0
+
+
+async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
+    """The body as sent. One over the limit is read to its end all the same: a client cut off while sending would only retry."""
+    chunks: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        async with asyncio.timeout(stalled_s) as patience:
+            async for chunk in request.stream():
+                size += len(chunk)
+                patience.reschedule(min(loop.time(), began + size / MIN_BYTES_PER_S) + stalled_s)
+                if size <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+                    if size > DISCARD_AT_MOST:
+                        break
+    except TimeoutError:  # the client's machine died, or the client sends slowly on purpose
+        raise UserError(
+            f"the body stalled: no byte for {stalled_s:g} s, or less than {MIN_BYTES_PER_S >> 10} KiB/s on average; send it again"
+        ) from None
+    if size > limit:
+        raise _too_large(limit)
+    return b"".join(chunks)
+
+
+def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: bytes) -> None:
+    """A web page may send text/plain or a form to any address without being asked, but not these types."""
+    if not body:
+        return
+    sent = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if sent not in limits.media_types:
+        accepted = " or ".join(limits.media_types)
+        raise UnsupportedMediaTypeError(
+            f"content-type {sent[:80]!r} is not accepted here; send {accepted} (curl: -H 'Content-Type: {limits.media_types[0]}')"
+        )
+
+
+def decompress(body: bytes, limit: int) -> bytes:
+    """UserError for a body that is not zstd, is larger than `limit`, or has a higher ratio than training data ever has."""
+    largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
+    parts: list[bytes] = []
+    size = 0
+    try:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+        with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+            while size <= largest and (part := reader.read(_DECOMPRESS_STEP_BYTES)):
+                parts.append(part)
+                size += len(part)
+    except zstandard.ZstdError as error:
+        raise UserError(f"the body is not valid zstd: {error}") from None
+    if size > limit:
+        raise _too_large(limit)
+    if size > largest:
+        raise UserError(f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without content-encoding")
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> UserError:
+    size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+    return UserError(
+        f"the request is larger than this route's limit of {size}; send less at once. max_request_mb of the server limits training requests"
+    )

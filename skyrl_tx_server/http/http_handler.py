@@ -1,0 +1,153 @@
+"""The HTTP border: every route runs inside `serve`, which refuses browsers, logs one line and turns errors into statuses.
+
+Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go away (a name taken, a bug
+of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure is a 200 with an `error` field, in `futures.py`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT
+from skyrl_tx_server.errors import ConflictError, ForbiddenError, LoadingError, ServerError, UnauthorizedError
+from skyrl_tx_server.http import bodies
+from skyrl_tx_server.http.access import check_access
+from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
+from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.openai_replies import error_json
+
+logger = logging.getLogger("skyrl_tx_server.http")
+
+Reply = Mapping[str, object] | Response | None
+Handler = Callable[[Context, Request], Awaitable[Reply]]
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status logged for a client that left before its answer; nobody receives it."""
+NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
+MAX_DETAIL_LENGTH = 2000
+"""Characters of an error message; what a client sent may be quoted in it."""
+_LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
+_OPENAI_PREFIX = "/v1/"
+
+
+@dataclass(kw_only=True, slots=True)
+class Lobby:
+    """Where requests wait until the engine can work: the port is open before the model is loaded."""
+
+    context: Context | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """One route of the contract. The handler's dict becomes JSON, None a 204."""
+
+    method: str
+    path: str
+    handler: Handler
+    needs_key: bool = True  # where the server has one
+    for_operator: bool = False  # where the server has tenants
+    log_level: int = field(default=logging.INFO)
+    body: BodyLimits = CONTROL_BODY
+
+
+async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+    """Run one request, whatever happens."""
+    began = time.perf_counter()
+    request.scope[_LIMITS] = endpoint.body
+    response = await _answer(endpoint, lobby, request)
+    if lobby.context is not None:
+        lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    logger.log(
+        endpoint.log_level if response.status_code < 400 or response.status_code in NOT_YET else logging.WARNING,
+        "method=%s route=%s status=%d ms=%.1f sdk=%s",
+        endpoint.method,
+        endpoint.path,
+        response.status_code,
+        1e3 * (time.perf_counter() - began),
+        request.headers.get("x-sdk-method", "-")[:80],
+    )
+    return response
+
+
+async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+    if lobby.context is None:
+        return refusal(endpoint.path, LoadingError("the server is still loading its model; try again in a moment"))
+    try:
+        context = lobby.context
+        check_access(context.settings.access, request)
+        if endpoint.needs_key:
+            context = context.of(_check_key(context.settings, request))
+        if endpoint.for_operator and not context.is_operator:
+            raise ForbiddenError(f"{endpoint.path} is for the operator of this server, who has its api_key")
+        return _respond(await endpoint.handler(context, request))
+    except ConflictError as error:
+        return refusal(endpoint.path, error, status=400)
+    except ServerError as error:
+        return refusal(endpoint.path, error)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    except Exception as error:
+        logger.exception("%s %s failed", endpoint.method, endpoint.path)
+        return refusal(endpoint.path, ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"), status=400)
+
+
+def _check_key(settings: HttpSettings, request: Request) -> str:
+    """The tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
+    api_key, tenant_keys = settings.api_key, settings.tenant_keys
+    if api_key is None and tenant_keys is None:
+        return DEFAULT_TENANT
+    sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is not None and hmac.compare_digest(sent.encode(), api_key.encode()):
+        return DEFAULT_TENANT
+    tenant = None if tenant_keys is None else tenant_keys.tenant_of(sent)
+    if tenant is None:
+        raise UnauthorizedError("this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients")
+    return tenant
+
+
+def _respond(reply: Reply) -> Response:
+    if reply is None:
+        return Response(status_code=204)
+    if isinstance(reply, Response):
+        return reply
+    return JSONResponse(reply)
+
+
+def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
+    """An error in the shape that the clients of `path` read: OpenAI's below /v1, Tinker's elsewhere."""
+    status = error.status if status is None else status
+    detail = str(error)
+    if len(detail) > MAX_DETAIL_LENGTH:
+        detail = f"{detail[:MAX_DETAIL_LENGTH]}... ({len(detail)} characters)"
+    if path.startswith(_OPENAI_PREFIX):
+        return JSONResponse(error_json(error, detail), status_code=status)
+    return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
+
+
+async def read_parsed[T](context: Context, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None) -> T:
+    """`parse` of the body within the limits of the request's endpoint, or within tighter ones."""
+    return await bodies.read_parsed(
+        request,
+        parse,
+        limits or request.scope.get(_LIMITS, CONTROL_BODY),
+        budget=context.bodies,
+        max_bytes=context.settings.max_request_bytes,
+        stalled_s=context.settings.stalled_s,
+    )
+
+
+async def read_body(context: Context, request: Request) -> bytes:
+    return await read_parsed(context, request, bytes)
+
+
+async def read_json(context: Context, request: Request) -> object:
+    bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
+    return await read_parsed(context, request, lambda body: parse_json(body, bounds))

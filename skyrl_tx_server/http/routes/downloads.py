@@ -1,0 +1,156 @@
+"""Weights for use elsewhere: save_weights_external, and files in PEFT's layout under URLs that open for an hour.
+
+The adapter is written in PEFT's layout when its URLs are first asked for (`files.derived`); SDKs up to 0.35 ask for both files in one tar,
+of any checkpoint. A URL carries its end, the generation of the checkpoint and a signature by a secret of this process, so it needs no API
+key and cannot be made up; after a restart the client asks for new ones. Once the checkpoint is saved anew or deleted the URL answers 404,
+so files that are fetched one after the other are always of the same save. A download under way keeps its file open and ends as it began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse
+from starlette.types import Receive, Scope, Send
+
+from skyrl_tx_server.engine.operations import SaveExternal
+from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path
+from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
+from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.requests import check_ttl
+
+FILES = (CONFIG, WEIGHTS)
+ARCHIVE = "adapter.tar"
+URLS_OPEN_FOR = timedelta(hours=1)
+KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
+"""Files made for downloads are removed when nobody has asked for them for so long."""
+_SECRET = secrets.token_bytes(32)
+_ANY_TEXT = ("utf-8", "surrogatepass")  # what a URL may hold
+
+
+async def save_weights_external(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "save_weights_external")
+    model_id = fields.text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    name = fields.text("path")
+    ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
+    fields.refuse("age_encryption_recipients", "encrypt the files after the download, e.g. with age")
+    fields.ignore("type")
+    fields.finish()
+    model = context.registry.model(model_id)
+    path = named(model_id, CheckpointKind.EXTERNAL, name)
+    op = SaveExternal(model_id=model_id, name=name)
+    return save_named(context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds)
+
+
+async def external_weights_urls(context: Context, request: Request) -> Reply:
+    path = checkpoint_path(request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"])
+    info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
+    expires = datetime.now(UTC) + URLS_OPEN_FOR
+    return {"urls": {file: _url(request, info, file, expires) for file in FILES}, "expires": expires.isoformat()}
+
+
+async def archive(context: Context, request: Request) -> Reply:
+    """A redirect to the tar, whatever the kind of checkpoint."""
+    info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
+    expires = datetime.now(UTC) + URLS_OPEN_FOR
+    return RedirectResponse(_url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)})
+
+
+async def download(context: Context, request: Request) -> Reply:
+    path, file = path_of(request), request.path_params["file"]
+    ends, generation, signature = (request.query_params.get(name, "") for name in ("ends", "generation", "signature"))
+    is_time = re.fullmatch("[0-9]{1,12}", ends) is not None
+    if not is_time or not hmac.compare_digest(signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()):
+        raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
+    if int(ends) < datetime.now(UTC).timestamp():
+        raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
+    return OpenFileResponse(await asyncio.to_thread(_open, context.checkpoints, path, file, generation))
+
+
+class OpenFileResponse(FileResponse):
+    """Sends a file that is open already, so that removing it meanwhile does not matter."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(f"/proc/self/fd/{file.fileno()}", media_type="application/octet-stream")
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
+def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
+    """NotFoundError when the checkpoint has no longer this generation."""
+    while True:
+        info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
+        if info.generation != generation:
+            raise NotFoundError(f"checkpoint {path} was saved anew after this URL was made; ask for new URLs")
+        try:
+            return (target if file == ARCHIVE else target / file).open("rb")
+        except FileNotFoundError:
+            continue  # removed since, because it was replaced, deleted or had not been used for long
+
+
+def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:
+    ends = int(expires.timestamp())
+    address = f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{quote(info.path.removeprefix('tinker://'))}/{file}"
+    return f"{address}?ends={ends}&generation={info.generation}&signature={_signature(info.path, file, info.generation, ends)}"
+
+
+def _signature(path: str, file: str, generation: str, ends: int) -> str:
+    return hmac.new(_SECRET, f"{path}/{file}/{generation}/{ends}".encode(*_ANY_TEXT), hashlib.sha256).hexdigest()
+
+
+def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
+    """The directory with both files of the checkpoint's adapter in PEFT's layout."""
+    return checkpoints.derived(path, "peft", _write_peft)
+
+
+def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
+    """The tar of both files."""
+    return checkpoints.derived(path, ARCHIVE, _write_archive)
+
+
+def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
+    write_adapter(target, arrays, info.lora, info.base_model, "float32")
+
+
+def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
+    """The same bytes whenever it is made, so that a download in several parts fits together."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory, tarfile.open(target, "x") as tar:
+        write_adapter(Path(directory), arrays, info.lora, info.base_model, "float32")
+        for name in FILES:
+            tar.add(Path(directory) / name, arcname=name, filter=partial(_plain, created_at=info.created_at))
+
+
+def _plain(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
+    member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = int(created_at.timestamp()), 0, 0, "", "", 0o644
+    return member
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/save_weights_external", handler=save_weights_external),
+    Endpoint(method="GET", path=RUN + "/checkpoints/external_weights/{name}/external_weights_urls", handler=external_weights_urls),
+    Endpoint(method="GET", path=CHECKPOINT + "/archive", handler=archive),
+    Endpoint(method="GET", path="/api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}", handler=download, needs_key=False),
+)

@@ -1,0 +1,56 @@
+"""retrieve_future, the long poll through which every result and every failure reaches the client, and cancel_future."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from skyrl_tx_server.engine.futures import Outcome
+from skyrl_tx_server.errors import FutureLostError
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, has_proto_form, result_to_proto
+from skyrl_tx_server.http.wire.results import result_to_json
+
+
+async def retrieve_future(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "retrieve_future")
+    request_id = fields.text("request_id")
+    # Asking is a sign of life, being answered is none: a client that dies while it waits is not seen to go.
+    context.registry.touch(context.futures.session_of(request_id))
+    outcome = await context.futures.wait(request_id)
+    if outcome is None:
+        # The SDK asks again at once, which is why `wait` has held the request as long as the SDK lets it.
+        return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408)
+    return _reply(outcome, accepts_proto=MEDIA_TYPE in request.headers.get("accept", ""))
+
+
+def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
+    if isinstance(outcome.error, FutureLostError):
+        raise outcome.error
+    if outcome.error is not None:
+        return {"error": str(outcome.error), "category": outcome.error.category}
+    assert outcome.result is not None, "a finished future has a result or an error"
+    if accepts_proto and has_proto_form(outcome.result):
+        return Response(result_to_proto(outcome.result), media_type=MEDIA_TYPE)
+    return result_to_json(outcome.kind, outcome.result, outcome.extra)
+
+
+async def cancel_future(context: Context, request: Request) -> Reply:
+    """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its next decode block; anything else
+    that has begun finishes, and its result is not kept."""
+    fields = Fields(await read_json(context, request), "cancel_future")
+    request_id = fields.text("request_id")
+    fields.ignore("type")
+    fields.finish()
+    context.futures.cancel(request_id)
+    return None
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/retrieve_future", handler=retrieve_future, log_level=logging.DEBUG),
+    Endpoint(method="POST", path="/api/v1/cancel_future", handler=cancel_future),
+)

@@ -1,0 +1,212 @@
+"""OpenAI's doors to whatever can be sampled: /v1/chat/completions, /v1/completions and /v1/models.
+
+A model is asked for by the name of the base model, by the id of a live sampler, or by a sampler checkpoint's tinker:// path. A stream
+carries the tokens of each decode block as the engine makes them; a client that goes away gives its slots back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
+from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
+from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.bodies import CHAT_BODY
+from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
+from skyrl_tx_server.http.streaming import follow, results_of
+from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
+from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
+from skyrl_tx_server.http.wire.openai_requests import Ask, parse_chat, parse_completion
+from skyrl_tx_server.http.wire.requests import check_tokens
+
+
+async def chat_completions(context: Context, request: Request) -> Reply:
+    chat = await read_parsed(context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits))
+    tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
+    rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
+    settings = _ending_turns(chat.ask.settings, tokenizer)
+    op = await _sample(context, chat.ask, settings, np.array(rendered.token_ids, np.int32))
+    return await _reply(context, request, ChatDoor(chat, rendered, tokenizer), [op])
+
+
+async def completions(context: Context, request: Request) -> Reply:
+    completion = await read_parsed(context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits))
+    tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
+
+    def ids_of(prompt: str | np.ndarray) -> np.ndarray:
+        return np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32) if isinstance(prompt, str) else prompt
+
+    prompts = await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in completion.prompts])
+    ops = [await _sample(context, completion.ask, completion.ask.settings, prompt) for prompt in prompts]
+    return await _reply(context, request, TextDoor(completion, tokenizer), ops)
+
+
+async def list_models(context: Context, request: Request) -> Reply:
+    return {"object": "list", "data": [_model_json(name, created) for name, created in (await _models(context)).items()]}
+
+
+async def get_model(context: Context, request: Request) -> Reply:
+    name, models = str(request.path_params["model"]), await _models(context)
+    if name not in models:
+        raise NotFoundError(_no_such_model(context, name))
+    return _model_json(name, models[name])
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+async def _models(context: Context) -> dict[str, int]:
+    """Every name that can be asked for -> since when, in seconds since 1970."""
+    names = {context.base_model: 0}
+    for session in context.registry.sessions():
+        names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
+    for info in await asyncio.to_thread(context.checkpoints.list):
+        if info.kind is CheckpointKind.SAMPLER and info.base_model == context.base_model:
+            names[info.path] = int(info.created_at.timestamp())
+    return names
+
+
+def _model_json(name: str, created: int) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx_server"}
+
+
+def _no_such_model(context: Context, name: str) -> str:
+    return f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's path; see /v1/models"
+
+
+async def _weights(context: Context, name: str) -> str | None:
+    """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a training checkpoint."""
+    if name == context.base_model:
+        return None
+    if is_on_disk(name):
+        info = await asyncio.to_thread(context.checkpoints.info, name)
+        if info.kind is not CheckpointKind.SAMPLER:
+            raise UserError(f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns")
+        context.check_base_model(info.base_model)
+        return name
+    sampler = context.registry.find_sampler(name)
+    if sampler is not None:
+        if sampler.model_path is not None:
+            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
+        return sampler.weights
+    raise NotFoundError(_no_such_model(context, name))
+
+
+# --- from a request to the engine -------------------------------------------------------------------------------
+
+
+def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
+    """A chat also ends where the tokenizer says a turn ends, which config.json may not know."""
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id in settings.stop_token_ids:
+        return settings
+    return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
+
+
+async def _sample(context: Context, ask: Ask, settings: SamplingSettings, prompt: np.ndarray) -> Sample:
+    limit = context.limits.max_context_length
+    wanted = 1 if settings.max_tokens is None else settings.max_tokens
+    if len(prompt) + wanted > limit:
+        raise TooLongError(
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and {wanted} more were asked for. "
+            "Shorten the prompt or lower max_tokens"
+        )
+    if not len(prompt):
+        raise UserError("the prompt is empty: send at least one token")
+    check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may know more tokens than the model has
+    return Sample(weights=await _weights(context, ask.model), prompt=prompt, settings=settings, num_samples=ask.num_samples)
+
+
+# --- replies ----------------------------------------------------------------------------------------------------
+
+
+async def _reply(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+    return await (_stream(context, door, ops[0]) if door.ask.stream else _whole(context, request, door, ops))
+
+
+async def _whole(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+    header = new_header(door.prefix, door.whole_object, door.ask.model)
+    results = await results_of(context, request, ops)
+    if results is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    choices: list[dict[str, object]] = []
+    for result in results:
+        for sequence in result.sequences:
+            answer, ids = door.answer(), sequence.tokens.tolist()
+            choices.append(
+                {
+                    "index": len(choices),
+                    **door.whole(answer.finish(ids, sequence.stop_reason)),
+                    "logprobs": door.logprobs()(ids, sequence.logprobs.tolist()) if door.ask.logprobs else None,
+                    "finish_reason": answer.finish_reason(sequence.stop_reason),
+                    **({"token_ids": ids} if door.ask.token_ids else {}),
+                }
+            )
+    body = header.with_choices(choices) | {"usage": _usage(ops, results)}
+    if door.ask.token_ids:
+        prompts = [op.prompt.tolist() for op in ops]
+        body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+    return body
+
+
+async def _stream(context: Context, door: Door, op: Sample) -> Response:
+    """Waits for the first tokens, so that a request the engine refuses still gets its status."""
+    results: list[SampleResult] = []
+    news = follow(context, op, results)
+    first = await anext(news)
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            async with contextlib.aclosing(news):
+                for chunk in _opening_chunks(header, door, op):
+                    yield _event(chunk)
+                for chunk in choices.chunks(first):
+                    yield _event(chunk)
+                async for more in news:
+                    for chunk in choices.chunks(more):
+                        yield _event(chunk)
+            if door.ask.include_usage:
+                yield _event(header.with_choices([]) | {"usage": _usage([op], results)})
+            yield "data: [DONE]\n\n"
+        except ServerError as error:
+            yield _event(error_json(error))
+
+    header = new_header(door.prefix, door.chunk_object, door.ask.model)
+    choices = Choices(header, door, op)
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _opening_chunks(header: Header, door: Door, op: Sample) -> Iterable[dict[str, object]]:
+    opening = door.opening()
+    if opening is not None:
+        for index in range(op.num_samples):
+            yield header.with_choices([{"index": index, **opening, "logprobs": None, "finish_reason": None}])
+
+
+def _usage(ops: Sequence[Sample], results: Sequence[SampleResult]) -> dict[str, object]:
+    return usage(
+        sum(len(op.prompt) for op in ops),
+        sum(len(sequence.tokens) for result in results for sequence in result.sequences),
+        sum(result.prompt_cache_hit_tokens for result in results),
+    )
+
+
+def _event(body: Mapping[str, object]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/v1/chat/completions", handler=chat_completions, body=CHAT_BODY),
+    Endpoint(method="POST", path="/v1/completions", handler=completions, body=CHAT_BODY),
+    Endpoint(method="GET", path="/v1/models", handler=list_models),
+    Endpoint(method="GET", path="/v1/models/{model:path}", handler=get_model),
+)

@@ -1,0 +1,84 @@
+"""Sampling sessions and asample."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from skyrl_tx_server.engine.futures import RequestKey
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.files.checkpoints import CheckpointKind
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.bodies import SAMPLE_BODY
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
+from skyrl_tx_server.http.streaming import Listener
+from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.requests import SampleRequest, parse_sample
+
+
+async def create_sampling_session(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "create_sampling_session")
+    session_id = fields.text("session_id")
+    seq_id = fields.integer("sampling_session_seq_id")
+    base_model = fields.optional_text("base_model")
+    model_path = fields.optional_text("model_path")
+    fields.ignore("type")
+    fields.finish()
+    weights = _weights(context, base_model=base_model, model_path=model_path)
+    sampler_id = context.registry.sampler_id(session_id, seq_id)
+    context.registry.add_sampler(session_id, sampler_id, model_path=model_path, weights=weights)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+def _weights(context: Context, *, base_model: str | None, model_path: str | None) -> str | None:
+    """What the engine samples from: a sampler checkpoint's path, or None for the base model."""
+    if base_model is not None:
+        context.check_base_model(base_model)
+    if model_path is None:
+        if base_model is None:
+            raise UserError("nothing to sample from: pass base_model or model_path")
+        return None
+    info = context.checkpoints.info(model_path)
+    if info.kind is not CheckpointKind.SAMPLER:
+        raise UserError(f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns")
+    context.check_base_model(info.base_model)
+    return model_path
+
+
+async def get_sampler(context: Context, request: Request) -> Reply:
+    sampler = context.registry.sampler(request.path_params["sampler_id"])
+    return {"sampler_id": sampler.sampler_id, "base_model": context.base_model, "model_path": sampler.model_path}
+
+
+async def asample(context: Context, request: Request) -> Reply:
+    sample = await read_parsed(context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits))
+    if sample.sampler_id is not None:
+        sampler = context.registry.sampler(sample.sampler_id)
+        if sampler.model_path is not None:
+            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
+        return _submit(context, sample, weights=sampler.weights, session_id=sampler.session_id)
+    return _submit(context, sample, weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path), session_id=None)
+
+
+def _submit(context: Context, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
+    op = replace(sample.op, weights=weights)
+    key = None
+    name = f"sample-{uuid.uuid4().hex}"
+    if sample.sampler_id is not None and sample.seq_id is not None:
+        key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
+        name = f"{sample.sampler_id}:{sample.seq_id}"
+    listener = Listener(follows=False)
+    request_id = context.futures.submit(
+        lambda: context.engine.submit(op, listener), kind="sample", key=key, session_id=session_id, withdraw=listener.leave
+    )
+    return {"request_id": request_id, "sample_sequence_ids": [f"{name}:{index}" for index in range(op.num_samples)]}
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/create_sampling_session", handler=create_sampling_session),
+    Endpoint(method="GET", path="/api/v1/samplers/{sampler_id}", handler=get_sampler),
+    Endpoint(method="POST", path="/api/v1/asample", handler=asample, body=SAMPLE_BODY),
+)

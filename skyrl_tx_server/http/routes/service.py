@@ -1,0 +1,69 @@
+"""Health, client settings, capabilities and statistics."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
+
+
+async def healthz(context: Context, request: Request) -> Reply:
+    """Reached only once the engine can work; until then the border answers 503."""
+    return {"status": "ok"}
+
+
+async def client_config(context: Context, request: Request) -> Reply:
+    """How the SDK should talk to us: chunks of one forward_backward in order, and no more samples in flight than is useful."""
+    await read_body(context, request)
+    return {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": False,
+        "proto_compress_fwdbwd": False,
+        "sample_max_concurrent_requests": context.settings.sample_max_concurrent_requests,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": False,
+        # The two flags that make SDK 0.19 - 0.36 speak as 0.38 does.
+        "proto_write_fwdbwd": True,
+        "create_model_via_load_weights": True,
+        # pyqwest refuses what `openssl req -x509` makes (a CA's certificate, CaUsedAsEndEntity), and the SDK tries again for minutes.
+        **({"use_pyqwest_transport": False} if request.url.scheme == "https" else {}),
+    }
+
+
+async def dynamic_config(context: Context, request: Request) -> Reply:
+    await read_body(context, request)
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+
+
+async def telemetry(context: Context, request: Request) -> Reply:
+    """Accepted and dropped: nothing leaves this machine."""
+    await read_body(context, request)
+    return {"status": "accepted"}
+
+
+async def capabilities(context: Context, request: Request) -> Reply:
+    info = context.engine.info
+    return {
+        "supported_models": [
+            {"model_name": info.base_model, "max_context_length": info.max_context_length, "trainable": True, "sampleable": True}
+        ]
+    }
+
+
+async def stats(context: Context, request: Request) -> Reply:
+    """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
+    return {"engine": context.engine.stats(), "registry": context.registry.stats(), "futures": context.futures.stats()}
+
+
+ENDPOINTS = (
+    Endpoint(method="GET", path="/api/v1/healthz", handler=healthz, needs_key=False, log_level=logging.DEBUG),
+    Endpoint(method="POST", path="/api/v1/client/config", handler=client_config),
+    Endpoint(method="POST", path="/api/v1/client/dynamic_config", handler=dynamic_config),
+    Endpoint(method="POST", path="/api/v1/telemetry", handler=telemetry, log_level=logging.DEBUG),
+    Endpoint(method="GET", path="/api/v1/get_server_capabilities", handler=capabilities),
+    Endpoint(method="GET", path="/api/v1/stats", handler=stats, log_level=logging.DEBUG),
+)

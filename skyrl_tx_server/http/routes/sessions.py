@@ -1,0 +1,73 @@
+"""Sessions: opened by a client's first call, kept alive by heartbeats, ended by the client or by silence."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+
+from skyrl_tx_server.engine.tenants import owner_of
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body, read_json
+from skyrl_tx_server.http.wire.json_reader import Fields
+
+logger = logging.getLogger(__name__)
+
+
+async def create_session(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "create_session")
+    session = context.registry.open_session(
+        tags=fields.tags("tags"),
+        user_metadata=fields.metadata("user_metadata"),
+        display_name=fields.optional_text("display_name", max_length=256),
+    )
+    return {"type": "create_session", "session_id": session.session_id}
+
+
+async def heartbeat(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "session_heartbeat")
+    context.registry.heartbeat(fields.text("session_id"))
+    return {"type": "session_heartbeat"}
+
+
+async def finish(context: Context, request: Request) -> Reply:
+    """Always a success: the SDK raises on anything else when a `with ServiceClient()` block ends."""
+    await read_body(context, request)
+    end_session(context, request.path_params["session_id"], "its client closed it")
+    return None
+
+
+def end_session(context: Context, session_id: str, why: str) -> None:
+    """Forget a session and free what it held on the device."""
+    if not context.registry.has_session(session_id):
+        return
+    context = context.of(owner_of(session_id))
+    ops = context.registry.end_session(session_id, why)
+    context.futures.abandon(session_id)
+    for op in ops:
+        context.engine.submit(op)
+    if ops:
+        logger.info("session %s ended (%s): freed %d models and snapshots", session_id, why, len(ops))
+
+
+async def list_sessions(context: Context, request: Request) -> Reply:
+    return {"sessions": [session.session_id for session in context.registry.sessions()]}
+
+
+async def get_session(context: Context, request: Request) -> Reply:
+    session = context.registry.look_up(request.path_params["session_id"])
+    return {
+        "training_run_ids": list(session.models),
+        "sampler_ids": list(session.samplers),
+        "user_metadata": session.user_metadata,
+        "display_name": session.display_name,
+    }
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/create_session", handler=create_session),
+    Endpoint(method="POST", path="/api/v1/session_heartbeat", handler=heartbeat, log_level=logging.DEBUG),
+    Endpoint(method="POST", path="/api/v1/sessions/{session_id}/finish", handler=finish),
+    Endpoint(method="GET", path="/api/v1/sessions", handler=list_sessions),
+    Endpoint(method="GET", path="/api/v1/sessions/{session_id}", handler=get_session),
+)

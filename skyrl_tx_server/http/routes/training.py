@@ -1,0 +1,174 @@
+"""Models and their training: create_model, get_info, forward, forward_backward, optim_step, unload_model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+
+from skyrl_tx_server.engine.futures import Outcome, RequestKey
+from skyrl_tx_server.engine.model_registry import Model
+from skyrl_tx_server.engine.operations import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
+from skyrl_tx_server.errors import ServerError
+from skyrl_tx_server.files.run_index import TrainingRun
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.bodies import TRAINING_BODY, TRAINING_JSON_BODY
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
+from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
+from skyrl_tx_server.http.wire.requests import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
+
+LOOPBACK = ("127.0.0.1", "::1")
+
+
+async def create_model(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "create_model")
+    session_id = fields.text("session_id")
+    model_seq_id = fields.integer("model_seq_id")
+    context.check_base_model(fields.text("base_model"))
+    user_metadata = fields.metadata("user_metadata")
+    check_optimizer_config(fields)
+    lora = parse_lora(fields.mapping("lora_config"), context.limits)
+    fields.ignore("type")
+    fields.finish()
+    model_id = context.registry.model_id(session_id, model_seq_id)
+    return begin_model(
+        context,
+        op=CreateModel(model_id=model_id, lora=lora),
+        kind="create_model",
+        key=RequestKey(scope=f"{session_id}:train", seq_id=model_seq_id),
+        session_id=session_id,
+        lora=lora,
+        user_metadata=user_metadata,
+    )
+
+
+def begin_model(
+    context: Context,
+    *,
+    op: CreateModel | LoadWeights,
+    kind: str,
+    key: RequestKey,
+    session_id: str,
+    lora: LoraSpec,
+    user_metadata: dict[str, str],
+) -> Reply:
+    """Enter a new model in the books and have the engine make it; if that fails it never was."""
+    run = TrainingRun(
+        run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
+    )
+
+    def start() -> Future[OpResult]:
+        context.registry.add_model(session_id, op.model_id, lora)
+        return context.engine.submit(op)
+
+    def when_done(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            context.registry.forget_model(op.model_id)
+            return
+        try:
+            context.ledger.record_run(run)
+        except OSError as error:  # a full disk: without an entry the model could not be found again
+            context.registry.forget_model(op.model_id)
+            context.engine.submit(UnloadModel(model_id=op.model_id))
+            raise ServerError(
+                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make room and try again"
+            ) from error
+
+    extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
+    request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
+    return {"request_id": request_id, "model_id": op.model_id}
+
+
+async def get_info(context: Context, request: Request) -> Reply:
+    """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub; others go by the name."""
+    fields = Fields(await read_json(context, request), "get_info")
+    model = context.registry.model(fields.text("model_id"))
+    model_dir = context.settings.model_dir
+    is_local = request.client is not None and request.client.host in LOOPBACK
+    return {
+        "type": "get_info",
+        "model_id": model.model_id,
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "model_name": context.base_model,
+        "model_data": {
+            "arch": context.engine.info.model_type,
+            "model_name": context.base_model,
+            "tokenizer_id": str(model_dir) if is_local and model_dir is not None else None,
+        },
+    }
+
+
+async def forward_backward(context: Context, request: Request) -> Reply:
+    """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
+    if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
+        return _train(context, await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)))
+    return await _train_json(context, request, forward_only=False)
+
+
+async def forward(context: Context, request: Request) -> Reply:
+    return await _train_json(context, request, forward_only=True)
+
+
+async def _train_json(context: Context, request: Request, *, forward_only: bool) -> Reply:
+    def parse(body: bytes) -> TrainRequest:
+        return parse_training_json(parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only)
+
+    return _train(context, await read_parsed(context, request, parse, TRAINING_JSON_BODY))
+
+
+def _train(context: Context, train: TrainRequest) -> Reply:
+    model = context.registry.model(train.op.model_id)
+    kind = "forward" if train.op.forward_only else "forward_backward"
+    return submit(context, model, lambda: context.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
+
+
+def submit(
+    context: Context,
+    model: Model,
+    start: Callable[[], Future[OpResult]],
+    *,
+    kind: str,
+    seq_id: int | None,
+    extra: dict[str, str] | None = None,
+    when_done: Callable[[Outcome], None] | None = None,
+) -> Reply:
+    """Have `start` begin an operation of `model`, once for each `seq_id`; the reply names the request."""
+    key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
+    request_id = context.futures.submit(start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done)
+    return {"request_id": request_id, "model_id": model.model_id}
+
+
+async def optim_step(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "optim_step")
+    model_id = fields.text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    adam = parse_adam(fields)
+    fields.ignore("type")
+    fields.finish()
+    model = context.registry.model(model_id)
+    op = OptimStep(model_id=model_id, adam=adam)
+    return submit(context, model, lambda: context.engine.submit(op), kind="optim_step", seq_id=seq_id)
+
+
+async def unload_model(context: Context, request: Request) -> Reply:
+    """Sent by SDK 0.25 and older only; newer clients end their session."""
+    fields = Fields(await read_json(context, request), "unload_model")
+    model = context.registry.model(fields.text("model_id"))
+    context.registry.forget_model(model.model_id)
+    op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}
+    return submit(context, model, lambda: context.engine.submit(op), kind="unload_model", seq_id=None, extra=extra)
+
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/create_model", handler=create_model),
+    Endpoint(method="POST", path="/api/v1/get_info", handler=get_info),
+    Endpoint(method="POST", path="/api/v1/forward_backward", handler=forward_backward, body=TRAINING_BODY),
+    Endpoint(method="POST", path="/api/v1/forward", handler=forward, body=TRAINING_JSON_BODY),
+    Endpoint(method="POST", path="/api/v1/optim_step", handler=optim_step),
+    Endpoint(method="POST", path="/api/v1/unload_model", handler=unload_model),
+)

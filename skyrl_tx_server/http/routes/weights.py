@@ -1,0 +1,344 @@
+"""Saving, loading, listing and deleting checkpoints, and the training runs they belong to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import UTC, datetime, timedelta
+
+from starlette.requests import Request
+
+from skyrl_tx_server.engine.futures import Outcome, RequestKey
+from skyrl_tx_server.engine.model_registry import Model
+from skyrl_tx_server.engine.operations import LoadWeights, LoraSpec, OpResult, SaveExternal, SaveSampler, SaveWeights
+from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
+from skyrl_tx_server.files.run_index import TrainingRun
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
+from skyrl_tx_server.http.routes.training import begin_model, submit
+from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
+
+CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
+
+
+# --- saving -----------------------------------------------------------------------------------------------------
+
+
+async def save_weights(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "save_weights")
+    model_id = fields.text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    name = fields.text("path")
+    overwrite = fields.flag("overwrite", False)
+    user_metadata = fields.metadata("user_metadata")
+    ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
+    fields.ignore("type")
+    fields.finish()
+    model = context.registry.model(model_id)
+    path = named(model_id, CheckpointKind.TRAINING, name)
+    op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
+    return save_named(context, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds, overwrite=overwrite)
+
+
+async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
+    """With a name, a checkpoint on disk; without, a snapshot in memory that only the sampler it makes can reach."""
+    fields = Fields(await read_json(context, request), "save_weights_for_sampler")
+    model_id = fields.text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    name = fields.optional_text("path")
+    sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
+    user_metadata = fields.metadata("user_metadata")
+    ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
+    # Every save is a snapshot here: "inflight" promises no more than that its weights may be newer.
+    kind = fields.optional_text("kind")
+    fields.ignore("type")
+    fields.finish()
+    if kind not in (None, "snapshot", "inflight"):
+        raise UserError(f"save_weights_for_sampler: kind {kind!r} is unknown; use 'snapshot'")
+    model = context.registry.model(model_id)
+    if name is not None:
+        path = named(model_id, CheckpointKind.SAMPLER, name)
+        op = SaveSampler(model_id=model_id, weights=path, user_metadata=user_metadata)
+        return save_named(context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds)
+    if sampling_session_seq_id is None:
+        raise UserError("save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id")
+    return _save_snapshot(context, model, sampling_session_seq_id, seq_id, user_metadata)
+
+
+def _save_snapshot(
+    context: Context, model: Model, sampling_session_seq_id: int, seq_id: int | None, user_metadata: dict[str, str]
+) -> Reply:
+    sampler_id = context.registry.sampler_id(model.session_id, sampling_session_seq_id)
+    op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
+
+    def start() -> Future[OpResult]:
+        context.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
+        for surplus in context.registry.free_surplus_snapshots():
+            context.engine.submit(surplus)
+        return context.engine.submit(op)
+
+    def when_done(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            context.registry.forget_sampler(sampler_id)
+
+    extra = {"sampling_session_id": sampler_id}
+    return submit(context, model, start, kind="save_weights_for_sampler", seq_id=seq_id, extra=extra, when_done=when_done)
+
+
+def named(model_id: str, kind: CheckpointKind, name: str) -> str:
+    if "/" in name:
+        raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
+    path = checkpoint_path(model_id, kind, name)
+    parse_path(path)  # refuses what else is no name
+    return path
+
+
+def save_named(
+    context: Context,
+    model: Model,
+    op: SaveWeights | SaveSampler | SaveExternal,
+    path: str,
+    *,
+    kind: str,
+    seq_id: int | None,
+    ttl_seconds: int | None,
+    overwrite: bool = False,
+) -> Reply:
+    """Write the checkpoint `path`, which must be free unless it may be overwritten; once it is there it expires after `ttl_seconds`."""
+
+    def start() -> Future[OpResult]:
+        if not overwrite and context.checkpoints.exists(path):
+            raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
+        if not context.checkpoints.exists(path):  # a mark that a server which was killed has left of an earlier checkpoint of this name
+            context.ledger.forget(path)
+        return context.engine.submit(op)
+
+    def when_done(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            return
+        with contextlib.suppress(NotFoundError):  # deleted already
+            generation = None if ttl_seconds is None else context.checkpoints.own(path).generation
+            context.ledger.set_expiry(path, _expiry(ttl_seconds), generation)
+
+    return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
+
+
+def _expiry(ttl_seconds: int | None) -> datetime | None:
+    return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+async def load_weights(context: Context, request: Request) -> Reply:
+    """Either into a live model (`model_id`) or as the first request of a new one (`session_id` and `model_seq_id`)."""
+    fields = Fields(await read_json(context, request), "load_weights")
+    model_id = fields.optional_text("model_id")
+    seq_id = fields.optional_integer("seq_id")
+    session_id = fields.optional_text("session_id")
+    model_seq_id = fields.optional_integer("model_seq_id")
+    base_model = fields.optional_text("base_model")
+    user_metadata = fields.metadata("user_metadata")
+    path = fields.text("path")
+    optimizer = fields.flag("optimizer", True)
+    check_optimizer_config(fields)
+    fields.ignore("type", "weights_access_token")  # there are no accounts here whose weights a token could open
+    fields.finish()
+    if base_model is not None:
+        context.check_base_model(base_model)
+    lora = _training_checkpoint(context, path)
+    if model_id is not None:
+        return _load_into(context, context.registry.model(model_id), path, lora, optimizer=optimizer, seq_id=seq_id)
+    if session_id is None or model_seq_id is None:
+        raise UserError("load_weights: pass model_id, or session_id and model_seq_id")
+    new_model_id = context.registry.model_id(session_id, model_seq_id)
+    return begin_model(
+        context,
+        op=LoadWeights(model_id=new_model_id, path=path, optimizer=optimizer, create=True),
+        kind="load_weights",
+        key=RequestKey(scope=f"{session_id}:train", seq_id=model_seq_id),
+        session_id=session_id,
+        lora=lora,
+        user_metadata=user_metadata,
+    )
+
+
+def _training_checkpoint(context: Context, path: str) -> LoraSpec:
+    """The LoRA of a checkpoint that this server can train on."""
+    info = context.checkpoints.info(path)
+    if info.kind is not CheckpointKind.TRAINING:
+        raise UserError(f"{path} holds weights without optimizer state; load the path that save_state returned")
+    context.check_base_model(info.base_model)
+    if info.lora.rank > context.limits.max_lora_rank:
+        raise UserError(
+            f"{path} has LoRA rank {info.lora.rank}, above this server's max_lora_rank={context.limits.max_lora_rank}; "
+            f"start it with max_lora_rank={info.lora.rank}"
+        )
+    return info.lora
+
+
+def _load_into(context: Context, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None) -> Reply:
+    if (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) != (
+        model.lora.rank,
+        model.lora.train_attn,
+        model.lora.train_mlp,
+        model.lora.train_unembed,
+    ):
+        raise UserError(f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state")
+    op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
+    return submit(context, model, lambda: context.engine.submit(op), kind="load_weights", seq_id=seq_id, extra={"path": path})
+
+
+async def weights_info(context: Context, request: Request) -> Reply:
+    fields = Fields(await read_json(context, request), "weights_info")
+    info = context.checkpoints.info(fields.text("tinker_path"))
+    return {
+        "base_model": info.base_model,
+        "is_lora": True,
+        "lora_rank": info.lora.rank,
+        "train_unembed": info.lora.train_unembed,
+        "train_mlp": info.lora.train_mlp,
+        "train_attn": info.lora.train_attn,
+    }
+
+
+# --- training runs and their checkpoints ------------------------------------------------------------------------
+
+
+async def list_training_runs(context: Context, request: Request) -> Reply:
+    by_run: dict[str, list[CheckpointInfo]] = {}
+    for info in await asyncio.to_thread(context.checkpoints.list):
+        by_run.setdefault(info.run_id, []).append(info)
+    runs = [_run_to_json(context, run, by_run.get(run.run_id, [])) for run in _runs(context, by_run)]
+    page, cursor = _page(request, sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True))
+    return {"training_runs": page, "cursor": cursor}
+
+
+def _runs(context: Context, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
+    """Every run of the ledger, and those that only their checkpoints tell of (a directory copied here)."""
+    runs = context.ledger.runs
+    return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
+
+
+def _run_of(info: CheckpointInfo) -> TrainingRun:
+    return TrainingRun(run_id=info.run_id, base_model=info.base_model, lora=info.lora, created_at=info.created_at)
+
+
+async def get_training_run(context: Context, request: Request) -> Reply:
+    run_id = request.path_params["run_id"]
+    infos = await asyncio.to_thread(context.checkpoints.list, run_id)
+    run = context.ledger.run(run_id) or (_run_of(infos[0]) if infos else None)
+    if run is None:
+        raise NotFoundError(f"no training run {run_id}")
+    return _run_to_json(context, run, infos)
+
+
+def _run_to_json(context: Context, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
+    last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # oldest first, so the newest stays
+    last_request = context.registry.last_request_at.get(run.run_id) or max([run.created_at, *(info.created_at for info in infos)])
+    training, sampler = last.get(CheckpointKind.TRAINING), last.get(CheckpointKind.SAMPLER)
+    return {
+        "training_run_id": run.run_id,
+        "base_model": run.base_model,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": run.lora.rank,
+        "corrupted": False,
+        "last_request_time": last_request.isoformat(),
+        "last_checkpoint": None if training is None else _checkpoint_to_json(context, training),
+        "last_sampler_checkpoint": None if sampler is None else _checkpoint_to_json(context, sampler),
+        "user_metadata": run.user_metadata,
+    }
+
+
+def _checkpoint_to_json(context: Context, info: CheckpointInfo) -> dict[str, object]:
+    expires_at = context.ledger.expiry(info.path, info.generation)
+    return {
+        "checkpoint_id": f"{info.kind}/{info.name}",
+        "checkpoint_type": CHECKPOINT_TYPES[info.kind],
+        "time": info.created_at.isoformat(),
+        "tinker_path": info.path,
+        "size_bytes": info.size_bytes,
+        "public": info.path in context.ledger.public,
+        "user_metadata": info.user_metadata,
+        "expires_at": None if expires_at is None else expires_at.isoformat(),
+    }
+
+
+def _page(request: Request, rows: list[dict[str, object]]) -> tuple[list[dict[str, object]], dict[str, int]]:
+    try:
+        limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
+    except ValueError:
+        raise UserError("limit and offset must be integers") from None
+    if limit < 1 or offset < 0:
+        raise UserError("limit must be at least 1 and offset at least 0")
+    return rows[offset : offset + limit], {"limit": limit, "offset": offset, "total_count": len(rows)}
+
+
+async def list_run_checkpoints(context: Context, request: Request) -> Reply:
+    infos = await asyncio.to_thread(context.checkpoints.list, request.path_params["run_id"])
+    return {"checkpoints": [_checkpoint_to_json(context, info) for info in infos]}
+
+
+async def list_checkpoints(context: Context, request: Request) -> Reply:
+    infos = await asyncio.to_thread(context.checkpoints.list)
+    page, cursor = _page(request, [_checkpoint_to_json(context, info) for info in reversed(infos)])
+    return {"checkpoints": page, "cursor": cursor}
+
+
+async def delete_checkpoint(context: Context, request: Request) -> Reply:
+    path = path_of(request)
+    generation = await asyncio.to_thread(context.checkpoints.delete, path)
+    context.ledger.forget(path, generation)
+    return None
+
+
+async def publish(context: Context, request: Request) -> Reply:
+    """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without tenants it is a mark only."""
+    return _mark(context, path_of(request), public=True)
+
+
+async def unpublish(context: Context, request: Request) -> Reply:
+    return _mark(context, path_of(request), public=False)
+
+
+def _mark(context: Context, path: str, *, public: bool) -> None:
+    context.checkpoints.own(path)  # refuses a path that does not exist
+    context.ledger.set_public(path, public)
+
+
+async def set_ttl(context: Context, request: Request) -> Reply:
+    path = path_of(request)
+    fields = Fields(await read_json(context, request), "ttl")
+    ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
+    fields.finish()
+    info = context.checkpoints.own(path)  # refuses a path that does not exist
+    context.ledger.set_expiry(path, _expiry(ttl_seconds), info.generation)
+    return None
+
+
+def path_of(request: Request) -> str:
+    return f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
+
+
+RUN = "/api/v1/training_runs/{run_id}"
+CHECKPOINT = RUN + "/checkpoints/{checkpoint_id:path}"  # the id holds a slash: weights/0001
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/api/v1/save_weights", handler=save_weights),
+    Endpoint(method="POST", path="/api/v1/save_weights_for_sampler", handler=save_weights_for_sampler),
+    Endpoint(method="POST", path="/api/v1/load_weights", handler=load_weights),
+    Endpoint(method="POST", path="/api/v1/weights_info", handler=weights_info),
+    Endpoint(method="GET", path="/api/v1/training_runs", handler=list_training_runs),
+    Endpoint(method="GET", path=RUN, handler=get_training_run),
+    Endpoint(method="GET", path=RUN + "/checkpoints", handler=list_run_checkpoints),
+    Endpoint(method="GET", path="/api/v1/checkpoints", handler=list_checkpoints),
+    Endpoint(method="PUT", path=CHECKPOINT + "/ttl", handler=set_ttl),
+    Endpoint(method="POST", path=CHECKPOINT + "/publish", handler=publish),
+    Endpoint(method="DELETE", path=CHECKPOINT + "/publish", handler=unpublish),
+    Endpoint(method="DELETE", path=CHECKPOINT, handler=delete_checkpoint),
+)

@@ -1,0 +1,70 @@
+"""The engine as one tenant's requests reach it: with the tenant's name, and within its quota of tokens under way."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from skyrl_tx_server.engine.engine import EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
+from skyrl_tx_server.errors import CapacityError, UserError
+
+LEAST_TOKENS = 256
+"""What an operation counts at least, so that the quota bounds the number of operations too."""
+
+
+class EngineShare:
+    """Implements `engine.EngineSide` for one tenant."""
+
+    def __init__(self, engine: EngineSide, tenant: str, max_tokens: int) -> None:
+        self._engine = engine
+        self._tenant = tenant
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()  # futures end on the engine's thread
+        self._tokens = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def stats(self) -> dict[str, object]:
+        with self._lock:
+            return {"tokens_in_flight": self._tokens, "max_tokens_in_flight": self._max_tokens}
+
+    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+        """Whatever `tenant` says, it is this one's. CapacityError while too much is under way, UserError for what never fits."""
+        num_tokens = _num_tokens(op, self.info.max_context_length)
+        if num_tokens > self._max_tokens:
+            raise UserError(
+                f"the request is of {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in flight; send it in parts"
+            )
+        with self._lock:
+            if self._tokens + num_tokens > self._max_tokens:
+                raise CapacityError(
+                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and tenant_max_tokens={self._max_tokens}; "
+                    "wait for earlier requests to finish"
+                )
+            self._tokens += num_tokens
+        try:
+            future = self._engine.submit(op, watcher, tenant=self._tenant)
+        except BaseException:
+            self._release(num_tokens)
+            raise
+        future.add_done_callback(lambda _: self._release(num_tokens))
+        return future
+
+    def _release(self, num_tokens: int) -> None:
+        with self._lock:
+            self._tokens -= num_tokens
+
+
+def _num_tokens(op: Op, max_context_length: int) -> int:
+    """Prompt and longest completion of every sample, or the tokens of every datum. What frees memory counts nothing."""
+    match op:
+        case Sample():
+            longest = max_context_length - len(op.prompt) if op.settings.max_tokens is None else op.settings.max_tokens
+            return max(LEAST_TOKENS, len(op.prompt) + op.num_samples * max(0, longest))
+        case ForwardBackward():
+            return max(LEAST_TOKENS, sum(len(datum.tokens) for datum in op.data))
+        case _:
+            return 0

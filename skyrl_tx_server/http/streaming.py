@@ -1,0 +1,92 @@
+"""Samples followed from the event loop: token by token, or to the end unless the client goes away first."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.requests import Request
+
+from skyrl_tx_server.engine.operations import OpResult, Sample, SampleResult
+from skyrl_tx_server.errors import ServerError
+from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.wire.openai_replies import News
+
+
+class Listener:
+    """Hands what the engine's thread reports to the event loop. Implements `engine.Watcher`."""
+
+    def __init__(self, *, follows: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.follows = follows
+        self.news: asyncio.Queue[News | None] = asyncio.Queue()  # None: the request is over
+        self.gone = False
+
+    def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self._put(News(index=index, tokens=list(tokens), logprobs=list(logprobs)))
+
+    def wanted(self) -> bool:
+        return not self.gone
+
+    def leave(self) -> None:
+        """Nobody waits any more: what has begun is given up after its decode block."""
+        self.gone = True
+
+    def over(self, future: concurrent.futures.Future[OpResult]) -> None:
+        self._put(None)
+
+    def _put(self, news: News | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the server is gone and so is everyone who could ask
+            self._loop.call_soon_threadsafe(self.news.put_nowait, news)
+
+
+async def follow(context: Context, op: Sample, results: list[SampleResult]) -> AsyncGenerator[News]:
+    """Every token of `op` as it comes; the result goes to `results`. Leaving early withdraws the request."""
+    listener = Listener(follows=True)
+    future = context.engine.submit(op, listener)
+    future.add_done_callback(listener.over)
+    seen = [0] * op.num_samples
+    try:
+        while (news := await listener.news.get()) is not None:
+            seen[news.index] += len(news.tokens)
+            yield news
+        result = _sampled(future)
+        results.append(result)
+        for index, sequence in enumerate(result.sequences):
+            rest = slice(seen[index], None)
+            yield News(
+                index=index, tokens=sequence.tokens[rest].tolist(), logprobs=sequence.logprobs[rest].tolist(), ended=sequence.stop_reason
+            )
+    finally:
+        listener.leave()
+        future.cancel()
+
+
+async def results_of(context: Context, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
+    """The results of `ops`; None when the client went away first, which withdraws them."""
+    listener = Listener(follows=False)
+    futures = [context.engine.submit(op, listener) for op in ops]
+    leaving = asyncio.create_task(_disconnected(request))
+    finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
+    try:
+        await asyncio.wait({finished, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return [_sampled(future) for future in futures] if finished.done() else None
+    finally:
+        listener.leave()
+        leaving.cancel()
+        finished.cancel()
+
+
+def _sampled(future: concurrent.futures.Future[OpResult]) -> SampleResult:
+    if future.cancelled():
+        raise ServerError("withdrawn before it began")
+    result = future.result()
+    assert isinstance(result, SampleResult)
+    return result
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,204 @@
+"""Sampled tokens -> OpenAI's reply objects, whole or in the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from skyrl_tx_server.engine.operations import Sample, StopReason
+from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
+from skyrl_tx_server.http.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
+from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
+from skyrl_tx_server.http.wire.output_parser import Answer, AnswerParser, Content, Part, Piece, Reasoning, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """Tokens that sample `index` has gained; `ended` with the last of them."""
+
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    ended: StopReason | None = None
+
+
+class ChatDoor:
+    """Chat completions: answers come apart into content, reasoning and tool calls."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
+        self.ask = chat.ask
+        self._calls = bool(chat.tools)
+        self._part = Part.REASONING if rendered.opens_reasoning else Part.BEGINNING
+        self._decode = decoder(tokenizer)
+
+    def answer(self) -> Answer:
+        return Answer(self._decode, self.ask.settings.stop_strings, AnswerParser(calls=self._calls, part=self._part))
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        return {"message": message_json(pieces)}
+
+    def opening(self) -> dict[str, object]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+        return {"delta": delta_json(pieces, calls_before)}
+
+    def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
+        return partial(chat_logprobs, decode=self._decode)
+
+
+class TextDoor:
+    """Text completions: an answer is its text."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
+        self.ask = completion.ask
+        self._decode = decoder(tokenizer)
+
+    def answer(self) -> Answer:
+        return Answer(self._decode, self.ask.settings.stop_strings, None)
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        return {"text": text_of(pieces)}
+
+    def opening(self) -> dict[str, object] | None:
+        return None
+
+    def delta(self, pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+        return {"text": text_of(pieces)}
+
+    def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
+        return TextLogprobs(self._decode).add
+
+
+type Door = ChatDoor | TextDoor
+
+
+class Choices:
+    """The choices of one stream as far as they have come."""
+
+    def __init__(self, header: Header, door: Door, op: Sample) -> None:
+        self._header = header
+        self._door = door
+        self._answers = [door.answer() for _ in range(op.num_samples)]
+        self._logprobs = [door.logprobs() for _ in range(op.num_samples)]
+        self._calls = [0] * op.num_samples
+
+    def chunks(self, news: News) -> Iterable[dict[str, object]]:
+        """At most one chunk with what is new, and one more with the reason when the choice is over."""
+        index, answer = news.index, self._answers[news.index]
+        pieces = answer.add(news.tokens) if news.ended is None else answer.finish(news.tokens, news.ended)
+        if pieces or ((self._door.ask.logprobs or self._door.ask.token_ids) and news.tokens):
+            yield self._chunk(
+                index,
+                self._door.delta(pieces, self._calls[index]),
+                logprobs=self._logprobs[index](news.tokens, news.logprobs) if self._door.ask.logprobs else None,
+                **({"token_ids": list(news.tokens)} if self._door.ask.token_ids else {}),
+            )
+        self._calls[index] += sum(isinstance(piece, ToolCall) for piece in pieces)
+        if news.ended is not None:
+            yield self._chunk(index, self._door.delta((), 0), logprobs=None, finish_reason=answer.finish_reason(news.ended))
+
+    def _chunk(self, index: int, delta: Mapping[str, object], **more: object) -> dict[str, object]:
+        return self._header.with_choices([{"index": index, **delta, "finish_reason": None, **more}])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What every chunk of one reply repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def with_choices(self, choices: Sequence[Mapping[str, object]]) -> dict[str, object]:
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": list(choices)}
+
+
+def new_header(prefix: str, kind: str, model: str) -> Header:
+    return Header(id=f"{prefix}-{uuid.uuid4().hex}", object=kind, created=int(time.time()), model=model)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def text_of(pieces: Sequence[Piece], kind: type[Content] | type[Reasoning] = Content) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+def message_json(pieces: Sequence[Piece]) -> dict[str, object]:
+    """A whole assistant message."""
+    content, reasoning = text_of(pieces), text_of(pieces, Reasoning)
+    calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
+    message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def delta_json(pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+    """What a stream adds to a message that has `calls_before` tool calls already."""
+    delta: dict[str, object] = {}
+    if content := text_of(pieces):
+        delta["content"] = content
+    if reasoning := text_of(pieces, Reasoning):
+        delta["reasoning_content"] = reasoning
+    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+    if calls:
+        delta["tool_calls"] = [{"index": calls_before + at, **_call_json(call)} for at, call in enumerate(calls)]
+    return delta
+
+
+def chat_logprobs(ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]) -> dict[str, object]:
+    """Of every sampled token, the one that ended the answer included."""
+    tokens = [decode([token]) for token in ids]
+    return {
+        "content": [
+            {"token": token, "logprob": float(logprob), "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+class TextLogprobs:
+    """The older form, with each token's place in the text; one per choice."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._pieces = TextPieces(decode)
+        self._offset = 0
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, object]:
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._pieces.add([token]))
+        tokens = [self._decode([token]) for token in ids]
+        values = [float(logprob) for logprob in logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def _call_json(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def error_json(error: ServerError, message: str | None = None) -> dict[str, object]:
+    """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the error's own."""
+    kind = "invalid_request_error" if isinstance(error, UserError) else "rate_limit_error" if error.status == 429 else "server_error"
+    code = {NotFoundError: "model_not_found", TooLongError: "context_length_exceeded", UnauthorizedError: "invalid_api_key"}
+    return {"error": {"message": message or str(error), "type": kind, "param": None, "code": code.get(type(error))}}

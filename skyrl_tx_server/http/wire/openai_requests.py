@@ -1,0 +1,229 @@
+"""OpenAI's chat and text completions: JSON in, checked records out, and results in OpenAI's shapes.
+
+What would change the result and cannot be honoured is refused by name; what cannot change it (`user`, `metadata`, ...) is accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from skyrl_tx_server.engine.operations import SamplingSettings
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.json_reader import Fields, quoted
+from skyrl_tx_server.http.wire.requests import Limits, check_tokens, integers, parse_sampling_params
+
+MAX_CHOICES = 128
+HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+ECHOED = ("annotations", "provider_specific_fields")
+"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on the provider's answer."""
+_NOT_SAMPLED_SO = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What both doors share."""
+
+    model: str
+    settings: SamplingSettings
+    num_samples: int
+    stream: bool
+    include_usage: bool  # a last chunk of a stream that holds nothing but the usage
+    logprobs: bool
+    token_ids: bool  # vLLM's return_token_ids: the exact tokens, for clients that train on them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    ask: Ask
+    messages: tuple[dict[str, object], ...]
+    tools: tuple[object, ...] = ()
+    template_kwargs: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRequest:
+    ask: Ask
+    prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+def parse_chat(body: object, limits: Limits) -> ChatRequest:
+    fields = Fields(body, "chat/completions")
+    logprobs = fields.flag("logprobs", False)
+    if fields.optional_integer("top_logprobs"):
+        raise UserError("chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled tokens")
+    for name, alternative in (
+        ("functions", "use tools"),
+        ("function_call", "use tools"),
+        ("audio", "this model writes text"),
+        ("prediction", "leave it out"),
+        ("web_search_options", "give the model a tool of your own"),
+        ("reasoning_effort", "use chat_template_kwargs, for example {'enable_thinking': false}"),
+        ("verbosity", "ask for it in the prompt"),
+    ):
+        fields.refuse(name, alternative)
+    if fields.items("modalities") not in ([], ["text"]):
+        raise UserError("chat/completions: modalities: this model writes text only")
+    tools = tuple(fields.items("tools"))
+    match fields.anything("tool_choice"):
+        case None | "auto":
+            pass
+        case "none":
+            tools = ()
+        case _:
+            raise UserError("chat/completions: tool_choice must be 'auto' or 'none'; this server cannot force a call")
+    if tools and not fields.flag("parallel_tool_calls", True):
+        raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
+    for tool in tools:
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}")
+    messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
+    if not messages:
+        raise UserError("chat/completions: messages is missing or empty")
+    fields.ignore("parallel_tool_calls")
+    ask = _ask(fields, limits, logprobs=logprobs, max_tokens=_max_tokens(fields))
+    template_kwargs = fields.mapping("chat_template_kwargs")
+    fields.finish()
+    return ChatRequest(ask=ask, messages=messages, tools=tools, template_kwargs=template_kwargs)
+
+
+def parse_completion(body: object, limits: Limits) -> CompletionRequest:
+    fields = Fields(body, "completions")
+    count = fields.optional_integer("logprobs")
+    if count:
+        raise UserError("completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the sampled tokens'")
+    fields.refuse("echo", "the prompt is yours already")
+    fields.refuse("suffix", "this model continues a text, it does not fill gaps")
+    ask = _ask(fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens"))
+    if (fields.optional_integer("best_of") or ask.num_samples) != ask.num_samples:
+        raise UserError("completions: best_of other than n is not supported; ask for n samples and choose")
+    prompts = _prompts(fields.anything("prompt"), limits)
+    if ask.stream and len(prompts) > 1:
+        raise UserError("completions: stream=true takes one prompt; send one request for each")
+    fields.finish()
+    return CompletionRequest(ask=ask, prompts=prompts)
+
+
+def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | None) -> Ask:
+    stop = fields.anything("stop")
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise UserError(f"stop must be a non-empty string or a list of such, got {quoted(stop)}")
+    for name in ("frequency_penalty", "presence_penalty", "min_p"):
+        fields.refuse(name, _NOT_SAMPLED_SO)
+    if fields.number("repetition_penalty", 1.0) != 1.0:
+        raise UserError(f"repetition_penalty is not supported by this server; {_NOT_SAMPLED_SO}")
+    if fields.mapping("logit_bias"):
+        raise UserError(f"logit_bias is not supported by this server; {_NOT_SAMPLED_SO}")
+    if fields.mapping("response_format").get("type", "text") != "text":
+        raise UserError("response_format: only {'type': 'text'}; this server does not constrain what a model writes")
+    params = {"max_tokens": max_tokens} | {name: fields.anything(name) for name in ("temperature", "top_p", "top_k", "seed")}
+    settings = parse_sampling_params(params, limits)
+    stop_token_ids = check_tokens(integers(fields.items("stop_token_ids"), "stop_token_ids"), "stop_token_ids", limits)
+    num_samples = 1 if (n := fields.optional_integer("n")) is None else n
+    if not 1 <= num_samples <= MAX_CHOICES:
+        raise UserError(f"n={num_samples} must lie between 1 and {MAX_CHOICES}")
+    options = Fields(fields.mapping("stream_options"), "stream_options")
+    include_usage = options.flag("include_usage", False)
+    options.ignore("include_obfuscation")
+    options.finish()
+    fields.ignore(*HARMLESS)
+    return Ask(
+        model=fields.text("model"),
+        # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
+        settings=replace(settings, stop_strings=tuple(str(text) for text in stops), stop_token_ids=tuple(stop_token_ids.tolist())),
+        num_samples=num_samples,
+        stream=fields.flag("stream", False),
+        include_usage=include_usage,
+        logprobs=logprobs,
+        token_ids=fields.flag("return_token_ids", False),
+    )
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    old, new = fields.optional_integer("max_tokens"), fields.optional_integer("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise UserError(f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one")
+    return old if new is None else new
+
+
+def _message(index: int, message: object) -> dict[str, object]:
+    """A message as chat templates take it: text content, and tool calls whose arguments are objects."""
+    where = f"messages[{index}]"
+    fields = Fields(message, where)
+    role = fields.text("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise UserError(f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool")
+    made: dict[str, object] = {"role": "system" if role == "developer" else role, "content": _content(fields.anything("content"), where)}
+    for name in ("name", "tool_call_id"):
+        if (text := fields.optional_text(name)) is not None:
+            made[name] = text
+    if (reasoning := _reasoning(fields, where)) is not None:
+        made["reasoning_content"] = reasoning
+    if calls := fields.items("tool_calls"):
+        made["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
+    fields.refuse("function_call", "use tool_calls")
+    fields.refuse("audio", "this model reads text")
+    fields.refuse("images", "this model reads text")
+    if fields.optional_text("refusal", max_length=None):
+        raise UserError(f"{where}: refusal is not supported by this server; put its text into content")
+    fields.ignore(*ECHOED)
+    fields.finish()
+    return made
+
+
+def _reasoning(fields: Fields, where: str) -> str | None:
+    """What clients send back of an answer's reasoning, under the names that they give it."""
+    text, same = (fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning"))
+    if text is not None and same is not None and text != same:
+        raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
+    text = same if text is None else text
+    if fields.items("thinking_blocks") and not text:  # LiteLLM sends the same text as reasoning_content as well
+        raise UserError(f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content")
+    return text
+
+
+def _content(content: object, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _past_call(call: object, where: str) -> dict[str, object]:
+    function = Fields(Fields(call, where).mapping("function"), f"{where}.function")
+    name, arguments = function.text("name"), function.anything("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was
+            arguments = parse_json(arguments.encode())
+    made: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": {} if arguments is None else arguments}}
+    if isinstance(call, dict) and isinstance(call.get("id"), str):
+        made["id"] = call["id"]
+    return made
+
+
+def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:
+    wrong = UserError("completions: prompt must be a string, a list of token ids, or a list of either")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list) or not prompt:
+        raise wrong
+    if all(isinstance(item, int) for item in prompt):
+        return (check_tokens(integers(prompt, "prompt"), "prompt", limits),)
+    if len(prompt) > MAX_CHOICES:
+        raise UserError(f"completions: {len(prompt)} prompts; at most {MAX_CHOICES} in one request")
+    if not all(isinstance(item, str | list) and item for item in prompt):
+        raise wrong
+    return tuple(item if isinstance(item, str) else check_tokens(integers(item, "prompt"), "prompt", limits) for item in prompt)

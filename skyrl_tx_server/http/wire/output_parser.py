@@ -1,0 +1,223 @@
+"""What a model wrote, taken apart as it comes: reasoning, content, and tool calls in the Qwen/Hermes form.
+
+    <think>
+    Let me look.
+    </think>
+
+    I list the files.
+    <tool_call>
+    {"name": "ls", "arguments": {"path": "/"}}
+    </tool_call>
+
+Text that could still turn into a tag or a stop string is held back until it cannot, so that a stream says what the whole would say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skyrl_tx_server.engine.operations import StopReason
+from skyrl_tx_server.http.wire.chat_format import THINK_OPEN, TextPieces
+
+THINK_CLOSE = "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON, as OpenAI's clients expect it
+
+
+type Piece = Reasoning | Content | ToolCall
+
+
+class Part(StrEnum):
+    """Where in an answer the next character belongs."""
+
+    BEGINNING = "beginning"
+    REASONING = "reasoning"
+    AFTER_REASONING = "after_reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    AFTER_CALL = "after_call"
+
+
+class AnswerParser:
+    """Text in, pieces out. `calls`: look for tool calls; without it they are content like any other."""
+
+    def __init__(self, *, calls: bool, part: Part = Part.BEGINNING) -> None:
+        self._calls = calls
+        self._part = part
+        self._held = ""
+        self._opening = ""  # of the call under way: its tag and the white space before it
+
+    def add(self, text: str) -> list[Piece]:
+        self._held += text
+        pieces: list[Piece] = []
+        while (step := self._next()) is not None:
+            pieces += step
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """The text is over: whatever was held back is what it looks like."""
+        pieces: list[Piece] = []
+        held, self._held = self._held, ""
+        match self._part:
+            case Part.REASONING:
+                pieces.append(Reasoning(text=held))
+            case Part.CALL:
+                pieces.append(Content(text=self._opening + held))
+            case Part.AFTER_CALL | Part.AFTER_REASONING:
+                pieces.append(Content(text=held.strip()))
+            case Part.BEGINNING | Part.CONTENT:
+                pieces.append(Content(text=held))
+        return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
+
+    def _next(self) -> list[Piece] | None:
+        """Take one step through what is held; None when it takes more text to know."""
+        match self._part:
+            case Part.BEGINNING:
+                start = self._held.lstrip()
+                if start.startswith(THINK_OPEN) and start != THINK_OPEN:
+                    return self._go(Part.REASONING, start.removeprefix(THINK_OPEN).removeprefix("\n"))
+                return None if THINK_OPEN.startswith(start) else self._go(Part.CONTENT, self._held)
+            case Part.REASONING:
+                before, closed, after = self._held.partition(THINK_CLOSE)
+                if closed:
+                    return self._go(Part.AFTER_REASONING, after, Reasoning(text=before.rstrip()))
+                return self._release(Reasoning, (THINK_CLOSE,))
+            case Part.AFTER_REASONING:
+                return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
+            case Part.CONTENT:
+                before, opened, after = self._held.partition(CALL_OPEN) if self._calls else (self._held, "", "")
+                if opened:
+                    text = before.rstrip()
+                    self._opening = before[len(text) :] + CALL_OPEN
+                    return self._go(Part.CALL, after, Content(text=text))
+                return self._release(Content, (CALL_OPEN,) if self._calls else ())
+            case Part.CALL:
+                body, closed, after = self._held.partition(CALL_CLOSE)
+                if not closed:
+                    return None
+                call = _tool_call(body)
+                if call is None:
+                    return self._go(Part.CONTENT, after, Content(text=self._opening + body + CALL_CLOSE))
+                return self._go(Part.AFTER_CALL, after, call)
+            case Part.AFTER_CALL:
+                return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
+
+    def _go(self, part: Part, held: str, piece: Piece | None = None) -> list[Piece]:
+        self._part, self._held = part, held
+        return [] if piece is None or (not isinstance(piece, ToolCall) and not piece.text) else [piece]
+
+    def _release(self, kind: type[Reasoning] | type[Content], tags: Sequence[str]) -> list[Piece] | None:
+        """Let go of what no tag can begin in; the white space before a tag belongs to the tag."""
+        safe = len(self._held) - longest_beginning(self._held, tags)
+        text = self._held[:safe].rstrip() if tags else self._held
+        if not text:
+            return None
+        self._held = self._held[len(text) :]
+        return [kind(text=text)]
+
+
+class StopCutter:
+    """Ends a text before the first stop string in it."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stop_strings = stop_strings
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """What is certain not to be part of a stop string."""
+        if self.stopped:
+            return ""
+        held = self._held + text
+        found = [at for stop in self._stop_strings if (at := held.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return held[: min(found)]
+        safe = len(held) - longest_beginning(held, self._stop_strings)
+        self._held = held[safe:]
+        return held[:safe]
+
+    def completed_by(self, text: str) -> bool:
+        """Whether `text` would complete a stop string."""
+        return any(stop in self._held + text for stop in self._stop_strings)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Answer:
+    """One sample on its way from token ids to pieces; the token that ended it leaves no text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None) -> None:
+        self._text = TextPieces(decode)
+        self._cutter = StopCutter(stop_strings)
+        self._parser = parser
+        self._called = False
+
+    def add(self, ids: Sequence[int]) -> list[Piece]:
+        return self._parse(self._cutter.add(self._text.add(ids)))
+
+    def finish(self, ids: Sequence[int], reason: StopReason) -> list[Piece]:
+        """The last tokens, of a sample that ended for `reason`."""
+        pieces: list[Piece] = []
+        if reason is StopReason.STOP:
+            pieces += self.add(ids[:-1])
+            last = self._text.add(ids[-1:])
+            if self._cutter.completed_by(last):
+                pieces += self._parse(self._cutter.add(last))
+        else:
+            pieces += self.add(ids)
+            pieces += self._parse(self._cutter.add(self._text.flush()))
+        pieces += self._parse(self._cutter.flush())
+        return pieces + (self._parser.flush() if self._parser is not None else [])
+
+    def finish_reason(self, reason: StopReason) -> str:
+        return "tool_calls" if self._called and reason is StopReason.STOP else str(reason)
+
+    def _parse(self, text: str) -> list[Piece]:
+        if self._parser is None:
+            return [Content(text=text)] if text else []
+        pieces = self._parser.add(text)
+        self._called |= any(isinstance(piece, ToolCall) for piece in pieces)
+        return pieces
+
+
+def longest_beginning(text: str, tags: Sequence[str]) -> int:
+    """How many of the last characters of `text` could be the beginning of one of `tags`.
+
+    >>> longest_beginning("see </thi", ["</think>"])
+    5
+    """
+    lengths = [length for tag in tags for length in range(1, min(len(tag) - 1, len(text)) + 1) if text.endswith(tag[:length])]
+    return max(lengths, default=0)
+
+
+def _tool_call(body: str) -> ToolCall | None:
+    """What stood between the tags; None when it is no call, and so content as it was written."""
+    try:
+        call = json.loads(body)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not isinstance(name, str):
+        return None
+    return ToolCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,257 @@
+"""The two protobuf bodies of the contract: forward_backward requests in, sample and forward_backward results out.
+
+SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an undefined log-probability is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import cast
+
+import ml_dtypes
+import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from skyrl_tx_server.engine.operations import (
+    Cells,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LossFn,
+    OpResult,
+    SampleResult,
+    StopReason,
+    TopkLogprobs,
+    TrainDatum,
+)
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_reader import named
+from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
+from skyrl_tx_server.http.wire.requests import (
+    Limits,
+    TrainRequest,
+    cells_from_csr,
+    check_datum,
+    check_request_cells,
+    check_tokens,
+    dense_array,
+    parse_loss_config,
+    parse_loss_fn,
+)
+
+MEDIA_TYPE = "application/x-protobuf"
+CHECKED_FROM_BYTES = 64 << 10
+MAX_FIELDS = 200_000
+"""Of one request: a datum of an RL loss has about 40, and the SDK sends at most 1024 datums."""
+MAX_PACKED_BYTES = 1024
+_BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
+
+_DTYPES = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+}
+_STOP_REASONS = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STOP_REASON_LENGTH}
+
+
+def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
+    """A serialized ForwardBackwardRequest; `forward_only` marks what the SDK calls `forward`."""
+    _check_fields(body)
+    request = pb.ForwardBackwardRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError:
+        raise UserError("forward_backward: the body is not a ForwardBackwardRequest protobuf") from None
+    _refuse_unknown(request, "forward_backward")
+    loss_fn = parse_loss_fn(request.loss_fn)
+    config: dict[str, object] = dict(request.loss_fn_config)
+    config |= {
+        name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in request.loss_fn_config_v2.items()
+    }
+    if not request.model_id:
+        raise UserError("forward_backward: model_id is missing")
+    if not request.data:
+        raise UserError("forward_backward: data is empty; send at least one datum")
+    data: list[TrainDatum] = []
+    num_targets = 0
+    for index, datum in enumerate(request.data):
+        data.append(_datum(index, datum, loss_fn, limits))
+        num_targets += data[-1].target_tokens.size
+        check_request_cells(num_targets)
+    op = ForwardBackward(
+        model_id=request.model_id,
+        loss_fn=loss_fn,
+        settings=parse_loss_config(loss_fn, config),
+        data=tuple(data),
+        forward_only=request.forward_only,
+    )
+    return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3 cannot tell 0 from unset; the SDK counts from 1
+
+
+def _check_fields(body: bytes) -> None:
+    """Refuse a body of many small fields before it is parsed: an empty message takes two bytes there and a hundred in memory."""
+    if len(body) > CHECKED_FROM_BYTES:
+        with contextlib.suppress(IndexError):  # cut off: the parser says so
+            _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
+
+
+def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: int) -> int:
+    """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where it is cut off."""
+    while at < end:
+        count += 1
+        if count > MAX_FIELDS:
+            raise UserError(f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums at once")
+        tag, at = _varint(body, at)
+        match tag & 7:
+            case 0:
+                _, at = _varint(body, at)
+            case 1:
+                at += 8
+            case 2:
+                length, at = _varint(body, at)
+                field = message.fields_by_number.get(tag >> 3)
+                if at + length > end:
+                    return count  # cut off: the parser says so
+                if field is not None and field.message_type is not None:
+                    count = _count_fields(body, at, at + length, field.message_type, count)
+                elif field is not None and field.cpp_type not in _BYTES_OR_TEXT and length > MAX_PACKED_BYTES:
+                    raise UserError(f"forward_backward: {field.name} has more than {MAX_PACKED_BYTES} bytes")
+                at += length
+            case 5:
+                at += 4
+            case _:  # groups and what does not exist: no field of this schema
+                return count
+    return count
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser refuses."""
+    value = shift = 0
+    while (byte := body[at]) & 0x80 and shift < 63:
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | byte << shift, at + 1
+
+
+def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
+    where = f"datum {index}"
+    _refuse_unknown(datum, where)
+    chunks = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise UserError(f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send encoded_text tokens")
+        chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
+    tokens = check_tokens(np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits)
+    inputs = {name: _tensor(tensor, f"{where}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
+    return check_datum(index, tokens, inputs, loss_fn, limits)
+
+
+def _tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+    if tensor.dtype not in _DTYPES:
+        raise UserError(f"{where}: unknown dtype {tensor.dtype}; use float32 or int64")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr, index_dtype = tensor.sparse_csr, np.dtype("<i8")
+        cells = cells_from_csr(
+            _from_bytes(csr.values, _DTYPES[tensor.dtype], where),
+            _from_bytes(csr.crow_indices, index_dtype, where),
+            _from_bytes(csr.col_indices, index_dtype, where),
+            list(tensor.shape),
+            where,
+        )
+        return dense_array(cells, where)
+    array = _from_bytes(tensor.dense, _DTYPES[tensor.dtype], where)
+    if not tensor.shape:
+        return array
+    try:
+        return array.reshape(list(tensor.shape))
+    except ValueError:
+        raise UserError(f"{where}: {array.size} values do not fill the shape {list(tensor.shape)}") from None
+
+
+def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise UserError(f"{where}: {len(data)} bytes are not a whole number of {dtype} values")
+    return np.frombuffer(data, dtype)
+
+
+def _refuse_unknown(message: Message, where: str) -> None:
+    """A field number we do not know is a feature of a newer SDK that this server would ignore."""
+    unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
+    if unknown:
+        raise UserError(f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38")
+
+
+def has_proto_form(result: OpResult) -> bool:
+    return isinstance(result, SampleResult | ForwardBackwardResult)
+
+
+def result_to_proto(result: OpResult) -> bytes:
+    """A finished sample or forward_backward as the SDK reads it."""
+    match result:
+        case SampleResult():
+            return _sample(result).SerializeToString()
+        case ForwardBackwardResult():
+            return _forward_backward(result).SerializeToString()
+        case _:
+            raise AssertionError(f"{type(result).__name__} has no protobuf form")
+
+
+def _sample(result: SampleResult) -> pb.SampleResponse:
+    response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        response.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=sequence.tokens.astype("<i4").tobytes(),
+            logprobs=sequence.logprobs.astype("<f4").tobytes(),
+            topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+        )
+    if result.prompt_logprobs is not None:
+        response.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
+    if result.topk_prompt_logprobs is not None:
+        response.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt_logprobs))
+    if result.target_prompt_logprobs is not None:
+        response.target_prompt_logprobs.CopyFrom(_float_cells(result.target_prompt_logprobs))
+    return response
+
+
+def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=topk.token_ids.astype("<i4").tobytes(), logprobs=topk.logprobs.astype("<f4").tobytes(), k=k, length=length
+    )
+
+
+def _float_cells(cells: Cells) -> pb.Tensor:
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=cells.shape)
+    values = cells.values.astype("<f4").tobytes()
+    if cells.crow_indices is None or cells.col_indices is None:
+        tensor.dense = values
+    else:
+        crow_indices, col_indices = (indices.astype("<i8").tobytes() for indices in (cells.crow_indices, cells.col_indices))
+        tensor.sparse_csr.CopyFrom(pb.SparseCsr(values=values, crow_indices=crow_indices, col_indices=col_indices))
+    return tensor
+
+
+def _forward_backward(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
+    """One record per run of datums with equally many targets per position: their log-probabilities end to end, cut by byte offsets."""
+    bare = [name for name in result.metrics if ":" not in name]
+    assert not bare, f"metrics need the form name:reduction, got {bare}"
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output.metrics.update(result.metrics)
+    for trailing_shape, run in itertools.groupby(result.logprobs, key=lambda logprobs: logprobs.shape[1:]):
+        parts = [logprobs.reshape(-1) for logprobs in run]
+        offsets = np.concatenate([[0], np.cumsum([4 * part.size for part in parts], dtype=np.int64)])
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
+        record.fields["logprobs"].CopyFrom(
+            pb.BatchedTensor(
+                data=np.concatenate(parts).astype("<f4").tobytes(),
+                offsets=offsets.astype("<i8").tobytes(),
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=trailing_shape,
+            )
+        )
+    return output

@@ -1,0 +1,96 @@
+"""One new query per row over what lies in the row's pages and over the decode block's own positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from skyrl_tx_server.model.attention.kv_splits import Stretches
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
+from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
+from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.model_config import ModelConfig
+
+HEADS = PartitionSpec(BATCH, None, "tensor")
+"""Of queries [B, 1, H, hd] that are decoded: beside the keys and values of their rows."""
+
+
+def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
+    """q [B, 1, H, hd] over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
+    batch, _, heads, head_dim = q.shape
+    kv_heads = segments[0].keys.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    scores = [_scores(grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
+    highest = jnp.stack([whole_maximum(score) for score in scores]).max(axis=0)[..., None]
+    weights = [jnp.exp2(score - highest) for score in scores]
+    total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
+    attended = sum(
+        (
+            jnp.einsum("bkgs,bksh->bkgh", weight.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
+            for weight, segment in zip(weights, segments, strict=True)
+        ),
+        start=jnp.zeros((), jnp.float32),
+    )
+    return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
+
+
+def attend_over_pages(
+    config: ModelConfig,
+    cache: KVCache,
+    layer: int,
+    q: jax.Array,
+    tables_BW: jax.Array,
+    stretches: Stretches,
+    recent: Segment,
+    visible: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the `stretches` that the rows'
+    positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
+    attend = partial(_attend_over_own_pages, config, layer, interpret)
+    if config.mesh is not None:
+        rows = PartitionSpec(BATCH)
+        attend = on_each(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
+    return attend(cache, q, tables_BW, stretches, recent, visible)
+
+
+def _attend_over_own_pages(
+    config: ModelConfig,
+    layer: int,
+    interpret: bool,
+    cache: KVCache,
+    q: jax.Array,
+    tables_BW: jax.Array,
+    stretches: Stretches,
+    recent: Segment,
+    visible: jax.Array,
+) -> jax.Array:
+    pages, _ = own_pages(config, cache, tables_BW)
+    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
+    past = paged_attention(q[:, 0], keys, values, pages + layer * cache.keys.shape[1], stretches, interpret=interpret)
+    own = _recent(q, recent, visible)
+    whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, own))
+    return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]
+
+
+def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
+    (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    scores = _scores(grouped, recent, visible)
+    highest = whole_maximum(scores)
+    weights = jnp.exp2(scores - highest[..., None])
+    out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32)
+    by_head = (batch, heads)
+    return Attended(out.reshape(*by_head, head_dim), highest.reshape(by_head), weights.sum(axis=-1).reshape(by_head))
+
+
+def _scores(grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:
+    """[B, K, G, n] float32, to the base of two, of queries [B, K, G, hd]."""
+    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32)
+    return jnp.where(mask, scores * (grouped.shape[-1] ** -0.5 * LOG2E), MASKED)

@@ -1,0 +1,169 @@
+"""Attention over a stream of sequences that share their beginnings (see `packing`), block by block.
+
+A token at index j of the stream is seen by those from j up to `ends[j]`, where its subtree ends. Only pairs of blocks in which anything
+is seen are computed, so the cost grows with what is seen and not with the stream's length squared; scores never lie in memory but one
+block's, forward and backward (Dao et al., arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.kernels import prefix_tree_kernel
+from skyrl_tx_server.model.mesh import on_each, rows_axes
+from skyrl_tx_server.model.model_config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Heads:
+    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K key-value heads with G queries
+    each."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+def tree_attention(config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own streams and heads."""
+    if config.mesh is None:
+        return _attend(layout, q, k, v)
+    rows = rows_axes(config, q.shape[0])
+    heads = PartitionSpec(rows, None, "tensor")
+    return on_each(config, _attend, (PartitionSpec(rows), heads, heads, heads), heads)(layout, q, k, v)
+
+
+@jax.custom_vjp
+def _attend(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(layout, q, k, v)[0]
+
+
+def _forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
+    return _by_platform(prefix_tree_kernel.forward, _stream_forward, layout, q, k, v)
+
+
+type _Kept = tuple[TreeLayout, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _forward_kept(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, _Kept]:
+    out, log_total = (checkpoint_name(part, "attended") for part in _forward(layout, q, k, v))
+    return out, (layout, q, k, v, out, log_total)
+
+
+def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[None, jax.Array, jax.Array, jax.Array]:
+    grad_q, grad_k, grad_v = _by_platform(prefix_tree_kernel.backward, _stream_backward, *kept, grad_out)
+    return None, grad_q, grad_k, grad_v
+
+
+_attend.defvjp(_forward_kept, _backward)
+
+
+def _by_platform[Output](kernel: Callable[..., Output], loop: Callable[..., Output], layout: TreeLayout, *arrays: jax.Array) -> Output:
+    """The kernel on NVIDIA's devices, elsewhere and for the widest heads the loop, one stream after the other."""
+
+    def each_stream(*stacked: object) -> Output:
+        streams = [loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked)) for r in range(layout.ends.shape[0])]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *streams)
+
+    if arrays[0].shape[-1] > prefix_tree_kernel.MAX_HEAD_DIM:
+        return each_stream(layout, *arrays)
+    return jax.lax.platform_dependent(layout, *arrays, cuda=kernel, default=each_stream)
+
+
+# --- the loop over pairs of blocks ------------------------------------------------------------------------------------
+
+
+def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(outputs [T, H, hd], log2 of each softmax's denominator [H, T] float32)."""
+    heads = _heads(layout, q, k, v)
+
+    def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q = heads.q[i]
+
+        def add_keys(at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            highest, total, attended = state
+            j = layout.key_blocks[i, at]
+            scores = _scores(layout, q, heads.k[j], i, j)
+            higher = jnp.maximum(highest, whole_maximum(scores))
+            weights, shrink = jnp.exp2(scores - higher[..., None]), jnp.exp2(highest - higher)
+            new = _product("kgqs,ksh->kgqh", weights.astype(q.dtype), heads.v[j])
+            return higher, shrink * total + weights.sum(axis=-1), shrink[..., None] * attended + new
+
+        start = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
+        highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_keys, start)
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a block of padding sees nothing
+        return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(highest + jnp.log2(total))
+
+    empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
+    out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
+    return _uncut(out), _uncut(log_total[..., None])[..., 0].T
+
+
+def _stream_backward(
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_total: jax.Array, grad_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads = _heads(layout, q, k, v)
+    out, log_total, grad_out = (_cut(layout, k, array) for array in (out, log_total.T[..., None], grad_out))
+    log_total = log_total[..., 0]
+    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # what the softmax's gradient takes off, per query
+
+    def of_queries(i: jax.Array, grads: _Heads) -> _Heads:
+        q, grad = heads.q[i], grad_out[i]
+
+        def of_keys(at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            grad_q, grads_k, grads_v = state
+            j = layout.key_blocks[i, at]
+            k, v = heads.k[j], heads.v[j]
+            weights = jnp.exp2(_scores(layout, q, k, i, j) - log_total[i][..., None])
+            grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(q.dtype)
+            grads_k = grads_k.at[j].add(_product("kgqs,kgqh->ksh", grad_scores, q))
+            grads_v = grads_v.at[j].add(_product("kgqs,kgqh->ksh", weights.astype(q.dtype), grad))
+            return grad_q + _product("kgqs,ksh->kgqh", grad_scores, k), grads_k, grads_v
+
+        grad_q, grads_k, grads_v = jax.lax.fori_loop(0, layout.num_key_blocks[i], of_keys, (jnp.zeros(q.shape), grads.k, grads.v))
+        return _Heads(q=grads.q.at[i].set(grad_q), k=grads_k, v=grads_v)
+
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
+    grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
+    scale = q.shape[-1] ** -0.5
+    grad_q, grad_k = _uncut((grads.q * scale).astype(q.dtype)), _uncut((grads.k[:, :, None] * scale).astype(k.dtype))
+    return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
+
+
+def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Heads:
+    return _Heads(q=_cut(layout, k, q), k=_cut(layout, k, k)[:, :, 0], v=_cut(layout, k, v)[:, :, 0])
+
+
+def _cut(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
+    """[T, heads, hd] as [N, K, heads / K, n, hd]."""
+    blocks = layout.num_key_blocks.shape[0]
+    return array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1]).transpose(0, 2, 3, 1, 4)
+
+
+def _uncut(array: jax.Array) -> jax.Array:
+    """The inverse of `_cut`."""
+    blocks, kv_heads, group, block, head_dim = array.shape
+    return array.transpose(0, 3, 1, 2, 4).reshape(blocks * block, kv_heads * group, head_dim)
+
+
+def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does not see a key."""
+    block = k.shape[1]
+    queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
+    ends = layout.ends.reshape(-1, block)[j]
+    scores = _product("kgqh,ksh->kgqs", q, k) * (q.shape[-1] ** -0.5 * LOG2E)
+    return jnp.where((keys <= queries) & (queries < ends[None]), scores, MASKED)
+
+
+def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)

@@ -1,0 +1,19 @@
+"""Who sees whom in a stream of sequences that share their beginnings (see `packing`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from skyrl_tx_server.model.lora.lora_math import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeLayout:
+    """As `packing.PackedBatch` has it: every array has a leading axis of streams R, each cut into N blocks."""
+
+    ends: Leaf  # [R, T] int32
+    key_blocks: Leaf  # [R, N, N] int32
+    num_key_blocks: Leaf  # [R, N] int32

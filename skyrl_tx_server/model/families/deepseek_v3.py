@@ -1,0 +1,251 @@
+"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, dense layers first, then mixtures whose experts are chosen by groups.
+
+Heads attend in the latent space. A head's key is `W_k c` beside the rotated key that all heads share, so `q . W_k c = (W_k^T q) . c`: with
+`W_k^T q` for a query and `c` beside the rotated key for the one key-value head, attention is that of any other model, and the values are
+`c` again, taken through `W_v` afterwards. What is cached per token is one vector instead of every head's key and value.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.model.experts import add_experts, expert_weights
+from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Split, Switch, Weight, add_mlp, mlp_weights, module_of
+from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
+from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank, by_adapter, project
+from skyrl_tx_server.model.mesh import by_rows
+from skyrl_tx_server.model.model_config import ExpertGroups, Experts, LatentAttention, ModelConfig, YarnScaling, yarn_mscale
+
+logger = logging.getLogger(__name__)
+
+LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever config.json's rms_norm_eps
+
+
+def attention_weights(config: ModelConfig) -> dict[str, Weight]:
+    latent, hidden, heads = _latent(config), config.hidden_size, config.num_heads
+    query, compressed = _widths(config)
+
+    def matrix(*names: str, inputs: int, widths: tuple[int, ...], split: Split) -> Weight:
+        return Weight(
+            names=tuple(f"self_attn.{name}.weight" for name in names), inputs=inputs, widths=widths, switch=Switch.ATTENTION, split=split
+        )
+
+    def norm(name: str, width: int) -> Weight:
+        return Weight(names=(f"{name}.weight",), widths=(width,))
+
+    first = "q_proj" if latent.query_rank is None else "q_a_proj"
+    fields = {
+        "attention_norm": norm("input_layernorm", hidden),
+        "q_kv": matrix(first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=Split.OUTPUTS),
+        "latent_norm": norm("self_attn.kv_a_layernorm", latent.width),
+        "kv_b": matrix("kv_b_proj", inputs=latent.width, widths=(heads * (latent.plain_dim + latent.value_dim),), split=Split.INPUTS),
+        "o": matrix("o_proj", inputs=heads * latent.value_dim, widths=(hidden,), split=Split.INPUTS),
+    }
+    if latent.query_rank is not None:
+        width = heads * (latent.plain_dim + latent.rope_dim)
+        fields["query_norm"] = norm("self_attn.q_a_layernorm", latent.query_rank)
+        fields["q_b"] = matrix("q_b_proj", inputs=latent.query_rank, widths=(width,), split=Split.INPUTS)
+    return fields
+
+
+def add_latent_attention[Aux](
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+) -> tuple[jax.Array, Aux]:
+    """x [B, T, D] plus what its heads attend to."""
+    latent = _latent(config)
+    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
+    query, compressed = project(config, normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"), by="tensor")
+    if latent.query_rank is not None:
+        query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
+        (query,) = project(config, query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
+    query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
+    plain, rotated = jnp.split(query, [latent.plain_dim], axis=-1)
+    vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.width], axis=-1)
+    key = jnp.concatenate([rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS), _rotate(latent, shared, rope)], axis=-1)
+    query = jnp.concatenate([_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1)
+    attended, aux = attend(query * _score_scale(config), key, key)
+    values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
+    added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    return checkpoint_name(by_rows(config, x + added), "residual"), aux
+
+
+def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, width]: each head's part of `kv_b` that makes keys, transposed."""
+    latent, module = _latent(config), module_of(adapter, "kv_b")
+    out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.plain_dim])
+    if module is None:
+        return out
+
+    def delta(own: LowRank) -> tuple[jax.Array]:
+        inner = jnp.einsum("bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype))
+        return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
+
+    return out + by_adapter(module, delta)[0]
+
+
+def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, width]."""
+    latent, module = _latent(config), module_of(adapter, "kv_b")
+    out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.plain_dim :])
+    if module is None:
+        return out
+
+    def delta(own: LowRank) -> tuple[jax.Array]:
+        inner = jnp.einsum("bthc,cr->bthr", attended, own.a.astype(attended.dtype)) * _scale(own, attended)
+        return (jnp.einsum("bthr,rhv->bthv", inner, _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype)),)
+
+    return out + by_adapter(module, delta)[0]
+
+
+def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
+    """Each head's part of `kv_b`, [H, plain_dim + value_dim, width]."""
+    return params["kv_b"].reshape(config.num_heads, -1, _latent(config).width)
+
+
+def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:
+    """[..., H * (plain_dim + value_dim)] -> [..., H, plain_dim + value_dim]."""
+    return jnp.reshape(columns, (*columns.shape[:-1], config.num_heads, -1))
+
+
+def _scale(module: LowRank, like: jax.Array) -> jax.Array:
+    return jax.lax.stop_gradient(jnp.asarray(module.scale)).astype(like.dtype)
+
+
+def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
+    """x [B, T, heads, rope_dim] rotated; where neighbours belong together they come out as halves, in queries and keys alike."""
+    if latent.interleaved:
+        x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return rotate(x, rope)
+
+
+def _score_scale(config: ModelConfig) -> float:
+    """`attend` divides by the root of the key-value head's width, Hugging Face by that of a head's query."""
+    latent, scaling = _latent(config), config.rope_scaling
+    sharper = yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2 if isinstance(scaling, YarnScaling) else 1.0
+    return sharper * math.sqrt(config.head_dim / (latent.plain_dim + latent.rope_dim))
+
+
+def _latent(config: ModelConfig) -> LatentAttention:
+    assert config.latent is not None
+    return config.latent
+
+
+def _widths(config: ModelConfig) -> tuple[int, int]:
+    """Output widths of the fused first projections: of queries, of the latent vector with the rotated key."""
+    latent = _latent(config)
+    return latent.query_rank or config.num_heads * (latent.plain_dim + latent.rope_dim), latent.width + latent.rope_dim
+
+
+def weights(config: ModelConfig) -> dict[str, Weight]:
+    return attention_weights(config) | expert_weights(config)
+
+
+def first_weights(config: ModelConfig) -> dict[str, Weight]:
+    assert config.experts is not None
+    return attention_weights(config) | mlp_weights(config, width=config.experts.dense_width)
+
+
+def layer[Aux](
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+) -> tuple[jax.Array, Aux]:
+    x, aux = add_latent_attention(config, x, params, adapter, rope, attend)
+    return (add_experts if "router" in params else add_mlp)(config, x, params, adapter), aux
+
+
+def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
+    if usual.num_kv_heads != usual.num_heads:
+        raise ConfigError(
+            f"num_key_value_heads={usual.num_kv_heads}: latent attention has as many as num_attention_heads={usual.num_heads}"
+        )
+    if raw.get("num_nextn_predict_layers"):
+        logger.info("num_nextn_predict_layers=%s: the layers that predict more tokens ahead are left out", raw["num_nextn_predict_layers"])
+    latent = LatentAttention(
+        query_rank=None if raw["q_lora_rank"] is None else int(raw["q_lora_rank"]),
+        width=int(raw["kv_lora_rank"]),
+        plain_dim=int(raw["qk_nope_head_dim"]),
+        rope_dim=int(raw["qk_rope_head_dim"]),
+        value_dim=int(raw["v_head_dim"]),
+        interleaved=bool(raw.get("rope_interleave", True)),
+    )
+    return replace(
+        usual,
+        intermediate_size=int(raw["moe_intermediate_size"]),
+        num_kv_heads=1,
+        head_dim=latent.width + latent.rope_dim,
+        latent=latent,
+        experts=_read_experts(raw, usual),
+    )
+
+
+def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
+    groups = ExpertGroups(count=int(raw["n_group"]), per_token=int(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]))
+    experts = Experts(
+        count=int(raw["n_routed_experts"]),
+        per_token=int(raw["num_experts_per_tok"]),
+        normalized=bool(raw["norm_topk_prob"]),
+        groups=groups,
+        shared=int(raw["n_shared_experts"] or 0),
+        dense_layers=int(raw["first_k_dense_replace"]),
+        dense_width=usual.intermediate_size,
+    )
+    size = experts.count // groups.count
+    if experts.count % groups.count or size < 2 or not 1 <= groups.per_token <= groups.count or experts.per_token > groups.per_token * size:
+        raise ConfigError(
+            f"{experts.per_token} of {experts.count} experts in topk_group={groups.per_token} of n_group={groups.count}: "
+            "groups must be equal, of two experts or more, and those chosen must hold enough"
+        )
+    if not 0 <= experts.dense_layers < usual.num_layers:
+        raise ConfigError(f"first_k_dense_replace={experts.dense_layers} of {usual.num_layers} layers leaves no mixture of experts")
+    return experts
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    latent, experts = _latent(config), config.experts
+    assert experts is not None and experts.groups is not None
+    return {
+        "intermediate_size": experts.dense_width,
+        "moe_intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_heads,
+        "head_dim": latent.rope_dim,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.width,
+        "qk_nope_head_dim": latent.plain_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+        "n_routed_experts": experts.count,
+        "n_shared_experts": experts.shared,
+        "num_experts_per_tok": experts.per_token,
+        "norm_topk_prob": experts.normalized,
+        "n_group": experts.groups.count,
+        "topk_group": experts.groups.per_token,
+        "routed_scaling_factor": experts.groups.scale,
+        "first_k_dense_replace": experts.dense_layers,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    weights=weights,
+    first_weights=first_weights,
+    layer=layer,
+    expected={
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    read=read,
+    write=write,
+)

@@ -1,0 +1,54 @@
+"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B): the attention of the dense models, experts for the perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from skyrl_tx_server.model.experts import add_experts, expert_weights
+from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Weight
+from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, add_normed_attention, normed_attention_weights
+from skyrl_tx_server.model.layers import Rope
+from skyrl_tx_server.model.lora.lora_math import LowRank
+from skyrl_tx_server.model.model_config import Experts, ModelConfig
+
+
+def weights(config: ModelConfig) -> dict[str, Weight]:
+    return normed_attention_weights(config) | expert_weights(config)
+
+
+def layer[Aux](
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+) -> tuple[jax.Array, Aux]:
+    x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
+    return add_experts(config, x, params, adapter), aux
+
+
+def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
+    count = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])  # transformers 5 and before
+    experts = Experts(count=count, per_token=int(raw["num_experts_per_tok"]), normalized=bool(raw.get("norm_topk_prob", False)))
+    return replace(usual, intermediate_size=int(raw["moe_intermediate_size"]), experts=experts)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return {
+        "moe_intermediate_size": config.intermediate_size,  # `intermediate_size` is of a dense layer, of which there is none
+        "num_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
+        "norm_topk_prob": config.experts.normalized,
+    }
+
+
+FAMILY = Family(
+    architecture="Qwen3MoeForCausalLM",
+    weights=weights,
+    layer=layer,
+    expected={**EXPECTED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    default_head_dim=HEAD_DIM,
+    read=read,
+    write=write,
+)

@@ -1,0 +1,282 @@
+"""The training programs: forward, forward and backward into an accumulator, and one Adam step.
+
+Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's settings.
+Pass host numpy for everything that changes from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
+from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
+from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
+from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank
+from skyrl_tx_server.model.mesh import place_whole, to_host
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states, with_gathered_head
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
+from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_losses
+from skyrl_tx_server.training.packing import PackedBatch
+
+CHUNKS = 16
+MIN_CHUNK_ENTRIES = 64
+MAX_CHUNK_LOGITS = 1 << 26
+"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a sixteenth of them at a time, and
+at most this many numbers (256 MiB in float32)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position, which is a program of its
+    own, targets and weights are [R, E, K] and the other two loss inputs [R, E, 1]."""
+
+    tokens: Leaf  # int32
+    positions: Leaf  # int32
+    ends: Leaf  # int32
+    key_blocks: Leaf  # [R, N, N] int32
+    num_key_blocks: Leaf  # [R, N] int32
+    sources: Leaf  # int32
+    targets: Leaf  # int32
+    weights: Leaf  # float32
+    sampler_logprobs: Leaf  # float32
+    advantages: Leaf  # float32
+    counts: Leaf  # float32
+    num_trained: Leaf  # [R] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutputs:
+    """What a training program returns to the host."""
+
+    logprobs: jax.Array  # float32, shaped like the targets: log p(target) of every entry; of padding it means nothing
+    loss: jax.Array  # [] float32, summed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamState:
+    """Adam's moments (shaped like the adapter, float32) and the number of steps taken."""
+
+    step: Leaf  # [] int32
+    first: Adapter
+    second: Adapter
+
+
+def train_batch(packed: PackedBatch) -> TrainBatch:
+    return TrainBatch(**{name: getattr(packed, name) for name in TrainBatch.__dataclass_fields__})
+
+
+def adam_scalars(settings: AdamSettings) -> np.ndarray:
+    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program takes time of its own."""
+    return np.array(astuple(settings), np.float32)
+
+
+def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
+    """Fresh optimizer state in host memory."""
+    return AdamState(step=np.zeros((), np.int32), first=zero_adapter(config, max_rank), second=zero_adapter(config, max_rank))
+
+
+def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
+    """From host memory to the devices, moments where the adapter lies."""
+    first, second = place_adapter(config, state.first), place_adapter(config, state.second)
+    return AdamState(step=place_whole(config, state.step), first=first, second=second)
+
+
+@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=COMPILED)
+def forward_backward(
+    adapter: Adapter,
+    grad_sum: Adapter,
+    params: Params,
+    batch: TrainBatch,
+    loss: LossSelection,
+    *,
+    config: ModelConfig,
+    remat: Remat = Remat.LAYERS,
+) -> tuple[Adapter, TokenOutputs]:
+    """`grad_sum` and this batch's gradient, added; losses are summed over tokens, as Tinker defines them.
+
+    Nothing is donated: `grad_sum` may be what a model goes back to when the operation fails, or the zeros that every model begins with.
+    """
+
+    def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
+        return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
+
+    hidden, pull_back = jax.vjp(run_layers, adapter.layers)
+    outputs, grad_hidden, grad_head = _head_gradient(config, with_gathered_head(config, params), adapter, hidden, batch, loss)
+    (grad_layers,) = pull_back(grad_hidden)
+    return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
+
+
+@partial(jax.jit, static_argnames=("config",), compiler_options=COMPILED)
+def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
+    """The batch's logprobs and summed loss, leaving everything as it was."""
+    chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
+    params = with_gathered_head(config, params)
+
+    def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond(chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk))
+
+    losses, logprobs = jax.lax.map(run, chunks)
+    return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
+
+
+@jax.jit
+def adam_step(adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: Leaf) -> tuple[Adapter, AdamState, jax.Array]:
+    """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
+
+    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update. `settings` are
+    `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if every number of the new adapter is finite.
+    """
+    learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
+    grads = jax.tree.map(jnp.multiply, gradient, mask)
+    norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in jax.tree.leaves(grads)))
+    clips = (grad_clip_norm > 0) & (norm > grad_clip_norm)
+    shrink = jnp.where(clips, grad_clip_norm / norm, 1.0)
+    step = state.step + 1
+    # 1 - beta^step without the cancellation that float32 suffers when beta is close to one
+    correct1, correct2 = (-jnp.expm1(step * jnp.log(beta)) for beta in (beta1, beta2))
+
+    first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * shrink * g, state.first, grads)
+    second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * (shrink * g) ** 2, state.second, grads)
+
+    def update(value: jax.Array, m: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
+        denominator = jnp.sqrt(v / correct2) + eps
+        direction = jnp.where(denominator > 0, m / correct1 / denominator, 0.0) + weight_decay * value
+        return value - learning_rate * allowed * direction
+
+    adapter = jax.tree.map(update, adapter, first, second, mask)
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
+    return adapter, AdamState(step=step, first=first, second=second), jnp.stack([norm, finite.astype(jnp.float32)])
+
+
+def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
+    """Optimizer state under names that sit beside an adapter's in one checkpoint."""
+    arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
+    for moment, adapter in (("first", state.first), ("second", state.second)):
+        arrays |= {f"optimizer.{moment}.{name}": array for name, array in adapter_to_arrays(adapter, config, spec).items()}
+    return arrays
+
+
+def adam_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int) -> AdamState:
+    """The inverse of `adam_to_arrays`, in host memory."""
+
+    def moment(name: str) -> Adapter:
+        prefix = f"optimizer.{name}."
+        mine = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        return adapter_from_arrays(mine, config, spec, max_rank)
+
+    return AdamState(step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()), first=moment("first"), second=moment("second"))
+
+
+# --- the head, a chunk of entries at a time --------------------------------------------------------------------------
+
+
+def _entry_states(config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat) -> jax.Array:
+    """[R, E, D], the final hidden state that each entry needs."""
+    layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
+    hidden = hidden_states(config, params, adapter, batch.tokens, batch.positions, partial(tree_attention, config, layout), remat=remat)
+    return jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """Entries of a batch, n of each stream; with all chunks stacked every leaf has a leading axis."""
+
+    hidden: jax.Array  # [R, n, D]
+    targets: Leaf  # [R, n] or [R, n, K] int32
+    inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
+    used: jax.Array  # [] bool, it holds more than padding
+    trained: jax.Array  # [] bool, some of it has a gradient
+
+
+def _head_gradient(
+    config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, batch: TrainBatch, loss: LossSelection
+) -> tuple[TokenOutputs, jax.Array, LowRank]:
+    """Outputs, gradient on `hidden`, and gradient on the head's adapter.
+
+    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its logits are there:
+    two passes over the head weight instead of the three of recomputing logits in the backward pass, and one where nothing trains.
+    """
+
+    def differentiate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+        def loss_of(head: LowRank, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _chunk_loss(config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states))
+
+        (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(adapter.head, chunk.hidden)
+        return grads, summed, logprobs, grad_states
+
+    def evaluate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+        return nothing, *_chunk_loss(config, params, adapter, loss, chunk), jnp.zeros_like(chunk.hidden)
+
+    def skip(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+        return nothing, *_nothing_of(chunk), jnp.zeros_like(chunk.hidden)
+
+    def step(grad_head: LowRank, chunk: _Chunk) -> tuple[LowRank, tuple[jax.Array, jax.Array, jax.Array]]:
+        kind = chunk.used.astype(jnp.int32) + chunk.trained
+        grads, *outputs = jax.lax.switch(kind, (skip, evaluate, differentiate), chunk)
+        return jax.tree.map(jnp.add, grad_head, grads), tuple(outputs)
+
+    nothing = jax.tree.map(jnp.zeros_like, adapter.head)
+    grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, nothing, _chunks(config, hidden, batch))
+    return TokenOutputs(logprobs=_whole(logprobs, batch), loss=sums.sum()), _whole(grad_hidden, batch), grad_head
+
+
+def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    """(summed loss, logprobs of the targets) of one chunk."""
+    logits = head_logits(config, params, adapter, chunk.hidden)
+    targets = chunk.targets if chunk.targets.ndim == 3 else chunk.targets[..., None]
+    logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logprobs.reshape(chunk.targets.shape)
+    return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
+
+
+def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros(()), jnp.zeros(chunk.targets.shape)
+
+
+def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
+    """Entries of each of `rows` streams that go through the head together."""
+    return max(1, min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries))
+
+
+def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
+    """The batch's entries stacked as [chunks, R, n, ...], the last chunk filled up with padding."""
+    rows, entries = batch.sources.shape
+    size = chunk_entries(entries, rows=rows, vocab_size=config.vocab_size)
+    count = -(-entries // size)
+
+    def split(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, 0), (0, count * size - entries)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
+
+    inputs = LossInputs(
+        weights=batch.weights,
+        sampler_logprobs=batch.sampler_logprobs,
+        advantages=batch.advantages,
+        counts=jnp.reshape(batch.counts, batch.advantages.shape),
+    )
+    stacked = jax.tree.map(split, inputs)
+    return _Chunk(
+        hidden=split(hidden),
+        targets=split(jnp.asarray(batch.targets)),
+        inputs=stacked,
+        used=(stacked.counts > 0).reshape(count, -1).any(axis=1),
+        trained=jnp.arange(count) * size < batch.num_trained.max(),
+    )
+
+
+def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
+    """[chunks, R, n, ...] back to [R, E, ...]."""
+    rows, entries = batch.sources.shape
+    return stacked.swapaxes(0, 1).reshape(rows, -1, *stacked.shape[3:])[:, :entries]

@@ -1,0 +1,105 @@
+"""The models being trained: the most recently used lie on the device, the others wait in host memory and come back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from skyrl_tx_server.distributed.multihost import ALONE, Hosts
+from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.errors import CapacityError, NotFoundError
+from skyrl_tx_server.model.lora.adapter import Adapter
+from skyrl_tx_server.model.mesh import put, to_host
+from skyrl_tx_server.training.train_step import AdamState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveModel:
+    """A model being trained; every operation replaces the record by a new one."""
+
+    lora: LoraSpec
+    adapter: Adapter  # float32
+    adam: AdamState
+    mask: Adapter
+    gradient: Adapter | None = None  # None: nothing accumulated since the last optimizer step
+
+    def arrays(self) -> tuple[Adapter, AdamState, Adapter, Adapter | None]:
+        return self.adapter, self.adam, self.mask, self.gradient
+
+    def moved(self, move: Callable[[object], object]) -> LiveModel:
+        adapter, adam, mask, gradient = move(self.arrays())  # type: ignore[misc]
+        return LiveModel(lora=self.lora, adapter=adapter, adam=adam, mask=mask, gradient=gradient)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays()))
+
+
+class LiveModels:
+    """Models by id, at most `on_device` of them on the device."""
+
+    def __init__(self, *, on_device: int, hosts: Hosts = ALONE) -> None:
+        self._limit = on_device
+        self._hosts = hosts
+        self._device: dict[str, LiveModel] = {}  # least recently used first
+        self._parked: dict[str, tuple[LiveModel, object]] = {}  # numpy arrays, and how they lay on the devices
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._device or model_id in self._parked
+
+    def get(self, model_id: str) -> LiveModel:
+        """The model, on the device. NotFoundError when there is none."""
+        if model_id in self._parked:
+            self._make_room()
+            model, places = self._parked.pop(model_id)
+            self._device[model_id] = model.moved(lambda arrays: put(arrays, places))
+        elif model_id in self._device:
+            self._device[model_id] = self._device.pop(model_id)
+        else:
+            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
+        return self._device[model_id]
+
+    def put(self, model_id: str, model: LiveModel) -> None:
+        """A new model, or the new record of one. CapacityError: neither the device nor host memory has room for it."""
+        self._parked.pop(model_id, None)
+        if self._device.pop(model_id, None) is None:
+            self._make_room()
+        self._device[model_id] = model
+
+    def drop(self, model_id: str) -> None:
+        if self._device.pop(model_id, None) is None and self._parked.pop(model_id, None) is None:
+            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "models": len(self._device) + len(self._parked),
+            "models_on_device": len(self._device),
+            "models_in_host_memory": len(self._parked),
+        }
+
+    def _make_room(self) -> None:
+        while len(self._device) >= self._limit:
+            longest_unused = next(iter(self._device))
+            model = self._device[longest_unused]
+            if model.num_bytes > (free := self._hosts.agreed(available_host_bytes)):
+                raise CapacityError(
+                    f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
+                    f"not the {model.num_bytes >> 20} MiB that moving the one unused for longest there takes; unload a model"
+                )
+            self._parked[longest_unused] = model.moved(to_host), _places(model)
+            del self._device[longest_unused]
+
+
+def _places(model: LiveModel) -> object:
+    """How its arrays lie on a mesh; None on one device, where an array that is put back by name of the device is another kind of input to
+    jax, for which every program it goes to, those of sampling too, would be compiled again."""
+    arrays = model.arrays()
+    return jax.tree.map(lambda leaf: leaf.sharding, arrays) if any(leaf.committed for leaf in jax.tree.leaves(arrays)) else None
+
+
+def available_host_bytes() -> int:
+    """What Linux could hand out without swapping."""
+    with open("/proc/meminfo") as meminfo:
+        return next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))

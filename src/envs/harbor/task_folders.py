@@ -1,0 +1,186 @@
+"""Harbor task folders: find them, and check them before any work.
+
+<task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
+"""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.config import NetworkMode, TaskConfig, TaskOS
+from harbor.models.task.paths import TaskPaths
+from harbor.models.task.task import Task as HarborTask
+from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
+from harbor.models.trial.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+from pydantic import ValidationError
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
+from src.envs.sandbox.environment import ROOT_USERS, Network, network_of, read_recipe
+from src.envs.sandbox.network import why_no_network
+from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
+
+logger = logging.getLogger(__name__)
+
+# Raises ConfigError for a task that the environment cannot run. What it returns is worth a warning: the task runs, but hardly as meant.
+Check = Callable[[Path, TaskConfig], str | None]
+USE_HARBOR = "play it with `harbor run`"
+
+
+def load_tasks(directory: Path, *, check: Check) -> list[Task]:
+    """All tasks of a folder, by name. ConfigError with one line per reason why some cannot be played."""
+    directory = directory.expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(f"tasks_dir {directory} is not a folder; give a folder of task folders")
+    if (directory / "task.toml").is_file():
+        folders = [directory]
+    else:
+        folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+    if not folders:
+        raise ConfigError(f"tasks_dir {directory} holds no task folders")
+    tasks: list[Task] = []
+    refused: dict[str, list[Path]] = {}  # by reason
+    doubtful: dict[str, list[str]] = {}
+    for folder in folders:
+        try:
+            task, doubt = load_task(folder, check=check)
+            tasks.append(task)
+            if doubt:
+                doubtful.setdefault(doubt, []).append(task.id)
+        except ConfigError as error:
+            refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
+    if refused:
+        lines = [f"{first}{reason}" + (f" (and {len(others)} more)" if others else "") for reason, (first, *others) in refused.items()]
+        if (count := len(folders) - len(tasks)) > 1:
+            lines.append(f"{count} of {len(folders)} task folders cannot be played; mend or remove them")
+        raise ConfigError("\n".join(lines))
+    for doubt, names in doubtful.items():
+        logger.warning("%s (%d of %d tasks: %s)", doubt, len(names), len(tasks), _listed(names))
+    return tasks
+
+
+def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
+    """One task, and what there is to warn of; ConfigError in one line when it is not whole, or when `check` refuses it."""
+    if not (folder / "task.toml").is_file():
+        raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
+    _require_one_step_on_linux(folder)
+    if not (folder / "instruction.md").is_file():
+        raise ConfigError(f"{folder}: no instruction.md; is this a Harbor task folder?")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise ConfigError(f"{folder}: no tests/test.sh; a task without a verifier cannot be graded")
+    try:
+        task = HarborTask(folder)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{folder}/task.toml: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{folder}/task.toml: {where + ': ' if where else ''}{first['msg']}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
+    if not task.instruction.strip():
+        raise ConfigError(f"{folder}: instruction.md is empty")
+    doubt = check(folder, task.config)
+    return Task(id=folder.name, path=folder, instruction=task.instruction), doubt
+
+
+def _require_one_step_on_linux(folder: Path) -> None:
+    """Such tasks have other files than ours, so this comes before anything is missed in them."""
+    try:
+        config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder}/task.toml: {error}") from error
+    if config.get("steps"):
+        raise ConfigError(f"{folder}: a task of several [[steps]] cannot be trained on; make each step a task of its own, or {USE_HARBOR}")
+    environment = config.get("environment")
+    if isinstance(environment, dict) and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value:
+        raise ConfigError(f"{folder}: [environment].os = windows: trials run on Linux only; {USE_HARBOR} on a Windows host")
+
+
+def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
+    """What a task must meet to run in environments of that type, made with those options."""
+    return partial(check_for_sandbox if environment_type == "sandbox" else check_for_containers, options=options)
+
+
+def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
+    """ConfigError when the sandbox cannot run this task as it is meant."""
+    environment = config.environment
+    if environment.gpus or environment.tpu is not None:
+        raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
+    for section, user in (("agent", config.agent.user), ("verifier", config.verifier.user)):
+        if user not in ROOT_USERS:
+            raise ConfigError(f"{folder}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}")
+    modes = (environment.network_mode, config.agent.network_mode, config.verifier.network_mode)
+    if NetworkMode.ALLOWLIST in modes:
+        raise ConfigError(f"{folder}: the sandbox's network is off or public, it has no allow list; {USE_DOCKER}")
+    for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
+        if mode not in (None, environment.network_mode):
+            raise ConfigError(f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}")
+    read_recipe(folder / "environment", environment)
+    graded_in = environment
+    if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
+        read_recipe(definition.directory, definition.config)
+        graded_in = definition.config
+    kwargs = options.get("kwargs")
+    given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
+    networks = [network_of(config, given=given) for config in (environment, graded_in)]
+    if Network.REFUSED in networks:
+        raise ConfigError(f"{folder}: it asks for a public network, which no sandbox has here: {why_no_network()}; {USE_DOCKER}")
+    if networks[1] is not Network.PUBLIC and (needed := verifier_needs(folder)):
+        return f"tests/test.sh needs the internet for `{needed}` and has none here, so these tasks score 0: {MEND_VERIFIER}"
+    if Network.LACKING in networks:
+        return f"Harbor's default network is public, these tasks run without: {why_no_network()}"
+    return None
+
+
+MEND_VERIFIER = 'install what it needs in environment/Dockerfile, or say network_mode = "public" in task.toml'
+
+
+def verifier_needs(folder: Path) -> str | None:
+    """The command of tests/test.sh that plainly needs the internet; None where there is none."""
+    try:
+        script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    for words in commands(script):
+        if reaching := needs_network(words):
+            return reaching
+        if missing := [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]:
+            return f"apt-get install {' '.join(missing)}"
+    return None
+
+
+def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
+    """ConfigError when Harbor's own environment refuses this task: nothing to build from, a network or a device it cannot provide."""
+    environment = folder / "environment"
+    if config.environment.docker_image is None and not any(
+        (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")
+    ):
+        raise ConfigError(f"{environment}: no Dockerfile and no [environment].docker_image; add one of them")
+    try:
+        EnvironmentFactory.create_environment_from_config(
+            config=EnvironmentConfig.model_validate(dict(options)),
+            environment_dir=environment,
+            environment_name=folder.name,
+            session_id="check",
+            trial_paths=TrialPaths(trial_dir=folder / "never-made"),
+            task_env_config=config.environment.model_copy(deep=True),
+            network_policy=config.environment.resolve_baseline(),
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{folder}: {' '.join(str(error).split())}; environment_type=sandbox may do") from error
+    mode = config.verifier.network_mode or config.environment.network_mode
+    if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
+        return f"tests/test.sh needs the internet for `{needed}`, and task.toml says no-network, so these tasks may score 0"
+    return None
+
+
+def _listed(names: list[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

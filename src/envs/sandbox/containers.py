@@ -1,0 +1,234 @@
+"""Harbor's Docker environment, with nothing of the host inside and everything of it labelled.
+
+Harbor binds the trial's folder into the container, where an agent can fill the host's disk, plant links and leave files that only root can
+remove. Here `/logs` is a part of the container, or, where a task has services of its own that may share it, volumes of the trial's compose
+project. What is in it is collected through the engine, within the same bounds as a sandbox's (`transfer`), by a thread. Every service,
+network and volume carries the run's labels from the moment it is made, so that a clean-up finds what a killed trainer left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import tarfile
+import tempfile
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, override
+
+import docker
+import yaml
+from docker.errors import DockerException, NotFound
+from harbor.constants import MAIN_SERVICE_NAME
+from harbor.environments.base import ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.environments.docker.compose_env import legacy_log_mount_env_vars
+from harbor.environments.docker.docker import DockerEnvironment
+
+from src.core.errors import SandboxError
+from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
+from src.envs.sandbox.file_copy import COLLECT_TIMEOUT_S, REWARD_FILES, Allowance, ChunkReader, Collection, decoded, unpack_file
+from src.envs.sandbox.run_directory import run_directory
+
+SERVICE_LABEL = "com.docker.compose.service"
+VERIFIER_DIRECTORY = "/logs/verifier"
+MAX_OUTPUT_BYTES = 16 * 2**20  # of one command
+
+
+class ContainerEnvironment(DockerEnvironment):
+    """A Harbor Docker environment. `run_label` names the run that it belongs to."""
+
+    def __init__(self, *args: Any, run_label: str, **kwargs: Any) -> None:
+        self._run_label = run_label
+        self._overlay: Path | None = None
+        super().__init__(*args, **kwargs)
+        self._collection = Collection(self.trial_paths.trial_dir)
+        folder = self.trial_paths.trial_dir.resolve()
+        binds = [mount for mount in self._mounts if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)]
+        self._log_directories = [str(mount["target"]) for mount in binds]
+        self._mounts = [mount for mount in self._mounts if mount not in binds]
+        self._shared_logs = binds if self._environment_docker_compose_path.exists() else []
+        self._mounts += [_as_volume(mount) for mount in self._shared_logs]
+
+    @property
+    @override
+    def capabilities(self) -> EnvironmentCapabilities:
+        return super().capabilities.model_copy(update={"mounted": False})
+
+    @property
+    @override
+    def _docker_compose_paths(self) -> list[Path]:
+        return [*super()._docker_compose_paths, *([self._overlay] if self._overlay is not None else [])]
+
+    @override
+    def _compose_infra_env_vars(self) -> dict[str, str]:
+        # A task's own compose file may mount the same logs elsewhere, by the names Harbor gives it.
+        binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs]
+        return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(binds, host_value="source")
+
+    @override
+    async def start(self, force_build: bool) -> None:
+        path = run_directory(self._run_label) / f"{self.session_id}.compose.json"
+        path.write_text(json.dumps(self._labels()))  # JSON is YAML
+        self._overlay = path
+        await super().start(force_build)
+
+    @override
+    async def stop(self, delete: bool) -> None:
+        try:
+            await super().stop(delete)
+        finally:
+            if self._overlay is not None:
+                self._overlay.unlink(missing_ok=True)
+                self._overlay = None
+
+    @override
+    def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
+        """What Harbor creates inside for whoever may write there."""
+        return list(dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories]))
+
+    @override
+    async def prepare_logs_for_host(self) -> None:
+        """Nothing of the container lies on the host."""
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        """A directory, without what came from the container itself: it would go back in place of the files that the agent made."""
+        if not await asyncio.to_thread(self._collection.has_taken, Path(source_dir)):
+            await super().upload_dir(source_dir, target_dir)
+            return
+        with tempfile.TemporaryDirectory() as place:
+            await asyncio.to_thread(self._stage, Path(source_dir), Path(place))
+            await super().upload_dir(place, target_dir)
+
+    def _stage(self, source: Path, place: Path) -> None:
+        for path, target in self._collection.made_here(source, str(place)):
+            if path.is_file():
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
+
+    @override
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        await self.service_download_file(source_path, target_path)
+
+    @override
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        await self.service_download_dir(source_dir, target_dir)
+
+    @override
+    async def service_download_file(self, source_path: str, target_path: Path | str, *, service: str | None = None) -> None:
+        await asyncio.to_thread(self._collect_file, str(source_path), Path(target_path), service or MAIN_SERVICE_NAME)
+
+    @override
+    async def service_download_dir(self, source_dir: str, target_dir: Path | str, *, service: str | None = None) -> None:
+        await asyncio.to_thread(self._collect, str(source_dir), Path(target_dir), service or MAIN_SERVICE_NAME)
+
+    def _labels(self) -> dict[str, object]:
+        """A compose file that labels everything that compose makes for this trial."""
+        labels = {"labels": run_labels(self._run_label)}
+        sections: dict[str, dict[str, object]] = {
+            "services": {MAIN_SERVICE_NAME: labels},
+            "networks": {"default": labels},
+            "volumes": {_volume_name(str(mount["target"])): labels for mount in self._shared_logs},
+        }
+        if self._enable_egress_control:
+            sections["services"][self._EGRESS_CONTROL_SERVICE_NAME] = labels
+        for path in self._user_compose_paths():
+            document = yaml.safe_load(path.read_text())
+            for section, named in sections.items():
+                given = document.get(section) if isinstance(document, dict) else None
+                for name, definition in (given if isinstance(given, dict) else {}).items():
+                    if isinstance(definition, dict) and definition.get("external"):
+                        named.pop(name, None)  # not made by compose
+                    else:
+                        named[name] = labels
+        return {section: named for section, named in sections.items() if named}
+
+    def _collect(self, source: str, target: Path, service: str) -> None:
+        """A directory of a container, within the bounds. Blocks."""
+        given = self._collection.allowance(source)
+        left = replace(given)
+        is_whole = True
+        with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
+            container = self._container(client, service)
+            if source.rstrip("/") == VERIFIER_DIRECTORY:
+                for name in REWARD_FILES:
+                    is_whole &= self._unpack(container, f"{source.rstrip('/')}/{name}", target, left, optional=True)
+            is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, left)
+        self._collection.take(source, given, left, is_whole=is_whole)
+
+    def _unpack(self, container: Any, path: str, target: Path, left: Allowance, *, optional: bool = False) -> bool:
+        try:
+            chunks, _ = container.get_archive(path)
+        except NotFound as error:
+            if optional:
+                return True
+            raise SandboxError(f"cannot download {path}: not in the container") from error
+        except DockerException as error:
+            raise SandboxError(f"cannot download {path}: {error}") from error
+        reader = ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE)
+        return self._collection.unpack(reader, target, left) and not reader.was_cut
+
+    def _collect_file(self, source: str, target: Path, service: str) -> None:
+        """A regular file of a container, within the bounds. Blocks."""
+        given = self._collection.allowance(source)
+        left = replace(given)
+        with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
+            try:
+                chunks, _ = self._container(client, service).get_archive(source)
+            except DockerException as error:
+                raise SandboxError(f"cannot download {source}: {' '.join(str(error).split())[:200]}") from error
+            try:
+                unpack_file(ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE), target, left)
+            except SandboxError:
+                self._collection.take(source, given, given, is_whole=False)
+                raise
+        self._collection.take(source, given, left, is_whole=True)
+
+    def _container(self, client: docker.DockerClient, service: str) -> Any:
+        from harbor.environments.docker.docker import _sanitize_docker_compose_project_name as project_name
+
+        labels = [f"{PROJECT_LABEL}={project_name(self.session_id)}", f"{SERVICE_LABEL}={service}"]
+        found = client.containers.list(all=True, filters={"label": labels})
+        if not found:
+            raise SandboxError(f"the service {service} has no container")
+        return found[0]
+
+    @staticmethod
+    @override
+    async def _collect_buffered_output(
+        process: asyncio.subprocess.Process, *, timeout_sec: int | None, stdin_data: bytes | None = None
+    ) -> ExecResult:
+        """The output of a command, of which an agent cannot make more than the limit."""
+        kept = bytearray()
+
+        async def write() -> None:
+            if stdin_data is not None and process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    process.stdin.write(stdin_data)
+                    await process.stdin.drain()
+                process.stdin.close()
+
+        async def read() -> None:
+            assert process.stdout is not None
+            while chunk := await process.stdout.read(2**16):
+                kept.extend(chunk[: MAX_OUTPUT_BYTES - len(kept)])
+            await process.wait()
+
+        try:
+            async with asyncio.timeout(timeout_sec or None):
+                await asyncio.gather(write(), read())
+        except TimeoutError:
+            await DockerEnvironment._terminate_process(process)
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
+        return ExecResult(stdout=await decoded(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0)
+
+
+def _volume_name(target: str) -> str:
+    return "trial" + str(PurePosixPath(target)).replace("/", "-")
+
+
+def _as_volume(mount: Any) -> Any:
+    return {"type": "volume", "source": _volume_name(str(mount["target"])), "target": mount["target"]}

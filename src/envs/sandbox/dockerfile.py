@@ -1,0 +1,257 @@
+"""The part of the Dockerfile language that a sandbox can follow: one stage, local files, and commands that need no network.
+
+    FROM (any image: the host's userland stands in)  ARG  ENV  WORKDIR  COPY  ADD of local files  RUN  USER root
+    ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER SHELL=bash VOLUME HEALTHCHECK STOPSIGNAL
+
+Everything else is a ConfigError that names the line, before any work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from src.core.errors import ConfigError
+from src.envs.sandbox.rootfs import installed_packages
+from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
+
+IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL"}
+USE_DOCKER = "use environment_type=docker for this task"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A shell script to run in `workdir`."""
+
+    script: str
+    workdir: str
+    environment: Mapping[str, str]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Files of the build context, each with its absolute place inside."""
+
+    files: tuple[tuple[Path, str], ...]
+    mode: int | None  # None keeps the files' own
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakeDirectory:
+    path: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a Dockerfile asks for, in order, and what holds once it is built."""
+
+    steps: tuple[Run | Copy | MakeDirectory, ...] = ()
+    environment: Mapping[str, str]
+    workdir: str = "/"
+
+
+def parse_dockerfile(path: Path) -> Recipe:
+    """Read a Dockerfile whose build context is its own directory. Raises ConfigError for what the sandbox cannot do."""
+    steps: list[Run | Copy | MakeDirectory] = []
+    environment: dict[str, str] = {}
+    arguments: dict[str, str] = {}
+    workdir = "/"
+    stages = 0
+
+    for line, instruction, value in _instructions(path):
+        try:
+            known = {**arguments, **environment}
+            match instruction:
+                case "FROM":
+                    stages += 1
+                    if stages > 1:
+                        raise _refusal(path, line, "build more than one stage")
+                case "ARG":
+                    for item in shlex.split(value):
+                        name, _, default = item.partition("=")
+                        arguments.setdefault(name, _expand(default, known))
+                case "ENV":
+                    environment.update(_environment(value, known))
+                case "WORKDIR":
+                    workdir = str(PurePosixPath(workdir) / _expand(_unquote(value), known))
+                    steps.append(MakeDirectory(path=workdir, line=line))
+                case "USER":
+                    if value.split(":")[0] not in ("root", "0"):
+                        raise _refusal(path, line, f"run as the user {value}")
+                case "COPY" | "ADD":
+                    steps.append(_copy(path, line, value, known, workdir, unpacks=instruction == "ADD"))
+                case "RUN":
+                    script = _run_script(value)
+                    if reason := why_not_runnable(script):
+                        raise _refusal(path, line, reason)
+                    steps.append(Run(script=script, workdir=workdir, environment=known, line=line))
+                case _ if instruction in IGNORED:
+                    pass
+                case _:
+                    raise _refusal(path, line, f"follow {instruction}")
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
+    if stages == 0:
+        raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
+    return Recipe(steps=tuple(steps), environment=environment, workdir=workdir)
+
+
+def why_not_runnable(script: str) -> str | None:
+    """What in a RUN script plainly needs more than the host offers, if anything does."""
+    for words in commands(script):
+        missing = [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]
+        if missing:
+            return f"install {' '.join(missing)}"
+        if reaching := needs_network(words):
+            return f"reach the network for `{reaching}`"
+    return None
+
+
+def is_installed(package: str) -> bool:
+    """Whether the host, and so every sandbox, has a package or a program of that name."""
+    return shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None or package in installed_packages()
+
+
+def _instructions(path: Path) -> list[tuple[int, str, str]]:
+    """(line number, INSTRUCTION, value) with continuations joined and here-documents attached to the value after a newline."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found: list[tuple[int, str, str]] = []
+    index = 0
+    while index < len(lines):
+        first, text = index, lines[index].strip()
+        index += 1
+        if not text or text.startswith("#"):
+            continue
+        while text.endswith("\\") and index < len(lines):
+            following = lines[index].strip()
+            index += 1
+            if not following.startswith("#"):
+                text = text[:-1] + " " + following
+        name, _, value = text.partition(" ")
+        if name.upper() in ("RUN", "COPY", "ADD") and (marker := re.search(r"<<-?\s*(['\"]?)(\w+)\1", value)):
+            body = []
+            while index < len(lines) and lines[index].strip() != marker.group(2):
+                body.append(lines[index])
+                index += 1
+            index += 1
+            if name.upper() != "RUN":
+                raise ConfigError(f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}")
+            # `RUN <<EOF` runs the body itself; with a command before the marker the body is that command's input.
+            before = value[: marker.start()].strip()
+            value = "\n".join(body) if not before else f"{value}\n" + "\n".join([*body, marker.group(2)])
+        found.append((first + 1, name.upper(), value.strip()))
+    return found
+
+
+def _run_script(value: str) -> str:
+    while match := re.match(r"--(?:mount|network|security)=\S+\s+", value):
+        value = value[match.end() :]
+    if value.startswith("["):
+        try:
+            return shlex.join(_words(value))
+        except ValueError:  # a shell's `[`
+            return value
+    return value
+
+
+def _words(value: str) -> list[str]:
+    """The words of an instruction in either form: `a "b c"` or `["a", "b c"]`. ValueError for anything else."""
+    if not value.startswith("["):
+        return shlex.split(value)
+    words = json.loads(value)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("a list of strings is expected")
+    return words
+
+
+def _refusal(path: Path, line: int, what: str) -> ConfigError:
+    return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
+
+
+def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool) -> Copy:
+    """`unpacks`: Docker would take an archive apart here."""
+    mode, value = _copy_options(path, line, value)
+    words = [_expand(word, known) for word in _words(value)]
+    if len(words) < 2:
+        raise ConfigError(f"{path}:{line}: COPY needs a source and a destination")
+    *sources, target = words
+    into_directory = target.endswith("/") or target in (".", "./") or len(sources) > 1
+    files: list[tuple[Path, str]] = []
+    for source in sources:
+        if re.match(r"(https?|git|ssh)://|git@", source):
+            raise _refusal(path, line, f"fetch {source}")
+        if unpacks and source.lower().endswith((".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2")):
+            raise _refusal(path, line, f"unpack {source} with ADD")
+        files += _copied(path, line, source, PurePosixPath(workdir) / target, into_directory=into_directory)
+    return Copy(files=tuple(files), mode=mode, line=line)
+
+
+def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
+    """The mode that --chmod gives, and what follows the options."""
+    mode: int | None = None
+    while match := re.match(r"--(\w+)(?:=(\S+))?\s+", value):
+        option, setting = match.groups()
+        value = value[match.end() :]
+        if option == "chmod" and setting and re.fullmatch(r"[0-7]{3,4}", setting):
+            mode = int(setting, 8)
+        elif option == "chown" and setting and set(setting.split(":")) <= {"root", "0"}:
+            pass
+        elif option != "link":
+            raise _refusal(path, line, f"COPY with --{option}={setting}")
+    return mode, value
+
+
+def _copied(path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool) -> list[tuple[Path, str]]:
+    """What one source stands for in the build context, and where each file of it goes."""
+    context = path.parent.resolve()
+    relative = source.lstrip("/") or "."
+    matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
+    files: list[tuple[Path, str]] = []
+    for found in map(Path.resolve, matches):
+        if not found.is_relative_to(context) or not found.exists():
+            raise ConfigError(f"{path}:{line}: {source} is not in {context}")
+        if found.is_dir():
+            files += [(item, str(PurePosixPath(target, item.relative_to(found).as_posix()))) for item in sorted(found.rglob("*"))]
+        else:
+            files.append((found, str(target / found.name if into_directory or len(matches) > 1 else target)))
+    if not matches:
+        raise ConfigError(f"{path}:{line}: {source} is not in {context}")
+    return files
+
+
+def _environment(value: str, known: Mapping[str, str]) -> dict[str, str]:
+    """`ENV a=1 b="2 3"` or the old `ENV a 1`."""
+    if re.match(r"\w+=", value):
+        pairs = [item.partition("=") for item in shlex.split(value)]
+        return {name: _expand(setting, known) for name, _, setting in pairs}
+    name, _, setting = value.partition(" ")
+    return {name: _expand(setting.strip(), known)}
+
+
+def _expand(text: str, known: Mapping[str, str]) -> str:
+    """$NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}, as Docker expands them; unknown names are empty."""
+
+    def value(match: re.Match[str]) -> str:
+        plain, name, operator, word = match.groups()
+        setting = known.get(plain or name, "")
+        if operator == ":-":
+            return setting or word
+        if operator == ":+":
+            return word if setting else ""
+        return setting
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)(?:(:[-+])([^}]*))?\})", value, text)
+
+
+def _unquote(value: str) -> str:
+    return " ".join(shlex.split(value))

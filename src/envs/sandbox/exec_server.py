@@ -1,0 +1,107 @@
+"""The program that is pid 1 of a sandbox: it starts commands, reports their status and reaps processes without a parent.
+
+An agent can neither read, write nor trace it: it makes itself non-dumpable before the first command starts, and no process of the sandbox
+has capabilities. Signals from inside have no effect, because pid 1 of a pid namespace receives none that it has no handler for. The
+seccomp filter keeps `prlimit` and the scheduling calls of other processes away from it.
+
+It reads one request a line from stdin and writes one answer a line to stdout. Only this process has these pipes, so no command can report
+the status of another one:
+
+    run NUMBER TOKEN   start requests/NUMBER.sh in a process group of its own; its output goes to the FIFOs requests/TOKEN.{stdout,stderr}
+    kill NUMBER        kill that process group
+    killall NUMBER     kill every other process and wait until all are gone
+    exit NUMBER STATUS the answer to run and killall
+    failed NUMBER WHY  a command could not be started
+
+It is written in Perl because perl-base is essential in Debian and Ubuntu, starts in 3 ms and can make system calls without a module.
+Python takes 15 ms and may be absent from /usr. A shell cannot call prctl.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+
+from src.envs.sandbox.system_calls import call_numbers
+
+CONTROL = "/.sandbox"
+INTERPRETER = "/usr/bin/perl"
+
+_PROGRAM = r"""
+use strict;
+@INC = ();  # the directories in it are the agent's: nothing is loaded after this line
+my ($prctl, $prlimit64, $rt_sigprocmask, $signalfd4, @limits) = map { $_ + 0 } @ARGV;
+sub check { return if $_[1] == 0; print STDERR "the exec server cannot use $_[0]: $!\n"; exit 1 }
+
+umask 022;
+check('PR_SET_DUMPABLE', syscall($prctl, 4, 0, 0, 0, 0));
+check('PR_SET_NO_NEW_PRIVS', syscall($prctl, 38, 1, 0, 0, 0));
+while (my ($resource, $most) = splice @limits, 0, 2) {
+    check('prlimit', syscall($prlimit64, 0, $resource, pack('QQ', $most, $most), 0));
+}
+system('/usr/bin/cp', '-RP', '/.sandbox/skeleton/.', '/') == 0 or exit 1;
+my $child_signal = pack('Q', 1 << 16);
+check('rt_sigprocmask', syscall($rt_sigprocmask, 0, $child_signal, 0, 8));
+my $descriptor = syscall($signalfd4, -1, $child_signal, 8, 0x80800);  # CLOEXEC, NONBLOCK
+check('signalfd', $descriptor < 0);
+open(my $ended, '<&=', $descriptor) or exit 1;
+
+my (%number_of, %group_of);
+sub answer { my $line = join(' ', @_) . "\n"; syswrite STDOUT, $line }
+
+sub reap {
+    my ($flags) = @_;
+    while ((my $pid = waitpid(-1, $flags)) > 0) {
+        my $status = $? & 127 ? 128 + ($? & 127) : $? >> 8;
+        my $number = delete $number_of{$pid};
+        next unless defined $number;
+        delete $group_of{$number};
+        answer('exit', $number, $status);
+    }
+}
+
+sub run {
+    my ($number, $token) = @_;
+    my $pid = fork;
+    return answer('failed', $number, $!) unless defined $pid;
+    if ($pid) {
+        setpgrp($pid, $pid);
+        $number_of{$pid} = $number;
+        $group_of{$number} = $pid;
+        return;
+    }
+    setpgrp(0, 0);
+    syscall($rt_sigprocmask, 1, $child_signal, 0, 8);
+    if (open(my $preference, '>', '/proc/self/oom_score_adj')) { syswrite $preference, '500'; close $preference }
+    my $requests = '/.sandbox/requests';
+    open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1) && sysopen(STDERR, "$requests/$token.stderr", 1)
+        && exec { '/usr/bin/bash' } 'bash', "$requests/$number.sh";
+    exit 127;
+}
+
+answer('ready');
+open(STDERR, '>', '/dev/null');
+my ($waiting, $received) = ('', '');
+vec($waiting, 0, 1) = 1;
+vec($waiting, $descriptor, 1) = 1;
+while (1) {
+    my $ready = $waiting;
+    next if select($ready, undef, undef, undef) < 0;
+    if (vec($ready, $descriptor, 1)) { sysread $ended, my $signals, 4096; reap(1) }
+    next unless vec($ready, 0, 1);
+    sysread(STDIN, $received, 65536, length $received) or exit 0;
+    while ($received =~ s/^([^\n]*)\n//) {
+        my ($verb, $number, $token) = split / /, $1;
+        if ($verb eq 'run') { run($number, $token) }
+        elsif ($verb eq 'kill') { kill 'KILL', -$group_of{$number} if $group_of{$number} }
+        elsif ($verb eq 'killall') { kill 'KILL', -1; reap(0); answer('exit', $number, 0) }
+    }
+}
+"""
+
+
+def exec_server_command(limits: Mapping[int, int]) -> list[str]:
+    """The command line of pid 1, with the resource limits (`resource.RLIMIT_*`) that it and every command get."""
+    numbers = call_numbers(("prctl", "prlimit64", "rt_sigprocmask", "signalfd4"))
+    pairs = [str(value) for pair in {**limits, resource.RLIMIT_CORE: 0}.items() for value in pair]
+    return [INTERPRETER, "-e", _PROGRAM, "--", *map(str, numbers), *pairs]

@@ -1,0 +1,178 @@
+"""The public network of a sandbox: slirp4netns forwards its connections from a network namespace of its own.
+
+The sandbox never shares the host's network namespace, so the host's loopback addresses and abstract unix sockets do not exist for it, and
+slirp4netns refuses its alias for the host's loopback. Its DNS alias is off too: with a resolver on a loopback address, that alias would
+lead there. The sandbox asks the host's name servers itself instead. Link-local addresses, where clouds answer with a machine's credentials,
+are unreachable.
+
+    trainer -> unshare (user and network namespace) -> waits -> bubblewrap      (one process)
+            -> slirp4netns, as the same unprivileged user                       (ends when the descriptor `exit` is closed)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from src.core.errors import SandboxError
+from src.envs.sandbox.user import SandboxUser
+
+READY_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 5
+NAMESPACE_LINE = b"namespace\n"
+# Reserved for benchmarks (RFC 2544), so that it collides with no network of the host.
+NETWORK = "198.18.77.0/24"
+TUN = Path("/dev/net/tun")
+RESOLVER_FILES = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
+PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
+# Link-local addresses belong to the machine's own link: clouds answer there with metadata and credentials of the machine.
+LINK_LOCAL = "169.254.0.0/16"
+
+# The device is closed to other users on machines without udev. Its private copy exists only for slirp4netns, in a mount namespace.
+_OPEN_TUN = (
+    "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o remount,ro /dev/net && " + 'exec "$@"'
+)
+
+
+def why_no_network() -> str | None:
+    """Why a sandbox cannot have the public network on this machine; None when it can."""
+    if shutil.which("slirp4netns", path=PROGRAMS) is None:
+        return "a sandbox with the public network needs the package slirp4netns on this machine"
+    if not TUN.exists():
+        return f"a sandbox with the public network needs the device {TUN} on this machine (kernel module tun)"
+    if not _is_open_to_all(TUN) and os.geteuid() != 0 and not os.access(TUN, os.R_OK | os.W_OK):
+        return f"a sandbox with the public network needs access to {TUN}: as root, chmod 666 {TUN}"
+    if not name_servers():
+        return (
+            "a sandbox with the public network needs a name server outside of this machine, "
+            f"but {RESOLVER_FILES[0]} names loopback addresses only"
+        )
+    if shutil.which("ip", path=PROGRAMS) is None:
+        return "a sandbox with the public network needs the package iproute2 on this machine"
+    return None
+
+
+def name_servers() -> list[str]:
+    """The IPv4 name servers of this machine that are not the machine itself."""
+    for file in RESOLVER_FILES:
+        found = []
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                words = line.split()
+                if len(words) >= 2 and words[0] == "nameserver" and _is_outside(words[1]):
+                    found.append(words[1])
+        if found:
+            return found
+    return []
+
+
+def namespace_prefix() -> list[str]:
+    """The command line that runs the following command in a new user and network namespace, once it reads a line."""
+    return [
+        *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),
+        *("/bin/sh", "-c", f'echo namespace && read -r _ && ip route add unreachable {LINK_LOCAL} && exec "$@"', "sh"),
+    ]
+
+
+class Network:
+    """The process that forwards the connections of one sandbox."""
+
+    def __init__(self, process: asyncio.subprocess.Process, exit_descriptor: int) -> None:
+        self._process = process
+        self._exit_descriptor = exit_descriptor
+
+    @classmethod
+    async def connect(cls, namespace_pid: int, user: SandboxUser) -> Network:
+        """Connect the network namespace of this process. SandboxError where slirp4netns cannot."""
+        program = shutil.which("slirp4netns", path=PROGRAMS)
+        if program is None:
+            raise SandboxError(str(why_no_network()))
+        ready, ready_written = os.pipe()
+        exit_read, exit_descriptor = os.pipe()
+        command = [*_tun_prefix(user), *user.prefix(), program]
+        command += ["--configure", "--mtu=65520", f"--cidr={NETWORK}", "--disable-host-loopback", "--disable-dns"]
+        command += ["--enable-sandbox", "--enable-seccomp"]
+        command += [f"--ready-fd={ready_written}", f"--exit-fd={exit_read}", str(namespace_pid), "tap0"]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(ready_written, exit_read),
+                process_group=0,
+                cwd="/",
+                env={"PATH": PROGRAMS},
+            )
+        except BaseException:
+            for descriptor in (ready, exit_descriptor):
+                os.close(descriptor)
+            raise
+        finally:
+            os.close(ready_written)
+            os.close(exit_read)
+        network = cls(process, exit_descriptor)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                if not await _first_byte(ready):
+                    assert process.stderr is not None
+                    reason = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    raise SandboxError(f"slirp4netns cannot connect a sandbox ({reason[-1] if reason else 'no message'})")
+        except TimeoutError as error:
+            await network.close()
+            raise SandboxError(f"slirp4netns did not connect a sandbox within {READY_TIMEOUT_S} s") from error
+        except BaseException:
+            await network.close()
+            raise
+        finally:
+            os.close(ready)
+        return network
+
+    async def close(self) -> None:
+        """End the process. Safe to call twice."""
+        if self._exit_descriptor >= 0:
+            os.close(self._exit_descriptor)
+            self._exit_descriptor = -1
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.communicate()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+def _tun_prefix(user: SandboxUser) -> list[str]:
+    if user.uid is None or _is_open_to_all(TUN):
+        return []
+    return ["/usr/bin/unshare", "--mount", "--propagation", "private", "--", "/bin/sh", "-c", _OPEN_TUN, "sh"]
+
+
+def _is_open_to_all(device: Path) -> bool:
+    wanted = stat.S_IROTH | stat.S_IWOTH
+    return device.stat().st_mode & wanted == wanted
+
+
+def _is_outside(address: str) -> bool:
+    try:
+        parsed = ipaddress.IPv4Address(address)
+    except ValueError:
+        return False
+    return not (parsed.is_loopback or parsed.is_unspecified)
+
+
+async def _first_byte(descriptor: int) -> bytes:
+    """What arrives first in a pipe; nothing where its other end was closed."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: arrived.done() or arrived.set_result(None))
+    try:
+        await arrived
+        return os.read(descriptor, 1)
+    finally:
+        loop.remove_reader(descriptor)

@@ -1,0 +1,261 @@
+"""toy_retail, our own small service domain: eight tools over a JSON database, a written policy, scripted customers, tau2's way of grading.
+
+A folder holds the domain (datasets/toy_retail, or another of the same form):
+
+    db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
+    policy.md     what the agent must and must not do; the tools do not enforce it
+    tasks.json    rows: id, split, instruction, scripts (ways of saying it, lines each), actions (gold), communicate (facts)
+
+An episode is worth 1 when the customer ended it, the database is what the gold actions make of it, and every fact was told.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.episodes import Domain
+from src.envs.message_env import Opening
+from src.envs.service.domain import Grade, Reaction, ServiceEnv
+from src.envs.service.tool_calls import ToolCall
+from src.envs.service.user_simulator import STOP, Customer, Model, ModelCustomer, ScriptedCustomer, ends
+from src.policy.chat import Message
+
+NAME = "toy_retail"
+INSTRUCTIONS = (  # of a customer whom a model plays
+    "You are a customer of a shop and talk to its service agent. {}\n"
+    "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the agent says that it is not "
+    f"possible, answer {STOP} and nothing else."
+)
+FOLDER = Path(__file__).resolve().parents[3] / "datasets" / NAME
+
+Database = dict[str, dict[str, dict[str, Any]]]  # table -> key -> record
+
+
+class ToolError(ValueError):
+    """A call that failed; the agent is told why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    name: str
+    description: str
+    parameters: Sequence[str]  # all of them strings, all of them needed
+    run: Callable[..., Mapping[str, object]]  # (database, **arguments) -> what the agent reads
+    writes: bool = False
+
+    @property
+    def schema(self) -> dict[str, object]:
+        """As OpenAI writes it."""
+        properties = {name: {"type": "string"} for name in self.parameters}
+        parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
+
+
+def record(database: Database, table: str, key: str) -> dict[str, Any]:
+    if key not in database[table]:
+        raise ToolError(f"there is no {table.removesuffix('s')} {key}")
+    return database[table][key]
+
+
+def get_order(database: Database, *, order: str) -> Mapping[str, object]:
+    return record(database, "orders", order)
+
+
+def get_product(database: Database, *, product: str) -> Mapping[str, object]:
+    return record(database, "products", product)
+
+
+def get_customer(database: Database, *, customer: str) -> Mapping[str, object]:
+    return record(database, "customers", customer)
+
+
+def cancel_order(database: Database, *, order: str) -> Mapping[str, object]:
+    return _changed(record(database, "orders", order), status="cancelled")
+
+
+def return_order(database: Database, *, order: str) -> Mapping[str, object]:
+    return _changed(record(database, "orders", order), status="returned")
+
+
+def change_address(database: Database, *, order: str, address: str) -> Mapping[str, object]:
+    return _changed(record(database, "orders", order), address=address)
+
+
+def change_product(database: Database, *, order: str, product: str) -> Mapping[str, object]:
+    record(database, "products", product)
+    return _changed(record(database, "orders", order), product=product)
+
+
+def transfer_to_human(database: Database, *, summary: str) -> Mapping[str, object]:
+    return {"transferred": True}
+
+
+def _changed(entry: dict[str, Any], **values: object) -> Mapping[str, object]:
+    entry.update(values)
+    return values
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool(name="get_order", description="Status, product and address of an order.", parameters=["order"], run=get_order),
+        Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
+        Tool(name="get_customer", description="Points of a customer.", parameters=["customer"], run=get_customer),
+        Tool(name="cancel_order", description="Cancel an order.", parameters=["order"], run=cancel_order, writes=True),
+        Tool(name="return_order", description="Take an order back.", parameters=["order"], run=return_order, writes=True),
+        Tool(
+            name="change_address",
+            description="Send an order to another address.",
+            parameters=["order", "address"],
+            run=change_address,
+            writes=True,
+        ),
+        Tool(
+            name="change_product",
+            description="Put another product in an order.",
+            parameters=["order", "product"],
+            run=change_product,
+            writes=True,
+        ),
+        Tool(name="transfer_to_human", description="Hand over what no other tool can do.", parameters=["summary"], run=transfer_to_human),
+    )
+}
+
+
+def call(database: Database, name: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """What a tool answers; it may change `database`. Raises ToolError."""
+    if name not in TOOLS:
+        raise ToolError(f"there is no tool {name}")
+    tool = TOOLS[name]
+    if set(arguments) != set(tool.parameters) or not all(isinstance(value, str) for value in arguments.values()):
+        raise ToolError(f"{name} takes {', '.join(tool.parameters)}, each a string")
+    return tool.run(database, **arguments)
+
+
+def content_hash(database: Database) -> str:
+    return hashlib.sha256(json.dumps(database, sort_keys=True).encode()).hexdigest()
+
+
+def after_gold(database: Database, row: Mapping[str, Any]) -> Database:
+    """A copy of the database that the row's gold actions have been made on. Raises ToolError for actions that are no gold."""
+    replayed = copy.deepcopy(database)
+    for action in row["actions"]:
+        call(replayed, action["name"], action["arguments"])
+    return replayed
+
+
+def tells(said: Sequence[str], fact: str) -> bool:
+    """Whether one of the agent's messages holds the fact: as tau2 compares, in any case and without commas."""
+    return any(fact.lower() in text.lower().replace(",", "") for text in said)
+
+
+class ToyRetailEpisode:
+    """Implements `ServiceEpisode`."""
+
+    def __init__(self, row: Mapping[str, Any], *, database: Database, policy: str, customer: Customer) -> None:
+        self._row = row
+        self._policy = policy
+        self._customer = customer
+        self._before = database
+        self._database = copy.deepcopy(database)
+        self._conversation: list[Message] = []
+        self._has_written = False
+
+    async def start(self) -> Opening:
+        request = await self._customer_says()
+        messages: list[Message] = [{"role": "system", "content": self._policy}, {"role": "user", "content": request}]
+        return Opening(messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True)
+
+    async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
+        if calls:
+            results = [self._call(one) for one in calls]
+            messages = [{"role": "tool", "content": result} for result, _ in results]
+            return Reaction(messages=messages, num_errors=sum(failed for _, failed in results))
+        self._conversation.append({"role": "assistant", "content": content})
+        if STOP in content:
+            return Reaction(is_done=True)
+        said = await self._customer_says()
+        return Reaction(messages=[{"role": "user", "content": said}], is_done=ends(said))
+
+    async def grade(self) -> Grade:
+        said = [str(message["content"]) for message in self._conversation if message["role"] == "assistant"]
+        database = float(content_hash(self._database) == content_hash(after_gold(self._before, self._row)))
+        communicate = float(all(tells(said, fact) for fact in self._row["communicate"]))
+        metrics = {"reward_db": database, "reward_communicate": communicate, "no_write_action": float(not self._has_written)}
+        return Grade(reward=database * communicate, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+    async def _customer_says(self) -> str:
+        said = await self._customer.reply(self._conversation)
+        self._conversation.append({"role": "user", "content": said})
+        return said
+
+    def _call(self, one: ToolCall) -> tuple[str, bool]:
+        """(what the agent reads, whether the call failed)"""
+        try:
+            result = call(self._database, one.name, one.arguments)
+        except ToolError as error:
+            return f"Error: {error}", True
+        self._has_written |= TOOLS[one.name].writes
+        return json.dumps(result), False
+
+
+def scripted(row: Mapping[str, Any], seed: int) -> Customer:
+    """The customer of a task who puts it in one of its ways."""
+    return ScriptedCustomer(random.Random(seed).choice(row["scripts"]))
+
+
+def played_by(model: Model) -> Callable[[Mapping[str, Any], int], Customer]:
+    """Customers that a model plays, each by its task's instruction."""
+    return lambda row, seed: ModelCustomer(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shop:
+    """What a folder of the domain holds."""
+
+    folder: Path
+    database: Database
+    policy: str
+    rows: Sequence[Mapping[str, Any]]
+
+    def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> Domain:
+        return Domain(
+            tasks=self._tasks("train"), held_out=self._tasks("test"), make=lambda task, seed: self._env(task, customer(task.row, seed))
+        )
+
+    def _env(self, task: Task, customer: Customer) -> ServiceEnv:
+        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, customer=customer))
+
+    def _tasks(self, split: str) -> list[Task]:
+        path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
+        return [Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
+
+
+def read_shop(folder: Path) -> Shop:
+    """ConfigError where a file is missing, or a task's gold actions cannot be made."""
+    try:
+        database: Database = json.loads((folder / "db.json").read_text())
+        policy = (folder / "policy.md").read_text().strip()
+        rows = json.loads((folder / "tasks.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} holds no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, tasks.json"
+        ) from error
+    for row in rows:
+        try:
+            after_gold(database, row)
+        except ToolError as error:
+            raise ConfigError(f"{folder}/tasks.json: {row['id']}: a gold action fails: {error}") from error
+    return Shop(folder=folder, database=database, policy=policy, rows=rows)

@@ -1,0 +1,143 @@
+"""Messages <-> token ids with the model's own chat template; the one place that calls `apply_chat_template`.
+
+A conversation grows token by token: `render` opens it, `extend` appends to ids that are already fixed. What the sampler returned is
+never encoded again, so the ids a later turn is conditioned on are the ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from src.core.errors import ConfigError
+from src.core.token_ids import TokenIds
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
+
+# A template may rewrite any message but the one it is asked about, so an observation is rendered behind a stand-in answer and
+# only the text after that answer is used.
+_QUESTION: Message = {"role": "user", "content": "question"}
+_STAND_IN = "<<the sampled answer stands here>>"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that a chat needs."""
+
+    eos_token_id: int | None
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        enable_thinking: bool,
+    ) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class Chat:
+    """One model's conversation format."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        ending = self._encode(self._after_answer([], generation_prompt=False))
+        if not ending:
+            raise ConfigError("the tokenizer's chat template ends an assistant turn with no token; use an instruct model's tokenizer")
+        self.turn_end_id = ending[0]
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: list[int] = [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
+        """The whole conversation and the generation prompt, thinking off where the template knows `enable_thinking`.
+
+        `tools` are OpenAI schemas, which templates put before the first message; `extend` has no need of them.
+        """
+        return self._encode(self._template(messages, generation_prompt=True, tools=tools))
+
+    def extend(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]) -> TokenIds:
+        """The next prompt: `prompt_ids + completion_ids` untouched, the turn's end, `messages`, the generation prompt.
+
+        >>> chat.extend(prompt, turn.completion_ids, [{"role": "user", "content": "$ ls"}])[: len(prompt)] == prompt
+        True
+        """
+        suffix = self._encode(self._after_answer(messages, generation_prompt=True))
+        if completion_ids and completion_ids[-1] == self.turn_end_id:
+            suffix = suffix[1:]
+        return TokenIds.of(prompt_ids).extended([*completion_ids, *suffix])
+
+    def decode(self, completion_ids: Sequence[int]) -> str:
+        """The text of a completion without the token that ended it."""
+        end = len(completion_ids)
+        while end and completion_ids[end - 1] in self.stop_token_ids:
+            end -= 1
+        return self.tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        answer: Message = {"role": "assistant", "content": _STAND_IN}
+        text = self._template([_QUESTION, answer, *messages], generation_prompt=generation_prompt)
+        _, found, suffix = text.partition(_STAND_IN)
+        if not found:
+            raise ConfigError("the tokenizer's chat template drops assistant messages; use an instruct model's tokenizer")
+        return suffix
+
+    def _template(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Sequence[Mapping[str, object]] = ()) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt, enable_thinking=False
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        """Half of a surrogate pair, which JSON can name and no tokenizer encodes, becomes a question mark."""
+        return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
+
+
+def load_chat(model_name: str) -> Chat:
+    """The chat format of a local tokenizer directory or a hub id. ConfigError in one line when there is none."""
+    from transformers import AutoTokenizer, logging  # slow to import, and needless for --help
+
+    logging.set_verbosity_error()
+    directory = Path(model_name).expanduser()
+    name = str(directory) if directory.is_dir() else model_name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as missing:
+        if directory.is_dir():
+            raise ConfigError(f"no tokenizer in {name}: {_first_line(missing)}") from missing
+        tokenizer = _from_hub(name)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model")
+    if model_name.removesuffix("/").endswith("-Base"):
+        logger.warning("%s is a base model: it was not taught its chat template's tools and turns; use the model without -Base", model_name)
+    return Chat(tokenizer)
+
+
+def _from_hub(name: str) -> Tokenizer:
+    """Ask the hub, but not for the minute its own retries take when it cannot be reached."""
+    from huggingface_hub import constants
+    from transformers import AutoTokenizer
+
+    advice = "give tokenizer=DIR with the model's tokenizer files"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=5.0)
+    except httpx.HTTPError as unreachable:
+        raise ConfigError(
+            f"no tokenizer for {name!r}: not a directory, not in the hub cache, and the hub cannot be reached; {advice}"
+        ) from unreachable
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as missing:
+        raise ConfigError(f"no tokenizer for {name!r} on the hub ({_first_line(missing)}); {advice}") from missing
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

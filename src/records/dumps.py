@@ -1,0 +1,125 @@
+"""Dumps for people and for the seeds' tools: what was said in evaluations and in some training steps, one JSON line per trajectory.
+
+    dumped_evals/global_step_<N>_evals/<data source>.jsonl    every held-out trajectory, and aggregated_results.jsonl
+    training_examples/step_<N>_examples.jsonl                 of steps 1, 11, 21, ...: one trajectory of each of the first ten tasks
+
+`conversation` is clean messages. Two legacy fields stay beside it: `output_response` keeps the special tokens in evaluations, whose tools
+count them, and is clean in training examples. A dump that fails is a warning: it never costs a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from src.core.trajectory import Task, Trajectory, TrajectoryGroup
+from src.learning.metrics import environment
+from src.records.atomic_io import replace_text
+
+logger = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are left out
+EXAMPLES_EVERY = 10
+NUM_EXAMPLES = 10
+SHOWN_CHARACTERS = 200
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+
+
+def dump_evaluation(path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode) -> None:
+    """One file per family of tasks."""
+    with _never_fatal():
+        folder = path / "dumped_evals" / f"global_step_{step}_evals"
+        by_source: dict[str, list[str]] = {}
+        for group in groups:
+            lines = [_line(eval_record(group.task, trajectory, decode)) for trajectory in group.trajectories]
+            by_source.setdefault(environment(group.task), []).extend(lines)
+        for source, lines in by_source.items():
+            replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
+        replace_text(folder / "aggregated_results.jsonl", _line(metrics))
+
+
+def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
+    """Nothing but for steps 1, 11, 21, ... A task without a graded trial gives no example."""
+    if step % EXAMPLES_EVERY != 1:
+        return
+    with _never_fatal():
+        chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][:NUM_EXAMPLES]
+        found = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
+        for record in found:
+            logger.info("example of step %d, %s: %s", step, record["uid"], str(record["output_response"])[:SHOWN_CHARACTERS])
+        if found:
+            replace_text(path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, found)))
+
+
+def eval_record(task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
+    family = environment(task)
+    return {
+        "input_prompt": decode(prompt_ids(trajectory), False),
+        "output_response": decode(response_ids(trajectory), False),
+        "score": trajectory.turn_rewards or [trajectory.reward],
+        "stop_reason": trajectory.stop_reason,
+        "env_class": family,
+        "env_extras": dict(trajectory.metrics),
+        "data_source": family,
+        "conversation": conversation(trajectory, decode),
+        "timestamp": datetime.now(UTC).isoformat(),
+        "domain": family,
+        "turns": len(trajectory.turns),
+    }
+
+
+def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
+    return {
+        "global_step": step,
+        "uid": task.id,
+        "conversation": conversation(trajectory, decode),
+        "input_prompt": decode(prompt_ids(trajectory), True),
+        "output_response": decode(response_ids(trajectory), True),
+        "reward": trajectory.reward,
+        "stop_reason": trajectory.stop_reason,
+        "timestamp": datetime.now(UTC).isoformat(),
+    }
+
+
+def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
+    """The environment's own messages where it kept them, else the first prompt and what followed, as text."""
+    if trajectory.conversation and all(isinstance(message, Mapping) and "role" in message for message in trajectory.conversation):
+        return [without_special_tokens(message) for message in trajectory.conversation]
+    texts = (("user", decode(prompt_ids(trajectory), True).strip()), ("assistant", decode(response_ids(trajectory), True).strip()))
+    return [{"role": role, "content": text} for role, text in texts if text]
+
+
+def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
+    """A model may well sample one in the middle of what it says."""
+    content = message.get("content")
+    return {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)
+
+
+def prompt_ids(trajectory: Trajectory) -> list[int]:
+    return list(trajectory.turns[0].prompt_ids) if trajectory.turns else []
+
+
+def response_ids(trajectory: Trajectory) -> list[int]:
+    """Everything behind the first prompt, up to the last answer. A rewritten history has its last answers only."""
+    if not trajectory.turns:
+        return []
+    first, last = trajectory.turns[0], trajectory.turns[-1]
+    start = len(first.prompt_ids) if last.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids else len(last.prompt_ids)
+    return [*last.prompt_ids[start:], *last.completion_ids]
+
+
+def _line(record: Mapping[str, object]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def _never_fatal() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("nothing was dumped: %s: %s", type(error).__name__, error)

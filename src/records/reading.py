@@ -1,0 +1,163 @@
+"""The one reader of run files: every line is checked against a schema before anything is done with it.
+
+A last line without its end is what a crash cut short, and is passed over. Any other line that is not what was written there makes a
+ConfigError of one line, which names the file, the line and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from src.core.errors import ConfigError
+
+REMEDY = "restore the file from a copy, or begin anew with another log_path"
+DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error)  # what the conversion of a line may raise
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False, gt=-1e300, lt=1e300)]  # sums of them are finite too
+Numbers = dict[str, Whole | Finite | None]
+
+
+def _has_step(metrics: Numbers) -> Numbers:
+    step = metrics.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        raise ValueError("`step` must be a whole number")
+    return metrics
+
+
+MetricsLine = Annotated[Numbers, AfterValidator(_has_step)]
+Hashes = dict[str, str]
+Group = tuple[Count, str]
+
+
+class PlaceFields(TypedDict):
+    purpose: Annotated[str, Field(max_length=100)]  # step, eval, or that of a refill
+    step: Count
+    task: str
+    member: Count
+
+
+class Started(TypedDict):
+    event: Literal["started"]
+    resumed_from: Count
+
+
+class Begun(TypedDict):
+    event: Literal["begun"]
+    step: Count
+    groups: list[Group]
+
+
+class Admitted(PlaceFields):
+    event: Literal["admitted"]
+
+
+class Finished(PlaceFields):
+    event: Literal["finished"]
+    outcome: str
+
+
+class LostGroup(TypedDict):
+    trials: Count
+    causes: dict[str, Count]
+
+
+class CurriculumState(TypedDict):
+    evidence: NotRequired[dict[str, tuple[Annotated[Finite, Field(ge=0)], Annotated[Finite, Field(ge=0)], Whole]]]
+    num_groups: NotRequired[Count]
+
+
+class StepState(TypedDict):
+    strikes: NotRequired[dict[str, Count]]
+    quarantined: NotRequired[dict[str, str]]
+    recent: NotRequired[list[LostGroup]]
+    curriculum: NotRequired[CurriculumState]
+
+
+class Trained(TypedDict):
+    event: Literal["trained"]
+    step: Count
+    groups: list[Group]
+    state: StepState
+
+
+class Evaluated(TypedDict):
+    event: Literal["evaluated"]
+    step: Count
+
+
+class Note(TypedDict):
+    """What nobody reads again."""
+
+    event: Literal["checkpointed", "quarantined", "ended"]
+
+
+JournalLine = Annotated[Started | Begun | Admitted | Finished | Trained | Evaluated | Note, Field(discriminator="event")]
+
+
+def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
+    """Each line, checked and converted; nothing for a file that is not there."""
+    with _reading(path):
+        if not path.exists():
+            return
+        file = path.open("rb")
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # a crash cut it short
+            yield _checked(line, schema, convert, f"{path}, line {number}")
+
+
+def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
+    """A file that is one JSON value."""
+    with _reading(path):
+        content = path.read_bytes()
+    return _checked(content, schema, convert, str(path))
+
+
+def read_word(path: Path) -> str:
+    """A file that is one line of text, such as an id."""
+    with _reading(path):
+        content = path.read_bytes()
+    if re.fullmatch(rb"[\x21-\x7e][\x20-\x7e]{0,999}\n?", content) is None:
+        raise ConfigError(f"{path}: is not one line of text; {REMEDY}")
+    return content.decode().strip()
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def _checked[T](content: bytes, schema: TypeAdapter[Any], convert: Callable[[Any], T], where: str) -> T:
+    try:
+        return convert(schema.validate_json(content, strict=True))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])[:100]
+        raise ConfigError(f"{where}: {_shown(f'{field}: ' if field else '')}{_shown(first['msg'])}; {REMEDY}") from error
+    except DAMAGED as error:
+        raise ConfigError(f"{where}: {_shown(f'{type(error).__name__}: {error}')}; {REMEDY}") from error
+
+
+def _shown(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)[:200]
+
+
+class _reading:
+    """Attributes what the file system raises to the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot read {self._path}: {error.strerror}; {REMEDY}") from error

@@ -1,0 +1,41 @@
+"""Compact records of what was played: one JSON line per trial in rollouts/<purpose>_<step>.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from src.core.trajectory import Trajectory, TrajectoryGroup, TrialFailure
+from src.records.atomic_io import replace_text
+from src.records.tracking import finite
+
+
+def record_groups(path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]) -> None:
+    """`advantages` is keyed by (task id, trial name); a trial that did not train has none."""
+    lines = [
+        json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    lines += [json.dumps(failure_record(failure)) for group in groups for failure in group.failures]
+    replace_text(path, "".join(line + "\n" for line in lines))
+
+
+def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[str, object]:
+    return {
+        "task": trajectory.task_id,
+        "trial": trajectory.trial_name,
+        "reward": trajectory.reward,
+        **({"bonus": trajectory.bonus} if trajectory.bonus else {}),
+        "stop_reason": trajectory.stop_reason,
+        **({"zero_reason": trajectory.zero_reason} if trajectory.zero_reason else {}),
+        "advantage": advantage,
+        "turns": len(trajectory.turns),
+        "tokens": sum(len(turn.completion_ids) for turn in trajectory.turns),
+        "metrics": finite(trajectory.metrics),
+    }
+
+
+def failure_record(failure: TrialFailure) -> dict[str, object]:
+    return {"task": failure.task_id, "trial": failure.trial_name, "failure": failure.kind, "message": failure.message}

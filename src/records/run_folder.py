@@ -1,0 +1,136 @@
+"""A run's folder: whether it may be used, and from which checkpoint. Nothing is written before everything else has been checked."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+from pydantic import TypeAdapter
+
+from src.config import TrainerConfig
+from src.core.errors import ConfigError, StorageError
+from src.records import checkpoints
+from src.records.atomic_io import remove, replace_text, storage_boundary
+from src.records.checkpoints import Checkpoint
+from src.records.journal import JOURNAL
+from src.records.private_folder import make_parents, make_private, resolved
+from src.records.reading import read_document, same
+from src.records.rollout_store import any_graded
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+# A run that continues under another value of these would not be the same run.
+IDENTITY = ("model_name", "lora_rank", "env", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks", "task_sampling")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    path: Path
+    checkpoint: Checkpoint | None  # where the run continues; None: at its beginning
+    delete_first: bool
+    resumed: bool = False  # what earlier processes left is taken up
+
+    def at_last_checkpoint(self) -> RunFolder:
+        """The same run, to be taken up again."""
+        return RunFolder(path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True)
+
+    def create(self, config: TrainerConfig) -> None:
+        """The folder with its config.json, emptied if that was asked for."""
+        if self.delete_first:
+            aside = self.path.with_name(f".{self.path.name}.deleted")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path.rename(aside)  # a crash while deleting leaves no half of a run under the run's name
+            shutil.rmtree(aside)
+        elif not self.resumed:
+            for left in (JOURNAL, "finished"):  # of a run that stopped before its first result
+                remove(self.path / left)
+        with storage_boundary(self.path):
+            make_private(self.path)
+        replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
+
+
+def run_path(config: TrainerConfig, *, name: str) -> Path:
+    return resolved(Path(config.log_path or Path(config.logs_dir) / name))
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Nobody else trains or evaluates into the folder while the block runs; ConfigError where somebody does.
+
+    The lock lies beside the folder, which may be deleted, or in it where nothing can be written beside it. The kernel drops it with the
+    process. A file system without locks has none.
+    """
+    try:
+        make_parents(path)
+        lock = path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK) else path / ".lock"
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}; give another log_path or logs_dir") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"log_path {path} is in use by a run that lives; stop it first, or give another log_path") from error
+        except OSError as error:
+            logger.warning("%s: no lock can be taken there (%s); start no second trainer on this run", path, error)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
+    """ConfigError when the folder holds a run and the options do not say what to do with it."""
+    path = run_path(config, name=name)
+    if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
+        return RunFolder(path=path, checkpoint=None, delete_first=False)
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"log_path {path} is not empty and holds no run; give another log_path")
+    if not (path / METRICS_FILE).is_file() and not any_graded(path):  # it stopped before its first result
+        return RunFolder(path=path, checkpoint=None, delete_first=False)
+    behavior = config.behavior_if_log_dir_exists
+    if behavior == "ask":
+        behavior = _ask(path)
+    if behavior == "delete":
+        return RunFolder(path=path, checkpoint=None, delete_first=True)
+    if behavior == "resume":
+        _check_same_run(path, config)
+        return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
+    raise ConfigError(f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path")
+
+
+def _ask(path: Path) -> str:
+    """Without a terminal there is nobody to ask."""
+    if not sys.stdin.isatty():
+        return "raise"
+    answer = input(f"{path} holds a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
+    return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
+
+
+def _check_same_run(path: Path, config: TrainerConfig) -> None:
+    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
+    now = json.loads(json.dumps(chz.asdict(config)))
+    for name in IDENTITY:
+        if name in before and before[name] != now[name]:
+            raise ConfigError(
+                f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with its own value, or give another log_path"
+            )
+    if _is_ahead(before) and not _is_ahead(now):  # its steps have learned from groups of later ones, and left some of their own
+        raise ConfigError(
+            f"the run in {path} takes groups as they end; resume it with max_staleness=1 or stream_groups=true, or give another log_path"
+        )
+
+
+def _is_ahead(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("max_staleness") or config.get("stream_groups"))

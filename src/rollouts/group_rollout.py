@@ -1,0 +1,229 @@
+"""Groups of trials: one semaphore for all, a deadline and a few tries for each, and the border where a trial's error becomes a record."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.core.errors import BackendError, RubbleError
+from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
+from src.envs.base import Expiring, TaskSource
+from src.policy.sampling_policy import Policy
+from src.records.journal import Place
+from src.records.rollout_store import FinishedRollout, FinishedRollouts
+from src.rollouts.judge import Judge
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEADLINE_S = 7200.0
+CLEANING_S = 90.0  # what a cancelled trial may take to free its sandbox
+LONGEST_WAIT_S = 60.0
+# Nothing the agent did: the same trial may well succeed when it is played again.
+INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSettings:
+    n_parallel_envs: int
+    trial_timeout_sec: float | None
+    trial_attempts: int
+    retry_wait_sec: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPlan:
+    """How one batch of groups is played."""
+
+    step: int
+    purpose: str  # "step" | "refill-1", ... | "eval": part of the folder's name and of the seeds
+    group_size: int
+    temperature: float
+    directory: Path
+
+    @property
+    def is_training(self) -> bool:
+        """The phase of its episodes; an evaluation may well be played beside them."""
+        return self.purpose != "eval"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedGroup:
+    """A group and how long it took from its first trial's start to its last one's end."""
+
+    group: TrajectoryGroup
+    duration_s: float
+    num_retries: int = 0  # tries beyond each rollout's first
+
+
+class Rollouts:
+    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again.
+
+    A `judge` has its say on training episodes alone.
+    """
+
+    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts, judge: Judge | None = None) -> None:
+        self._source = source
+        self._judge = judge
+        self._settings = settings
+        self._finished = finished
+        self._slots = asyncio.Semaphore(settings.n_parallel_envs)
+        self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
+
+    async def play(
+        self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
+    ) -> list[TrajectoryGroup]:
+        """One group per task, in order; `on_group` hears of each as it ends."""
+        kept = self.kept(plan)
+
+        async def play(task: Task) -> TrajectoryGroup:
+            finished = await self.group(task, policy, plan, kept)
+            on_group(finished)
+            return finished.group
+
+        return await _all(play(task) for task in tasks)
+
+    async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
+        await asyncio.gather(*(self._measure_floor(task) for task in tasks if task.id not in self._floors))
+        return {task.id: floor for task in tasks if (floor := self._floors[task.id]) is not None}
+
+    async def _measure_floor(self, task: Task) -> None:
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S):
+                    self._floors[task.id] = await self._source.floor(task)
+            except Exception as error:  # the border of a trial
+                logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
+                self._floors[task.id] = None
+
+    def kept(self, plan: RolloutPlan) -> Mapping[Place, FinishedRollout]:
+        """What is on disk of the batch already."""
+        return self._finished.load(plan.purpose, plan.step)
+
+    async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[Place, FinishedRollout]) -> FinishedGroup:
+        """The group of one of the plan's tasks; what is in `kept` is not played again."""
+        started: list[float] = []
+        rollouts = await _all(self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size))
+        finished = TrajectoryGroup(
+            task=task,
+            trajectories=[rollout.result for rollout in rollouts if isinstance(rollout.result, Trajectory)],
+            failures=[rollout.result for rollout in rollouts if isinstance(rollout.result, TrialFailure)],
+            step=plan.step,
+        )
+        duration_s = time.monotonic() - started[0] if started else 0.0
+        num_retries = sum(rollout.attempts - 1 for rollout in rollouts)
+        return FinishedGroup(group=finished, duration_s=duration_s, num_retries=num_retries)
+
+    async def _member(
+        self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[Place, FinishedRollout], started: list[float]
+    ) -> FinishedRollout:
+        """One rollout: from disk, or played until it is graded, fails for good, or has used up its tries. The seed stays the same."""
+        settings = self._settings
+        place = Place(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
+        seed = trial_seed(settings.seed, plan, task.id, member)
+        if place in kept and kept[place].seed == seed:
+            return kept[place]
+        attempts = 0
+        while True:
+            attempts += 1
+            async with self._slots:
+                started.append(time.monotonic())
+                self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
+                result = await self._trial(task, policy, plan, seed, member)
+            if isinstance(result, Trajectory) or result.kind not in INFRASTRUCTURE or attempts >= settings.trial_attempts:
+                break
+            wait_s = back_off(settings.retry_wait_sec, attempts, seed)
+            logger.warning("%s: trial lost (%s: %s); trying again in %.1f s", task.id, result.kind, result.message, wait_s)
+            await asyncio.sleep(wait_s)
+        if isinstance(result, TrialFailure):
+            logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
+        elif self._judge is not None and plan.is_training:
+            result = await self._judge.judged(result)
+        rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
+        self._finished.add(place, rollout)
+        return rollout
+
+    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int) -> Trajectory | TrialFailure:
+        deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
+        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member)
+        playing = asyncio.ensure_future(trial.run(policy))
+        try:
+            await asyncio.wait({playing}, timeout=deadline_s)
+            if not playing.done():
+                message = f"not finished after {deadline_s:g} s"
+                slow = trial.expired() if isinstance(trial, Expiring) else None
+                if slow is None:
+                    return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
+                logger.warning("%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message)
+                return slow
+            if playing.cancelled():  # by what it awaited: nobody stops the run
+                return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside")
+            return playing.result()
+        except BackendError as error:
+            return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
+        except Exception as error:
+            logger.exception("%s: the trial broke", task.id)
+            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}")
+        finally:
+            await _ended(playing, task)
+
+
+async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
+    """Cancels what still plays, and waits for it to free its sandbox: for a while, not for ever."""
+    if not playing.done():
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=CLEANING_S)
+        if not playing.done():
+            logger.error("%s: a cancelled trial still runs after %g s; its sandbox goes with this process", task.id, CLEANING_S)
+
+
+def back_off(wait_s: float, attempts: int, seed: int) -> float:
+    """Doubles with each attempt; the seed spreads the members of a group over half of it."""
+    return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
+
+
+def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
+    """A 31-bit seed that depends on nothing but the run's seed and the trial's place in it."""
+    step = plan.step if plan.is_training else 0  # evaluations differ by their weights alone
+    place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
+    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
+
+
+def require_some_graded(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
+    """RubbleError when trials were played and not one could be graded."""
+    if groups and not any(group.trajectories for group in groups):
+        raise RubbleError(all_failed(groups, plan))
+
+
+def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
+    """The one line that says what went wrong most often, with an example."""
+    failures = [failure for group in groups for failure in group.failures]
+    kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
+    example = next(failure.message for failure in failures if failure.kind == kind)
+    first_line = (example.splitlines() or [""])[0]
+    what = "step" if plan.is_training else "evaluation"
+    log = plan.directory.parents[1] / "logs.log"  # beside jobs/, where only Harbor's trials leave files
+    return (
+        f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
+        f"see {plan.directory if plan.directory.is_dir() else log}"
+    )
+
+
+async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """What all of them return, in order. The first error ends the others, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from errors
+    return [task.result() for task in tasks]

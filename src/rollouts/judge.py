@@ -1,0 +1,157 @@
+"""A language model's opinion of a finished conversation, as a bonus on the reward of training episodes.
+
+It answers fourteen yes-or-no questions, one for each failure mode of MAST (Cemri et al. 2025, arXiv 2503.13657; the words are ours), as a
+JSON object of fourteen booleans. Anything else is an error of the judge and worth nothing: an answer that cannot be read must never pay.
+
+    {"task_rules_broken": false, ..., "wrong_check": true}   13 x false, 1 x true, alpha 1   ->   bonus 1 / (1 + 1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from src.core.errors import BackendError
+from src.core.trajectory import Trajectory
+from src.policy.chat import Message
+from src.policy.openai_client import Reply
+
+logger = logging.getLogger(__name__)
+
+MODES = {  # in MAST's order, 1.1 to 3.3
+    "task_rules_broken": "The agent acted against a rule or limit that it was given for the task.",
+    "role_left": "The agent did what is not its part, for instance spoke for the customer or decided in the customer's place.",
+    "steps_repeated": "The agent did again, for no reason, what it had done already.",
+    "history_lost": "The agent forgot or undid something from earlier in the conversation.",
+    "end_not_seen": "The agent did not see that its work was over and went on.",
+    "conversation_restarted": "The agent began the conversation anew without cause, as if nothing had been said.",
+    "question_not_asked": "Something was unclear or missing, and the agent guessed instead of asking.",
+    "off_course": "The agent drifted away from what was to be done.",
+    "information_kept_back": "The agent knew something that the customer or a colleague needed and did not say it.",
+    "input_ignored": "The agent passed over what the customer, a colleague or a tool told it.",
+    "words_and_deeds_differ": "What the agent did is not what it had reasoned or announced.",
+    "ended_too_early": "The conversation ended before everything was done that had to be.",
+    "check_missing": "The agent did not check, or checked only in part, what had to be checked.",
+    "wrong_check": "The agent checked something and took a wrong result for right.",
+}
+
+INSTRUCTIONS = (
+    "You review conversations of a service agent with a customer, tools included, for failures of the agent.\n"
+    "Answer with one JSON object and nothing else. It has exactly these keys, each true where the failure occurred and false where not:\n"
+    + "\n".join(f'  "{name}": {meaning}' for name, meaning in MODES.items())
+)
+TEMPERATURE = 0.0
+
+Formula = Literal["one_plus_failures", "inverse_failures"]
+
+
+class Asks(Protocol):
+    """The part of `ChatEndpoint` that a judge needs."""
+
+    model: str
+
+    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> Reply: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeSettings:
+    taxonomy_alpha: float
+    taxonomy_formula: Formula
+    judge_prompt_price: float  # USD per million tokens
+    judge_completion_price: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    failures: frozenset[str] | None  # of MODES; None: the answer was none
+    cost_usd: float = 0.0
+
+
+class Judge:
+    """Asks about each conversation once: the same content has the same verdict, whoever else is waiting for it."""
+
+    def __init__(self, endpoint: Asks, settings: JudgeSettings) -> None:
+        self._endpoint = endpoint
+        self._settings = settings
+        self._verdicts: dict[str, asyncio.Future[Verdict]] = {}
+
+    async def judged(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with its bonus, its reward as it was. Never raises but for cancellation."""
+        key = hashlib.sha256(f"{self._endpoint.model}\n{transcript(trajectory.conversation)}".encode()).hexdigest()
+        asked = self._verdicts.get(key)
+        if asked is None or asked.cancelled():
+            asked = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
+            is_new = True
+        else:
+            is_new = False
+        verdict = await asyncio.shield(asked)
+        if verdict.failures is None:
+            self._verdicts.pop(key, None)  # an error is no answer to keep
+        bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._settings)
+        metrics = {
+            "judge_bonus": bonus,
+            "judge_errors": float(verdict.failures is None),
+            "judge_calls": float(is_new),
+            "judge_cost_usd": verdict.cost_usd if is_new else 0.0,
+        }
+        metrics |= {} if verdict.failures is None else {"judge_failures": float(len(verdict.failures))}
+        return replace(trajectory, bonus=bonus, metrics={**trajectory.metrics, **metrics})
+
+    async def _verdict(self, conversation: Sequence[Message]) -> Verdict:
+        question: list[Message] = [
+            {"role": "system", "content": INSTRUCTIONS},
+            {"role": "user", "content": transcript(conversation)},
+        ]
+        try:
+            reply = await self._endpoint.reply(question, temperature=TEMPERATURE, seed=0)
+        except BackendError as error:
+            logger.warning("the judge did not answer: %s", error)
+            return Verdict(failures=None)
+        settings = self._settings
+        prices = (reply.num_prompt_tokens * settings.judge_prompt_price, reply.num_completion_tokens * settings.judge_completion_price)
+        failures = failures_in(reply.text)
+        if failures is None:
+            logger.warning("the judge's answer is not %d booleans: %.200r", len(MODES), reply.text)
+        return Verdict(failures=failures, cost_usd=sum(prices) / 1e6)
+
+
+def failures_in(answer: str) -> frozenset[str] | None:
+    """The failures that an answer names; None unless it is a JSON object of exactly the fourteen booleans.
+
+    >>> sorted(failures_in(json.dumps({name: name == "wrong_check" for name in MODES})))
+    ['wrong_check']
+    >>> failures_in("2.5 Ignored other agent's input: yes") is None, failures_in("") is None
+    (True, True)
+    """
+    try:
+        found = json.loads(answer, object_pairs_hook=_no_key_twice)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.keys() != MODES.keys() or not all(type(value) is bool for value in found.values()):
+        return None
+    return frozenset(name for name, value in found.items() if value)
+
+
+def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
+    """The seeds' own formula, `inverse_failures`, pays as much for one failure as for none."""
+    match settings.taxonomy_formula:
+        case "one_plus_failures":
+            return settings.taxonomy_alpha / (1 + num_failures)
+        case "inverse_failures":
+            return settings.taxonomy_alpha / max(1, num_failures)
+
+
+def transcript(conversation: Sequence[Message]) -> str:
+    """The conversation in JSON lines, calls and tool results included. What the agent may write cannot look like another speaker."""
+    return "\n".join(json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation)
+
+
+def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)

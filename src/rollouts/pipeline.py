@@ -1,0 +1,233 @@
+"""Which policy rolls out which tasks when.
+
+Synchronous: each batch is played by the policy that the batch before it made. Ahead: groups are played while others are learned from,
+each turn by the newest weights; docs/staleness.md has the policy and what was rejected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.records.journal import GroupKey
+from src.rollouts.group_rollout import FinishedGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The tasks of one step. `step` counts from 1 over the whole run; step n turns policy version n - 1 into n."""
+
+    step: int
+    epoch: int
+    tasks: list[Task]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleSettings:
+    batch_size: int
+    n_epochs: int
+    max_steps: int | None
+    seed: int
+    domain_shares: Mapping[str, float] = field(default_factory=dict)  # of each domain in a batch; none: every task once per epoch
+
+
+def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+    """Every batch of the run, a pure function of the tasks and the seed, so that a resumed run meets the same ones.
+
+    Epochs never mix within a batch, so that the last batch of an epoch may be smaller.
+    """
+    if settings.domain_shares:
+        return mixed(tasks, settings)
+    batches: list[Batch] = []
+    for epoch in range(settings.n_epochs):
+        if settings.max_steps is not None and len(batches) >= settings.max_steps:
+            break
+        order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
+        for start in range(0, len(order), settings.batch_size):
+            batches.append(Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size]))
+    return batches[: settings.max_steps]
+
+
+def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+    """As many full batches as there would be, each domain with its share of all places; its tasks come round in epochs of its own."""
+    domains = {domain: [task for task in tasks if task.domain == domain] for domain in sorted({task.domain for task in tasks})}
+    require_shares(domains, settings)
+    waiting: dict[str, list[Task]] = {domain: [] for domain in domains}
+    taken: Counter[str] = Counter()
+    epochs: Counter[str] = Counter()
+
+    def draw(batch: Sequence[Task]) -> Task:
+        """The next task of the domain that is furthest behind, none that the batch has."""
+        left = [domain for domain, own in domains.items() if any(task not in batch for task in own)]
+        domain = max(left, key=lambda name: settings.domain_shares[name] * (taken.total() + 1) - taken[name])
+        taken[domain] += 1
+        if all(task in batch for task in waiting[domain]):
+            waiting[domain] += epoch_order(domains[domain], seed=settings.seed, epoch=epochs[domain])
+            epochs[domain] += 1
+        task = next(task for task in waiting[domain] if task not in batch)
+        waiting[domain].remove(task)
+        return task
+
+    batches: list[Batch] = []
+    per_epoch = -(-len(tasks) // settings.batch_size)
+    num_steps = settings.n_epochs * per_epoch
+    for number in range(num_steps if settings.max_steps is None else min(num_steps, settings.max_steps)):
+        batch: list[Task] = []
+        while len(batch) < min(settings.batch_size, len(tasks)):
+            batch.append(draw(batch))
+        batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
+    return batches
+
+
+def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
+    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough for its share of a batch."""
+    if domains.keys() != settings.domain_shares.keys():
+        raise ConfigError(
+            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks are of {', '.join(domains)}"
+        )
+    for domain, own in domains.items():
+        wanted = settings.domain_shares[domain] * settings.batch_size
+        if len(own) < wanted:
+            raise ConfigError(f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower one of them")
+
+
+def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
+    """A shuffle that depends on the tasks' ids, the seed and the epoch, and on nothing else."""
+    order = sorted(tasks, key=lambda task: task.id)
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    max_staleness: int
+    max_groups_in_flight: int | None  # None: two batches
+    stream_groups: bool
+    batch_size: int
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps take groups as they end, instead of playing a batch each."""
+        return self.max_staleness > 0 or self.stream_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduled:
+    """A group's place in the schedule."""
+
+    step: int
+    task: Task
+
+    @property
+    def key(self) -> GroupKey:
+        return self.step, self.task.id
+
+
+class Pipeline:
+    """Plays groups ahead of the steps that learn from them; a step takes those that end first, so that a slow one holds up nobody.
+
+    On-policy (`max_staleness=0`) only the groups of the step itself are played. Otherwise up to `max_groups_in_flight` are under way,
+    and fewer where training is what takes the time: those that end must find their turn before they are too old.
+    """
+
+    def __init__(
+        self,
+        scheduled: Iterable[Scheduled],
+        play: Callable[[Scheduled], Awaitable[FinishedGroup]],
+        settings: PipelineSettings,
+        *,
+        is_left_out: Callable[[Task], bool],
+    ) -> None:
+        self._ahead = deque(scheduled)
+        self._play = play
+        self._settings = settings
+        self._is_left_out = is_left_out
+        self._rolling: set[asyncio.Task[FinishedGroup]] = set()
+        self._waiting: deque[asyncio.Task[FinishedGroup]] = deque()  # ended, in this order
+        self._ended = asyncio.Event()
+        self._step = 0
+        self._num_taken = 0
+        self._durations_s: deque[float] = deque(maxlen=2 * settings.batch_size)
+        self._update_began = 0.0
+        self._update_s: float | None = None  # how long the last one took
+
+    async def __aenter__(self) -> Pipeline:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Nothing goes on playing."""
+        rolling = list(self._rolling)
+        for playing in rolling:
+            playing.cancel()
+        await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
+
+    async def take(self, step: int) -> FinishedGroup | None:
+        """The group that ended first of those no step has taken; None when the schedule holds no more for `step`."""
+        self._step = step
+        self._admit()
+        while not self._waiting:
+            if not self._rolling:
+                return None
+            self._ended.clear()
+            await self._ended.wait()
+        self._num_taken += 1
+        return self._waiting.popleft().result()
+
+    def update_begins(self) -> None:
+        self._update_began = asyncio.get_running_loop().time()
+
+    def update_ended(self) -> None:
+        """There is a newer policy to play with."""
+        self._update_s = asyncio.get_running_loop().time() - self._update_began
+        self._admit()
+
+    def metrics(self) -> dict[str, float]:
+        return {"async/groups_in_flight": float(len(self._rolling)), "async/groups_waiting": float(len(self._waiting))}
+
+    def _admit(self) -> None:
+        while self._ahead and len(self._rolling) < self._room():
+            if self._settings.max_staleness == 0 and self._ahead[0].step > self._step:
+                return
+            scheduled = self._ahead.popleft()
+            if not self._is_left_out(scheduled.task):
+                playing = asyncio.create_task(self._timed(scheduled))
+                self._rolling.add(playing)
+                playing.add_done_callback(self._on_end)
+
+    def _room(self) -> int:
+        """How many groups may be under way.
+
+        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n are waiting before it. So no
+        more than `max_staleness` batches may end during one update, and the rest of those under way must be busy for longer than that.
+        """
+        settings = self._settings
+        limit = settings.max_groups_in_flight or 2 * settings.batch_size
+        if settings.max_staleness == 0:
+            return limit
+        if self._update_s is None:
+            num_fresh = (settings.max_staleness + 1) * settings.batch_size - self._num_taken
+        else:
+            updates_meanwhile = int(statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2)
+            num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
+        return min(limit, num_fresh - len(self._waiting))
+
+    async def _timed(self, scheduled: Scheduled) -> FinishedGroup:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        finished = await self._play(scheduled)
+        self._durations_s.append(loop.time() - started)
+        return finished
+
+    def _on_end(self, playing: asyncio.Task[FinishedGroup]) -> None:
+        self._rolling.discard(playing)
+        if not playing.cancelled():
+            self._waiting.append(playing)
+            self._ended.set()
+            if playing.exception() is None:
+                self._admit()

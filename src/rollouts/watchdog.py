@@ -1,0 +1,108 @@
+"""Watchdog: the owner of every wait on the back end. A server that is gone, or has forgotten us, ends the waits at once; an answer that
+never comes ends its own after a deadline.
+
+The SDK retries for minutes on its own, with no word to its caller. Here every call runs beside a probe of the server:
+
+    probe fails for server_timeout_sec, or says "unknown model"   ->  every wait raises ServerLost
+    one call unanswered for answer_timeout_sec                    ->  that call raises BackendError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from src.core.errors import BackendError, ServerLost
+from src.core.trajectory import Turn
+from src.policy.sampling_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+PROBE_PERIOD_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchdogSettings:
+    server_timeout_sec: float
+    answer_timeout_sec: float
+
+
+class Watchdog:
+    """Made by `watching`."""
+
+    def __init__(self, settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
+        self._settings = settings
+        self._lost = lost
+
+    async def answer[T](self, work: Awaitable[T], what: str) -> T:
+        """The answer of one call to the back end."""
+        return await self._first(work, what, timeout_s=self._settings.answer_timeout_sec)
+
+    async def guard[T](self, work: Awaitable[T], what: str) -> T:
+        """The result of work that has deadlines of its own, while the server lives."""
+        return await self._first(work, what, timeout_s=None)
+
+    async def _first[T](self, work: Awaitable[T], what: str, *, timeout_s: float | None) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._lost.done():
+                raise ServerLost(f"{what}: {self._lost.result()}")
+            raise BackendError(f"{what}: no answer within answer_timeout_sec={timeout_s:g}")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def watching(check: Callable[[], Awaitable[None]], settings: WatchdogSettings) -> AsyncIterator[Watchdog]:
+    """A watchdog that probes with `check` while the block runs. `check` raises BackendError, or ServerLost when waiting has no point."""
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    probing = asyncio.create_task(_probe(check, settings, lost))
+    try:
+        yield Watchdog(settings, lost)
+    finally:
+        probing.cancel()
+        await asyncio.wait({probing})
+        lost.cancel()
+
+
+async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
+    now = asyncio.get_running_loop().time
+    failing_since: float | None = None  # not "since the last answer": this process itself may have been held up
+    while not lost.done():
+        await asyncio.sleep(min(PROBE_PERIOD_S, settings.server_timeout_sec / 4))
+        asked = now()
+        try:
+            await check()
+            failing_since = None
+        except ServerLost as error:
+            lost.set_result(str(error))
+        except Exception as error:
+            failing_since = failing_since or asked
+            silent_s = now() - failing_since
+            logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
+            if silent_s >= settings.server_timeout_sec:
+                lost.set_result(f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})")
+
+
+class WatchedPolicy(Policy):
+    """A policy whose every call is watched."""
+
+    def __init__(self, policy: Policy, watchdog: Watchdog) -> None:
+        self.version = policy.version
+        self._policy = policy
+        self._watchdog = watchdog
+
+    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+        call = self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+        return await self._watchdog.answer(call, "sampling")
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._watchdog.answer(self._policy.logprobs(token_ids), "computing logprobs")
