@@ -23,12 +23,12 @@ def write(directory: Path) -> int:
     import numpy as np
 
     from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
-    from skyrl_tx_server.external.wire import DIALECTS, Ask
+    from skyrl_tx_server.external.wire import DIALECTS, SamplingRequest
     from skyrl_tx_server.files.peft_files import write_adapter
 
-    plain = Ask(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings())
+    plain = SamplingRequest(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings())
     settings = SamplingSettings(temperature=0.7, top_k=40, top_p=0.9, seed=SEED, stop_strings=("ab",))
-    full = Ask(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings)
+    full = SamplingRequest(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings)
     bodies = {kind: [dialect.request(ask, "name", "name")[1] for ask in (plain, full)] for kind, dialect in DIALECTS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "bodies.json").write_text(json.dumps(bodies))

@@ -40,15 +40,15 @@ from skyrl_tx_server.model.attention.prefill_attention import Blocks
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
-from skyrl_tx_server.model.lora.lora_math import users_of
+from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Pass, Rows, decode_block, prefill
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, PrefillBatch, decode_block, prefill
 from skyrl_tx_server.sampling.sequences import row_settings
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import TrainShape, example
+from skyrl_tx_server.training.packing import BucketShape, example
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
 
 H200 = """
@@ -100,7 +100,7 @@ def main(config: CheckConfig) -> None:
     model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None)
     params = param_shapes(model, np.dtype("bfloat16"))
     adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
-    shape = TrainShape(rows=axes.batch, length=config.length)
+    shape = BucketShape(rows=axes.batch, length=config.length)
     batch = train_batch(example(shape))
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
@@ -142,28 +142,28 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         return np.zeros(shape, np.int32)
 
     for blocks in (GPU_PREFILL.short, GPU_PREFILL.long):
-        run = Pass(
+        run = PrefillBatch(
             tokens=zeros(blocks, BLOCK),
             targets=zeros(blocks, BLOCK),
             blocks=Blocks(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
-            adapters=users_of(zeros(blocks), bank=4),
+            adapters=lora_indices(zeros(blocks), bank=4),
             before=copies,
             after=copies,
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
-            row_adapters=users_of(zeros(config.rows), bank=4),
+            row_adapters=lora_indices(zeros(config.rows), bank=4),
         )
         name = f"prefill, {blocks} blocks of {BLOCK} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
-    rows = Rows(
+    rows = DecodeBatch(
         tokens=zeros(config.rows),
         before=Carry.of_none(config.rows),
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
         stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads, devices=devices),
-        adapters=users_of(zeros(config.rows), bank=4),
+        adapters=lora_indices(zeros(config.rows), bank=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"a decode block of 16 steps, {config.rows} rows"

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from src.core.trajectory import StopReason, Task
-from src.envs.message_env import Observation
+from src.envs.message_env import StepResult
 from src.envs.service.domain import DECLINES, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool, WorkerSettings, worker_pool
 from src.envs.service.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, graded_by, official_tasks, worker_settings
@@ -86,7 +86,7 @@ def called(action: Mapping[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': action['name'], 'arguments': action['arguments']})}</tool_call>"
 
 
-async def play(task: Task, pool: WorkerPool, grading: Grading, customer: Customer, answer: Callable[[], str]) -> Observation:
+async def play(task: Task, pool: WorkerPool, grading: Grading, customer: Customer, answer: Callable[[], str]) -> StepResult:
     def make_customer(instructions: str, tools: Tools, seed: int) -> Customer:
         return customer
 
@@ -208,7 +208,7 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
                 os.kill(pool.pids[number % len(pool.pids)], signal.SIGKILL)
             done = await asyncio.gather(*playing, return_exceptions=True)
             took = time.monotonic() - started
-            num_right = sum(isinstance(one, Observation) and one.reward == 1.0 for one in done)
+            num_right = sum(isinstance(one, StepResult) and one.reward == 1.0 for one in done)
             memory = sum(peak_mib(pid) for pid in pool.pids)
         what = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
         good &= say(what, num_right, wanted=NUM_EPISODES)

@@ -24,7 +24,7 @@ import uvloop
 
 from skyrl_tx_server.config.command_line import SECRETS, help_text, parse, print_help, with_secrets
 from skyrl_tx_server.config.server_config import EngineSettings, HostsSettings, ServerConfig
-from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, Leader, LedExecutor
+from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, MultihostExecutor, RankZero
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
@@ -33,11 +33,11 @@ from skyrl_tx_server.errors import ConfigError, ServerError
 from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
 from skyrl_tx_server.external.server import ExternalServer, ServerSettings, connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import access_policy
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.listening import BoundedServer, connection_limit, raise_file_limit
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class _Loaded:
     """What loading brought: an engine, or why there is none."""
 
     engine: Engine | None = None
-    leader: Leader = ALONE
+    leader: RankZero = ALONE
     model_dir: Path | None = None
     error: Exception | None = None
 
@@ -163,7 +163,7 @@ class _StoppableServer(BoundedServer):
         self._loop.call_soon_threadsafe(self._stop.set)
 
 
-async def _serve(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, listener: socket.socket) -> int:
+async def _serve(config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket) -> int:
     if config.sampler_url is None:
         return await _serve_until_stopped(config, ledger, keys, listener, None)
     where = ServerSettings(url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key)
@@ -172,10 +172,10 @@ async def _serve(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, 
 
 
 async def _serve_until_stopped(
-    config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, listener: socket.socket, sampler: ExternalServer | None
+    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket, sampler: ExternalServer | None
 ) -> int:
     tls = _tls_files(config)
-    lobby, stop, loaded, lost = Lobby(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
+    lobby, stop, loaded, lost = StartupState(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
     server = _StoppableServer(
         uvicorn.Config(
             build_app(lobby),
@@ -258,15 +258,15 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
             leader = lead(hosts, settings, on_lost)
         check_snapshots(settings)
         executor = DeviceExecutor(settings, leader)
-        engine = Engine(executor if hosts is None else LedExecutor(executor, leader))
+        engine = Engine(executor if hosts is None else MultihostExecutor(executor, leader))
         engine.start()
         return _Loaded(engine=engine, leader=leader, model_dir=settings.model_dir)
     except Exception as error:
         return _Loaded(error=error, leader=leader)
 
 
-def _context(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, engine: Engine, model_dir: Path | None) -> Context:
-    return Context(
+def _context(config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, engine: Engine, model_dir: Path | None) -> AppState:
+    return AppState(
         engine=engine,
         registry=Registry(session_timeout_s=config.session_timeout_s),
         futures=FutureStore(Retention()),
@@ -290,7 +290,7 @@ def _context(config: ServerConfig, ledger: Ledger, keys: TenantKeys | None, engi
     )
 
 
-def _sampling_elsewhere(config: ServerConfig, context: Context, sampler: ExternalServer) -> ExternalSampling:
+def _sampling_elsewhere(config: ServerConfig, context: AppState, sampler: ExternalServer) -> ExternalSampling:
     assert context.settings.model_dir is not None
     settings = ExternalSettings(
         adapters=config.adapters_dir(),
@@ -313,10 +313,10 @@ def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -
     )
 
 
-def _open_ledger(config: ServerConfig) -> Ledger:
+def _open_ledger(config: ServerConfig) -> RunIndex:
     root = Path(config.checkpoints_dir).expanduser()
     try:
-        return Ledger(root / "ledger.jsonl")
+        return RunIndex(root / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to") from None
 

@@ -466,7 +466,7 @@ class TrainerConfig:
         loss_settings(self.loss_fn_config, loss_fn=self.loss_fn)
 
 
-def narrow[View](config: TrainerConfig, view: type[View], **derived: object) -> View:
+def subconfig[View](config: TrainerConfig, view: type[View], **derived: object) -> View:
     """A component's view of the config: the dataclass's fields, by name, but for those that are derived."""
     assert dataclasses.is_dataclass(view)
     return view(**{field.name: getattr(config, field.name) for field in dataclasses.fields(view) if field.name not in derived}, **derived)

@@ -34,7 +34,7 @@ from scripts.bench.compare import figure, interleave, random_sequences, report, 
 from scripts.bench.sides.ours import LORA, datum, settings
 from scripts.bench.small_model import CONFIG, RANK, make_model
 from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
-from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, Admit
+from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, PrefillRequest
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.lora.adapter import adapter_size
@@ -87,11 +87,11 @@ class Driver:
 
     def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
         """Their tickets, once all are prefilled."""
-        waiting: list[Admit] = []
+        waiting: list[PrefillRequest] = []
         for row, prompt in enumerate(prompts):
             chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
             op = Sample(weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen)
-            waiting.append(Admit(ticket=next(self._tickets), op=op, first=0, count=1))
+            waiting.append(PrefillRequest(ticket=next(self._tickets), op=op, first=0, count=1))
         tickets = [admit.ticket for admit in waiting]
         while waiting:
             admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])

@@ -29,9 +29,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from skyrl_tx_server.distributed.channel import Channel, TamperedError
-from skyrl_tx_server.engine.engine import Admission, EngineInfo, Executor, FailedRow, FinishedRow, RowsLostError, RunningRow
+from skyrl_tx_server.engine.engine import EngineInfo, Executor, FailedRow, FinishedRow, PrefillResult, RowsLostError, RunningRow
 from skyrl_tx_server.engine.operations import Op, OpResult
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Admit:
-    admits: Sequence[Admit]
+    admits: Sequence[PrefillRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +174,7 @@ class _Worker:
 # --- process 0 ------------------------------------------------------------------------------------------------------
 
 
-class Leader:
+class RankZero:
     """Process 0's connections to the others; without any it is a server on one host."""
 
     def __init__(self, followers: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error) -> None:
@@ -265,13 +265,13 @@ class Leader:
         self._on_lost(reason)
 
 
-ALONE = Leader()
+ALONE = RankZero()
 
 
-class LedExecutor:
+class MultihostExecutor:
     """Process 0's executor, whose every call is made on all processes. Implements `engine.Executor`."""
 
-    def __init__(self, executor: Executor, leader: Leader) -> None:
+    def __init__(self, executor: Executor, leader: RankZero) -> None:
         self._executor = executor
         self._leader = leader
         self._worker = _Worker(executor=executor)
@@ -299,7 +299,7 @@ class LedExecutor:
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
 
-    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
         return self._leader.together(_Admit(admits=admits), self._worker)  # type: ignore[return-value]
 
     def decode(self) -> bool:

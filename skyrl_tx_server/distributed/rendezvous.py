@@ -19,7 +19,7 @@ import jax
 
 from skyrl_tx_server.config.server_config import CLUSTER_KEY, EngineSettings, HostsSettings
 from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
-from skyrl_tx_server.distributed.multihost import Follower, Leader
+from skyrl_tx_server.distributed.multihost import Follower, RankZero
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.base_model import fingerprint
 
@@ -42,7 +42,7 @@ class _Introduction:
     settings: dict[str, str]  # everything that must be the same
 
 
-def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Leader:
+def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> RankZero:
     """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
     host, port = hosts.address
     mine, joined = _introduction(hosts, settings), dict[int, Channel]()
@@ -72,7 +72,7 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(f"process {process} went away before all processes had come: start them again") from None
-    leader = Leader(joined, on_lost)  # listens already: jax would wait for minutes for a process that goes now
+    leader = RankZero(joined, on_lost)  # listens already: jax would wait for minutes for a process that goes now
     _start_jax(hosts, jax_address)
     return leader
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
-    Cells,
+    CsrMatrix,
     ForwardBackward,
     Op,
     OpResult,
@@ -30,7 +30,7 @@ from skyrl_tx_server.engine.operations import (
     SampleResult,
     TopkLogprobs,
 )
-from skyrl_tx_server.engine.scheduler import Admit, Decode, Pause, Prefill, Scheduler, Step, Turn
+from skyrl_tx_server.engine.scheduler import Decode, Pause, Prefill, PrefillRequest, ScheduledWork, Scheduler, Step
 from skyrl_tx_server.errors import CapacityError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,14 @@ class FailedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
+class PrefillResult:
     """What prefilling a request brought at once."""
 
     prompt_logprobs: np.ndarray | None  # [P] float32
     prompt_cache_hit_tokens: int
     finished: Sequence[FinishedRow | FailedRow]  # rows that were over after their first token
     topk_prompt_logprobs: TopkLogprobs | None = None
-    target_prompt_logprobs: Cells | None = None
+    target_prompt_logprobs: CsrMatrix | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ class Executor(Protocol):
         """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
         ...
 
-    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
         """Compute the first of these, or the first several together, and give their samples a slot each: an admission for each that was
         taken. None: a piece of a long prompt has been computed and there is more; ask again.
 
@@ -186,7 +186,7 @@ class _Sampling:
     watcher: Watcher | None = None  # None: the result is all that is asked for
     reported: dict[int, int] = field(default_factory=dict)  # how many tokens of each sample the watcher has seen
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    admission: Admission | None = None  # of its first rows
+    admission: PrefillResult | None = None  # of its first rows
 
 
 class Engine:
@@ -283,7 +283,7 @@ class Engine:
             self.abandon(STOPPING)
             raise
 
-    def _next_turn(self) -> Turn | None:
+    def _next_turn(self) -> ScheduledWork | None:
         """Wait for work; None when stopping."""
         with self._work:
             while not self._stopping:
@@ -317,7 +317,7 @@ class Engine:
         with self._work:
             self._scheduler.finish(step)
 
-    def _prefill(self, offered: Sequence[Admit]) -> None:
+    def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
         admits = [admit for admit in offered if self._still_wanted(admit.ticket)]
         for ticket in {admit.ticket for admit in offered} - {admit.ticket for admit in admits}:
             with self._work:
@@ -352,11 +352,11 @@ class Engine:
             withdrawn = future is None or future.cancelled()
         return not withdrawn or self._begin(ticket)
 
-    def _put_back(self, admits: Sequence[Admit]) -> None:
+    def _put_back(self, admits: Sequence[PrefillRequest]) -> None:
         with self._work:
             self._scheduler.put_back(admits)
 
-    def _admitted(self, admit: Admit, admission: Admission | None) -> None:
+    def _admitted(self, admit: PrefillRequest, admission: PrefillResult | None) -> None:
         if admit.ticket not in self._sampling:
             if not self._begin(admit.ticket):
                 self._executor.release(admit.ticket)

@@ -105,7 +105,7 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cells:
+class CsrMatrix:
     """A matrix, dense or sparse (CSR): a reply keeps the layout of its request."""
 
     values: np.ndarray  # flat: every cell, row by row, or the listed ones
@@ -227,7 +227,7 @@ class Sample:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0  # how many of the likeliest tokens to report at every prompt position; 0 is off
     topk_sample_logprobs: int = 0  # the same at every sampled position
-    target_prompt_tokens: Cells | None = None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
+    target_prompt_tokens: CsrMatrix | None = None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
     prompt_logprobs_last_n: int | None = None  # report prompt and top-k log-probabilities of the last n prompt tokens only
 
 
@@ -290,7 +290,7 @@ class SampleResult:
     prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None when not asked for
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None when not asked for
-    target_prompt_logprobs: Cells | None = None  # float32, laid out like the op's targets, 0 where they are -1
+    target_prompt_logprobs: CsrMatrix | None = None  # float32, laid out like the op's targets, 0 where they are -1
 
 
 OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

@@ -60,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admit:
+class PrefillRequest:
     """Prefill the prompt of `op` and give samples `first .. first + count - 1` of it a slot each. Of a paused sample, which is always
     alone, the whole text goes on."""
 
@@ -76,7 +76,7 @@ class Admit:
 class Prefill:
     """Admit as many of these, in their order, as are computed together. The others go back by `put_back`."""
 
-    admits: tuple[Admit, ...]
+    admits: tuple[PrefillRequest, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Pause:
     rows: tuple[tuple[int, int], ...]
 
 
-Turn = Step | Prefill | Decode | Pause
+ScheduledWork = Step | Prefill | Decode | Pause
 
 
 @dataclass(kw_only=True, slots=True)
@@ -224,7 +224,7 @@ class Scheduler:
         if isinstance(op, SaveSampler):
             self._saves[op.weights][ticket] = None
 
-    def next(self, *, free_slots: int, rows_decoding: int) -> Turn | None:
+    def next(self, *, free_slots: int, rows_decoding: int) -> ScheduledWork | None:
         """The next turn; None when there is nothing to do until something is added or a row finishes."""
         step = self._runnable_step()
         self._slots = max(1, free_slots + rows_decoding)
@@ -281,7 +281,7 @@ class Scheduler:
                 if request.ticket in self._requests:
                     self._queue(request)
 
-    def put_back(self, admits: Sequence[Admit]) -> None:
+    def put_back(self, admits: Sequence[PrefillRequest]) -> None:
         """These wait again, at the places they had."""
         for admit in reversed(admits):
             request = self._requests.get(admit.ticket)
@@ -295,12 +295,12 @@ class Scheduler:
                 request.first = min(request.first, admit.first)
             self._wait(request)
 
-    def hold(self, admits: Sequence[Admit]) -> None:
+    def hold(self, admits: Sequence[PrefillRequest]) -> None:
         """The executor has no room for the first of these now: it keeps its place until a row finishes or is paused."""
         self.put_back(admits)
         self._held = admits[0].ticket
 
-    def resume(self, admit: Admit) -> None:
+    def resume(self, admit: PrefillRequest) -> None:
         """A piece of the prompt of `admit` is done: the rest of it waits, and running samples come first."""
         self.put_back([admit])
         self._decode_next = True
@@ -443,7 +443,7 @@ class Scheduler:
         if not request.rows:
             del tenant.running[request.ticket]
 
-    def _take(self, admit: Admit) -> None:
+    def _take(self, admit: PrefillRequest) -> None:
         """The samples of `admit` are about to have slots."""
         request = self._requests[admit.ticket]
         tenant = request.tenant
@@ -461,7 +461,7 @@ class Scheduler:
         else:
             self._no_longer_waits(request)
 
-    def _admissions(self, free_slots: int) -> tuple[Admit, ...]:
+    def _admissions(self, free_slots: int) -> tuple[PrefillRequest, ...]:
         plan, chosen = _Plan(), dict[int, _Request]()
         reserved = [ticket for ticket in self._reserved.elements() if ticket in self._waiting]
         while free_slots:
@@ -607,13 +607,13 @@ class Scheduler:
         return Pause(rows=tuple((request.ticket, index) for request, index, _ in pauses))
 
 
-def _admits_of(request: _Request, count: int) -> list[Admit]:
+def _admits_of(request: _Request, count: int) -> list[PrefillRequest]:
     """The next samples of a request: first those that are paused."""
     again = heapq.nsmallest(count, request.paused)
     given = {"ticket": request.ticket, "op": request.op, "tenant": request.tenant.name}
-    admits = [Admit(**given, first=index, count=1, paused=True) for index in again]
+    admits = [PrefillRequest(**given, first=index, count=1, paused=True) for index in again]
     if count > len(again):
-        admits.append(Admit(**given, first=request.first, count=count - len(again)))
+        admits.append(PrefillRequest(**given, first=request.first, count=count - len(again)))
     return admits
 
 

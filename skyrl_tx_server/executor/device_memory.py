@@ -8,8 +8,8 @@ import jax
 
 from skyrl_tx_server.config.server_config import EngineSettings
 from skyrl_tx_server.executor.resolved_model import ServedModel
-from skyrl_tx_server.model.mesh import at_rest, bytes_per_device
-from skyrl_tx_server.model.transformer import Remat, cut_stack, layers_stay
+from skyrl_tx_server.model.mesh import bytes_per_device, weight_stationary
+from skyrl_tx_server.model.transformer import Remat, cut_stack, reads_in_place
 from skyrl_tx_server.model.weights import param_shapes
 
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
@@ -40,9 +40,9 @@ def cache_budget_bytes(model: ServedModel, available_bytes: float) -> float:
 def copied_layers_bytes(model: ServedModel) -> int:
     """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies, as
     experts always are."""
-    if layers_stay(model.config):
+    if reads_in_place(model.config):
         return 0
-    config = at_rest(model.config)
+    config = weight_stationary(model.config)
     return bytes_per_device([cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers])
 
 

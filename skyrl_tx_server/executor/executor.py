@@ -23,7 +23,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server.config.server_config import EngineSettings
 from skyrl_tx_server.distributed.multihost import ALONE, Hosts
-from skyrl_tx_server.engine.engine import Admission, EngineInfo, FailedRow, FinishedRow, RunningRow
+from skyrl_tx_server.engine.engine import EngineInfo, FailedRow, FinishedRow, PrefillResult, RunningRow
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -45,7 +45,7 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
@@ -56,8 +56,8 @@ from skyrl_tx_server.files.peft_files import write_adapter
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
-from skyrl_tx_server.sampling.adapter_cache import SnapshotBank
-from skyrl_tx_server.sampling.batch_runner import DecodeSlots
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
+from skyrl_tx_server.sampling.batch_runner import BatchRunner
 from skyrl_tx_server.training.losses import LossSelection, select_loss, trained_positions
 from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
 from skyrl_tx_server.training.train_step import (
@@ -72,7 +72,7 @@ from skyrl_tx_server.training.train_step import (
     place_adam,
     train_batch,
 )
-from skyrl_tx_server.training.training_model_pool import LiveModel, LiveModels, available_host_bytes
+from skyrl_tx_server.training.training_model_pool import TrainingModel, TrainingModelPool, available_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class DeviceExecutor:
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
         self._remat = device_memory.fitting_remat(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
-        self._models = LiveModels(on_device=settings.max_models, hosts=hosts)
+        self._models = TrainingModelPool(on_device=settings.max_models, hosts=hosts)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
-        self._snapshots = SnapshotBank(
+        self._snapshots = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
             slots=settings.max_snapshots,
@@ -111,7 +111,7 @@ class DeviceExecutor:
             free_host_bytes=lambda: hosts.agreed(available_host_bytes),
         )
         cache_budget = device_memory.cache_budget_bytes(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
-        self._slots = DecodeSlots(
+        self._slots = BatchRunner(
             self._config,
             self._params,
             self._snapshots,
@@ -178,7 +178,7 @@ class DeviceExecutor:
     def unfinished_tokens(self) -> int:
         return self._slots.unfinished_tokens
 
-    def admit(self, admits: Sequence[Admit]) -> Sequence[Admission | None]:
+    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
         return self._slots.admit(admits)
 
     def decode(self) -> bool:
@@ -337,16 +337,22 @@ class DeviceExecutor:
         return self._hosts.agreed(lambda: self._store.read(path))
 
     def _write(
-        self, path: str, model: LiveModel, arrays: Mapping[str, np.ndarray], user_metadata: Mapping[str, str], *, overwrite: bool = False
+        self,
+        path: str,
+        model: TrainingModel,
+        arrays: Mapping[str, np.ndarray],
+        user_metadata: Mapping[str, str],
+        *,
+        overwrite: bool = False,
     ) -> WeightsSaved:
         step = int(model.adam.step)
         write = partial(self._store.write, path, arrays, lora=model.lora, step=step, user_metadata=user_metadata, overwrite=overwrite)
         return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
 
-    def _fresh(self, lora: LoraSpec, adapter: Adapter) -> LiveModel:
+    def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
         """A model on the device, with an optimizer that has taken no step."""
         mask = trainable_mask(self._config, lora, self._max_lora_rank)
-        return LiveModel(
+        return TrainingModel(
             lora=lora,
             adapter=place_adapter(self._config, adapter),
             adam=place_adam(self._config, init_adam(self._config, self._max_lora_rank)),

@@ -22,7 +22,7 @@ from skyrl_tx_server.model.shapes import PAGE
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import TrainShape, example
+from skyrl_tx_server.training.packing import BucketShape, example
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
 
@@ -34,7 +34,7 @@ and the zeros that stand for a gradient where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class MemoryItem:
     """One thing that takes memory, and which option makes it smaller."""
 
     name: str
@@ -46,7 +46,7 @@ class Share:
 class MemoryPlan:
     device: str
     available_bytes: int
-    shares: tuple[Share, ...]
+    shares: tuple[MemoryItem, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -76,12 +76,12 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
     adapter, longest = adapter_size(config, settings.max_lora_rank), model.train_shapes.shapes[-1]
     each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
     programs = (  # one runs at a time
-        Share(
+        MemoryItem(
             name=f"a training batch with streams of {longest.length} tokens",
             num_bytes=_training_bytes(model, longest, device_memory.fitting_remat(model, available)),
             lower="train_tokens_per_batch" if longest == model.train_shapes.budget else "max_context_length",
         ),
-        Share(
+        MemoryItem(
             name=f"what a decode block copies, with {cache.slots} sequences of {model.context} tokens",
             num_bytes=cache.copy_bytes + device_memory.copied_layers_bytes(model),
             lower="decode_slots or max_context_length" if cache.copy_bytes else "",
@@ -91,22 +91,22 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         device=f"{jax.default_backend()} ({jax.local_devices()[0].device_kind}){each}",
         available_bytes=int(available),
         shares=(
-            Share(
+            MemoryItem(
                 name=f"base weights, {dtype.name}",
                 num_bytes=bytes_per_device(param_shapes(config, dtype)),
                 lower="dtype=bfloat16" if dtype.itemsize > 2 else "",
             ),
-            Share(
+            MemoryItem(
                 name=f"pages for keys and values of {(cache.pages - 1) * PAGE} tokens",
                 num_bytes=cache.pages_bytes,
                 lower="cache_tokens",
             ),
-            Share(
+            MemoryItem(
                 name=f"{settings.max_models} models in training, rank {settings.max_lora_rank}, and one's next step",
                 num_bytes=(settings.max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
                 lower="max_models or max_lora_rank",
             ),
-            Share(
+            MemoryItem(
                 name=f"{settings.max_snapshots} sampler snapshots and the base model's place",
                 num_bytes=(settings.max_snapshots + 1) * dtype.itemsize * adapter,
                 lower="max_snapshots",
@@ -144,7 +144,7 @@ def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
     return fitting_cache(model, device_memory.cache_budget_bytes(model, available_bytes - held))
 
 
-def _training_bytes(model: ServedModel, shape: TrainShape, remat: Remat) -> int:
+def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int:
     """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
     program puts down on its way."""
     batch, config = train_batch(example(shape)), model.config

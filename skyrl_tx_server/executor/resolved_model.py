@@ -13,9 +13,9 @@ from skyrl_tx_server.config.server_config import EngineSettings
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.mesh import check_device, make_mesh
-from skyrl_tx_server.model.model_config import ModelConfig, stretch_context
+from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
 from skyrl_tx_server.model.weights import check_divisible
-from skyrl_tx_server.training.packing import TrainShapes, train_shapes
+from skyrl_tx_server.training.packing import BucketShapes, train_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class ServedModel:
     config: ModelConfig  # on its mesh
     dtype: np.dtype  # of base weights and activations
     context: int  # prompt + completion
-    train_shapes: TrainShapes
+    train_shapes: BucketShapes
 
 
 def served_model(settings: EngineSettings) -> ServedModel:
@@ -59,7 +59,7 @@ def _model_config(settings: EngineSettings) -> ModelConfig:
     config = load_model_config(settings.model_dir)
     if not settings.stretch_context or settings.max_context_length is None:
         return config
-    stretched = stretch_context(config, settings.max_context_length)
+    stretched = yarn_context(config, settings.max_context_length)
     if stretched is not config:
         logger.warning("context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length)
     return stretched

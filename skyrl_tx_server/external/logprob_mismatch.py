@@ -17,7 +17,7 @@ GROSS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
+class LogprobDiff:
     """One sample, compared: sums over its tokens."""
 
     num_tokens: int
@@ -30,7 +30,7 @@ class Gap:
         return self.absolute / self.num_tokens
 
 
-def gap(theirs: np.ndarray, ours: np.ndarray) -> Gap:
+def gap(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
     """Of two [n] arrays of log-probabilities, n >= 1.
 
     >>> gap(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
@@ -38,7 +38,7 @@ def gap(theirs: np.ndarray, ours: np.ndarray) -> Gap:
     """
     difference = ours.astype(np.float64) - theirs
     absolute = np.abs(difference)
-    return Gap(
+    return LogprobDiff(
         num_tokens=len(theirs),
         absolute=float(absolute.sum()),
         kl=float((np.expm1(np.minimum(difference, 700.0)) - difference).sum()),
@@ -49,14 +49,14 @@ def gap(theirs: np.ndarray, ours: np.ndarray) -> Gap:
 class Agreement:
     def __init__(self, *, limit: float) -> None:
         self._limit = limit
-        self._recent: deque[Gap] = deque(maxlen=WINDOW)
+        self._recent: deque[LogprobDiff] = deque(maxlen=WINDOW)
         self._tokens = 0
         self._since_warning = WINDOW
 
-    def is_gross(self, found: Gap) -> bool:
+    def is_gross(self, found: LogprobDiff) -> bool:
         return found.mean > GROSS * self._limit
 
-    def add(self, found: Gap) -> None:
+    def add(self, found: LogprobDiff) -> None:
         """Warns, once per window, when the mean difference over the window is above the limit."""
         self._recent.append(found)
         self._tokens += found.num_tokens

@@ -33,9 +33,9 @@ from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
 from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
 from skyrl_tx_server.external.background_tasks import Errands
-from skyrl_tx_server.external.logprob_mismatch import Agreement, Gap, gap
+from skyrl_tx_server.external.logprob_mismatch import Agreement, LogprobDiff, gap
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.external.wire import Answer, Ask, ended
+from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 PROOF_TOKENS = 16
@@ -139,7 +139,7 @@ class ExternalSampling:
 
     async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
         settings, info = op.settings, self.info
-        ask = Ask(
+        ask = SamplingRequest(
             prompt=op.prompt.tolist(),
             num_samples=op.num_samples,
             max_tokens=info.max_context_length - len(op.prompt) if settings.max_tokens is None else settings.max_tokens,
@@ -152,7 +152,7 @@ class ExternalSampling:
         await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed, tenant)
         return SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens)
 
-    async def _answer(self, ask: Ask, adapter: ExternalAdapter | None) -> Answer:
+    async def _answer(self, ask: SamplingRequest, adapter: ExternalAdapter | None) -> Answer:
         if adapter is None:
             return await self._server.sample(ask, None)
         loaded = self._adapters.load(adapter)
@@ -198,7 +198,7 @@ class ExternalSampling:
             )
         return found.num_tokens
 
-    async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> Gap | None:
+    async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
         """Let the engine score a sample again. None: the text leaves no room in the context to score any of it."""
         text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         scored = len(text) - len(op.prompt)

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
-from skyrl_tx_server.external.wire import DIALECTS, Answer, Ask, Dialect, read_answer
+from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingRequest, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ExternalServer:
         self._model = model
         self._line = line
 
-    async def sample(self, ask: Ask, adapter: str | None) -> Answer:
+    async def sample(self, ask: SamplingRequest, adapter: str | None) -> Answer:
         """SamplerError for anything but what was asked for; AdapterLostError when `adapter` is not there any more."""
         path, body = self.dialect.request(ask, adapter or self._model, adapter)
         response = await self._line.send("POST", path, body)

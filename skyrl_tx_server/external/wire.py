@@ -23,7 +23,7 @@ NO_LOGPROB_BELOW = -9998.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class SamplingRequest:
     """One request for samples, with everything the engine would derive from its model spelled out."""
 
     prompt: list[int]
@@ -34,7 +34,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class SampledText:
     """One sample as the server returned it."""
 
     tokens: np.ndarray  # [n] int32, perhaps some beyond the end of a stop string
@@ -44,7 +44,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    samples: list[Drawn]
+    samples: list[SampledText]
     cached_tokens: int  # of the prompt; 0 where the server does not say
 
 
@@ -59,11 +59,11 @@ class Dialect(Protocol):
         """Whether it can keep every promise of such a request."""
         ...
 
-    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
         """Path and body; `model` is the name to sample from, the adapter's where there is one."""
         ...
 
-    def read(self, body: object, ask: Ask) -> Answer:
+    def read(self, body: object, ask: SamplingRequest) -> Answer:
         """Raises KeyError, TypeError, ValueError or IndexError for what is not as it should be."""
         ...
 
@@ -77,7 +77,7 @@ class Vllm:
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         return True
 
-    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
         seed = ask.settings.seed
         return "/v1/completions", {
             "model": model,
@@ -95,7 +95,7 @@ class Vllm:
             "return_tokens_as_token_ids": True,
         }
 
-    def read(self, body: object, ask: Ask) -> Answer:
+    def read(self, body: object, ask: SamplingRequest) -> Answer:
         reply = _mapping(body)
         choices = sorted((_mapping(choice) for choice in reply["choices"]), key=lambda choice: choice["index"])
         if choices[0]["prompt_token_ids"] != ask.prompt:
@@ -123,7 +123,7 @@ class Sglang:
         )
         return settings.seed is None and not stops_at_others
 
-    def request(self, ask: Ask, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
         return "/generate", {
             "input_ids": ask.prompt,
             "lora_path": adapter,
@@ -138,7 +138,7 @@ class Sglang:
             },
         }
 
-    def read(self, body: object, ask: Ask) -> Answer:
+    def read(self, body: object, ask: SamplingRequest) -> Answer:
         replies = [_mapping(_mapping(reply)["meta_info"]) for reply in (body if isinstance(body, list) else [body])]
         for reply in replies:
             if reply["prompt_tokens"] != len(ask.prompt):
@@ -160,7 +160,7 @@ DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 """By the `owned_by` of their /v1/models."""
 
 
-def read_answer(dialect: Dialect, content: bytes, ask: Ask) -> Answer:
+def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answer:
     """SamplerError where the answer is not what was asked for; nothing in it is filled in or passed over."""
     try:
         answer = dialect.read(json.loads(content), ask)
@@ -172,7 +172,7 @@ def read_answer(dialect: Dialect, content: bytes, ask: Ask) -> Answer:
     return answer
 
 
-def ended(drawn: Drawn, ask: Ask, tokenizer: Tokenizer | None) -> SampledSequence:
+def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None) -> SampledSequence:
     """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere. `tokenizer`: for stop strings."""
     tokens = drawn.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
@@ -203,7 +203,7 @@ def _settings(settings: SamplingSettings) -> dict[str, object]:
     }
 
 
-def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Drawn:
+def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> SampledText:
     tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
         raise ValueError("its token ids are no list of integers")
@@ -211,7 +211,7 @@ def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> 
         raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):
         raise ValueError("a log-probability is not a number")
-    return Drawn(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
+    return SampledText(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
 
 
 def _mapping(value: object) -> Mapping:

@@ -51,7 +51,7 @@ class _Sizes:
     live: int = 0
 
 
-class Ledger:
+class RunIndex:
     """The whole ledger, or, made by `of`, as one tenant sees it. Used on the event loop's thread only."""
 
     def __init__(self, file: Path) -> None:
@@ -73,7 +73,7 @@ class Ledger:
                     self._replay(line)
         self._compact_if_due()
 
-    def of(self, tenant: str) -> Ledger:
+    def of(self, tenant: str) -> RunIndex:
         """The same ledger, with the runs of one tenant."""
         view = copy.copy(self)
         view._tenant = tenant

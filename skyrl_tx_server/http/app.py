@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
-from skyrl_tx_server.http.app_state import Context
-from skyrl_tx_server.http.http_handler import Endpoint, Lobby, refusal, serve
+from skyrl_tx_server.http.app_state import AppState
+from skyrl_tx_server.http.http_handler import Endpoint, StartupState, refusal, serve
 from skyrl_tx_server.http.routes import downloads, futures, metrics, openai, sampling, service, sessions, training, unsupported, weights
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 
-def build_app(lobby: Lobby, *, housekeeping_period_s: float = 5.0) -> Starlette:
-    """Serves 503 until someone puts a `Context` in the lobby."""
+def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
+    """Serves 503 until someone puts a `AppState` in the lobby."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -53,7 +53,7 @@ def build_app(lobby: Lobby, *, housekeeping_period_s: float = 5.0) -> Starlette:
     )
 
 
-def _bind(endpoint: Endpoint, lobby: Lobby) -> Callable[[Request], Awaitable[Response]]:
+def _bind(endpoint: Endpoint, lobby: StartupState) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         return await serve(endpoint, lobby, request)
 
@@ -67,7 +67,7 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
 
 
-async def _housekeeping(lobby: Lobby, period_s: float) -> None:
+async def _housekeeping(lobby: StartupState, period_s: float) -> None:
     """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
     while True:
         await asyncio.sleep(period_s)
@@ -78,7 +78,7 @@ async def _housekeeping(lobby: Lobby, period_s: float) -> None:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 
 
-async def housekeep(context: Context) -> None:
+async def housekeep(context: AppState) -> None:
     if context.settings.tenant_keys is not None:
         context.settings.tenant_keys.reload_if_changed()
     for each in (context, *context.tenants.values()):

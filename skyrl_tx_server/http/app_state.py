@@ -13,7 +13,7 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT
 from skyrl_tx_server.engine.tenants import Quota, TenantKeys
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
 from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
@@ -35,7 +35,7 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Context:
+class AppState:
     """The operator's context, which reaches everything, or, made by `of`, a tenant's.
 
     A tenant's context holds views of the registry, the checkpoints and the ledger in which nothing of another tenant exists, futures of
@@ -47,14 +47,14 @@ class Context:
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
-    ledger: Ledger
+    ledger: RunIndex
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # answered, by method, route and status
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
-    tenants: dict[str, Context] = field(default_factory=dict)  # the contexts made so far, by tenant
+    tenants: dict[str, AppState] = field(default_factory=dict)  # the contexts made so far, by tenant
 
-    def of(self, tenant: str) -> Context:
+    def of(self, tenant: str) -> AppState:
         """The context of a tenant; only the operator's makes those of others."""
         if tenant == self.tenant:
             return self

@@ -19,7 +19,7 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT
 from skyrl_tx_server.errors import ConflictError, ForbiddenError, LoadingError, ServerError, UnauthorizedError
 from skyrl_tx_server.http import bodies
 from skyrl_tx_server.http.access import check_access
-from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyLimits
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.openai_replies import error_json
@@ -27,7 +27,7 @@ from skyrl_tx_server.http.wire.openai_replies import error_json
 logger = logging.getLogger("skyrl_tx_server.http")
 
 Reply = Mapping[str, object] | Response | None
-Handler = Callable[[Context, Request], Awaitable[Reply]]
+Handler = Callable[[AppState, Request], Awaitable[Reply]]
 
 CLIENT_CLOSED_REQUEST = 499
 """The status logged for a client that left before its answer; nobody receives it."""
@@ -39,10 +39,10 @@ _OPENAI_PREFIX = "/v1/"
 
 
 @dataclass(kw_only=True, slots=True)
-class Lobby:
+class StartupState:
     """Where requests wait until the engine can work: the port is open before the model is loaded."""
 
-    context: Context | None = None
+    context: AppState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Endpoint:
     body: BodyLimits = CONTROL_BODY
 
 
-async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
     """Run one request, whatever happens."""
     began = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
@@ -77,7 +77,7 @@ async def serve(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
     return response
 
 
-async def _answer(endpoint: Endpoint, lobby: Lobby, request: Request) -> Response:
+async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
     if lobby.context is None:
         return refusal(endpoint.path, LoadingError("the server is still loading its model; try again in a moment"))
     try:
@@ -132,7 +132,7 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_parsed[T](context: Context, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None) -> T:
+async def read_parsed[T](context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None) -> T:
     """`parse` of the body within the limits of the request's endpoint, or within tighter ones."""
     return await bodies.read_parsed(
         request,
@@ -144,10 +144,10 @@ async def read_parsed[T](context: Context, request: Request, parse: Callable[[by
     )
 
 
-async def read_body(context: Context, request: Request) -> bytes:
+async def read_body(context: AppState, request: Request) -> bytes:
     return await read_parsed(context, request, bytes)
 
 
-async def read_json(context: Context, request: Request) -> object:
+async def read_json(context: AppState, request: Request) -> object:
     bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
     return await read_parsed(context, request, lambda body: parse_json(body, bounds))

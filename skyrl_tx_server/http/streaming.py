@@ -11,21 +11,21 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.operations import OpResult, Sample, SampleResult
 from skyrl_tx_server.errors import ServerError
-from skyrl_tx_server.http.app_state import Context
-from skyrl_tx_server.http.wire.openai_replies import News
+from skyrl_tx_server.http.app_state import AppState
+from skyrl_tx_server.http.wire.openai_replies import TokenDelta
 
 
-class Listener:
+class StreamWatcher:
     """Hands what the engine's thread reports to the event loop. Implements `engine.Watcher`."""
 
     def __init__(self, *, follows: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.follows = follows
-        self.news: asyncio.Queue[News | None] = asyncio.Queue()  # None: the request is over
+        self.news: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request is over
         self.gone = False
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._put(News(index=index, tokens=list(tokens), logprobs=list(logprobs)))
+        self._put(TokenDelta(index=index, tokens=list(tokens), logprobs=list(logprobs)))
 
     def wanted(self) -> bool:
         return not self.gone
@@ -37,14 +37,14 @@ class Listener:
     def over(self, future: concurrent.futures.Future[OpResult]) -> None:
         self._put(None)
 
-    def _put(self, news: News | None) -> None:
+    def _put(self, news: TokenDelta | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: the server is gone and so is everyone who could ask
             self._loop.call_soon_threadsafe(self.news.put_nowait, news)
 
 
-async def follow(context: Context, op: Sample, results: list[SampleResult]) -> AsyncGenerator[News]:
+async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> AsyncGenerator[TokenDelta]:
     """Every token of `op` as it comes; the result goes to `results`. Leaving early withdraws the request."""
-    listener = Listener(follows=True)
+    listener = StreamWatcher(follows=True)
     future = context.engine.submit(op, listener)
     future.add_done_callback(listener.over)
     seen = [0] * op.num_samples
@@ -56,7 +56,7 @@ async def follow(context: Context, op: Sample, results: list[SampleResult]) -> A
         results.append(result)
         for index, sequence in enumerate(result.sequences):
             rest = slice(seen[index], None)
-            yield News(
+            yield TokenDelta(
                 index=index, tokens=sequence.tokens[rest].tolist(), logprobs=sequence.logprobs[rest].tolist(), ended=sequence.stop_reason
             )
     finally:
@@ -64,9 +64,9 @@ async def follow(context: Context, op: Sample, results: list[SampleResult]) -> A
         future.cancel()
 
 
-async def results_of(context: Context, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
+async def results_of(context: AppState, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
     """The results of `ops`; None when the client went away first, which withdraws them."""
-    listener = Listener(follows=False)
+    listener = StreamWatcher(follows=False)
     futures = [context.engine.submit(op, listener) for op in ops]
     leaving = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)

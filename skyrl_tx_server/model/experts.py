@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, Split, Switch, Weight, perceptron, perceptron_weights
+from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, LoraTarget, ShardAxis, Weight, mlp, mlp_layer_weights
 from skyrl_tx_server.model.kernels import grouped_kernel
 from skyrl_tx_server.model.layers import rms_norm
-from skyrl_tx_server.model.lora.lora_math import LowRank, low_rank_deltas
-from skyrl_tx_server.model.mesh import Axes, by_rows, on_each, on_gpu, rows_axes
+from skyrl_tx_server.model.lora.lora_math import LoraWeights, low_rank_deltas
+from skyrl_tx_server.model.mesh import Axes, on_gpu, rows_axes, shard_batch, shard_map_over
 from skyrl_tx_server.model.model_config import ExpertGroups, Experts, ModelConfig
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
@@ -37,7 +37,7 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
     assert experts is not None
     hidden, width, count = config.hidden_size, config.intermediate_size, experts.count
     bias = Weight(names=("mlp.gate.e_score_correction_bias",), widths=(count,), exact=True)
-    shared = perceptron_weights(hidden, experts.shared * width, module="mlp.shared_experts", prefix="shared_")
+    shared = mlp_layer_weights(hidden, experts.shared * width, module="mlp.shared_experts", prefix="shared_")
     names = {name: f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
     return {
         "mlp_norm": Weight(names=("post_attention_layernorm.weight",), widths=(hidden,)),
@@ -49,14 +49,16 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
             inputs=hidden,
             widths=(width, width),
             experts=count,
-            switch=Switch.MLP,
-            split=Split.OUTPUTS,
+            switch=LoraTarget.MLP,
+            split=ShardAxis.OUTPUTS,
         ),
-        "down": Weight(names=(names["down"],), inputs=width, widths=(hidden,), experts=count, switch=Switch.MLP, split=Split.INPUTS),
+        "down": Weight(
+            names=(names["down"],), inputs=width, widths=(hidden,), experts=count, switch=LoraTarget.MLP, split=ShardAxis.INPUTS
+        ),
     }
 
 
-def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
     """x [B, T, D] plus its experts' outputs."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
@@ -64,7 +66,7 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
     mix, layer = partial(_mix, config.experts), params.get(STACK_INDEX)
     if config.experts.shared:
-        x = x + perceptron(config, normed, params, adapter, prefix="shared_")
+        x = x + mlp(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
         return x + mix(*inputs, modules, layer)
     rows, fsdp = rows_axes(config, x.shape[0]), "fsdp" if config.weights_rest else None
@@ -72,8 +74,8 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
     adapted = None if modules is None else _module_specs(modules, rows, fsdp)
     specs = (PartitionSpec(rows), PartitionSpec(rows), gate_up, PartitionSpec(*lead, "expert", fsdp, "tensor"), adapted, PartitionSpec())
-    mixed = on_each(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(*inputs, modules, layer)
-    return by_rows(config, x + mixed)
+    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(*inputs, modules, layer)
+    return shard_batch(config, x + mixed)
 
 
 class Router(NamedTuple):
@@ -114,7 +116,7 @@ def _mix(
     routed: tuple[jax.Array, jax.Array],
     gate_up: jax.Array,
     down: jax.Array,
-    modules: tuple[LowRank, LowRank] | None,
+    modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None = None,
     *,
     first: jax.Array | int = 0,
@@ -167,7 +169,7 @@ def _shared_mix(
     routed: tuple[jax.Array, jax.Array],
     gate_up: jax.Array,
     down: jax.Array,
-    modules: tuple[LowRank, LowRank] | None,
+    modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
     """`_mix` on one of several devices, each of which has some experts and some columns of theirs."""
@@ -175,11 +177,11 @@ def _shared_mix(
     return jax.lax.psum(mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor"))
 
 
-def _module_specs(modules: tuple[LowRank, LowRank], rows: Axes, fsdp: str | None) -> tuple[LowRank, LowRank]:
+def _module_specs(modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None) -> tuple[LoraWeights, LoraWeights]:
     """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
     bank = () if modules[0].users is None else (None, None)
 
-    def of(module: LowRank, inputs: str | None, outputs: str | None) -> LowRank:
+    def of(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
         def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
             match path[0].name:
                 case "a":
@@ -239,12 +241,14 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
     return _Layout(block=block, groups=owners, places=places, used=ends[-1])
 
 
-def _of_blocks(module: LowRank, experts: jax.Array, entry: jax.Array | None) -> LowRank:
+def _of_blocks(module: LoraWeights, experts: jax.Array, entry: jax.Array | None) -> LoraWeights:
     """Each block's own factors, every leaf with a leading axis of blocks; `entry` [blocks] is of the bank where `module` is one."""
     if entry is None:
-        return LowRank(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
+        return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     at = (entry, module.layer, experts)
-    return LowRank(a=module.a[at], b=tuple(b[at] for b in module.b), scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None])
+    return LoraWeights(
+        a=module.a[at], b=tuple(b[at] for b in module.b), scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None]
+    )
 
 
 @jax.custom_vjp

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.lora.lora_math import Leaf
-from skyrl_tx_server.model.mesh import BATCH, constrain, on_each
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
+from skyrl_tx_server.model.mesh import BATCH, constrain, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE
 
@@ -83,39 +83,48 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
-def read_rows(config: ModelConfig, cache: KVCache, tables_BW: Leaf, ends: Sequence[int]) -> list[list[Segment]]:
+def read_rows(config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]) -> list[list[Segment]]:
     """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end there."""
     read = partial(_read_own_rows, config, ends)
     if config.mesh is not None:
-        read = on_each(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
+        read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
     return read(cache, jnp.asarray(tables_BW))
 
 
-def write_layer(config: ModelConfig, cache: KVCache, layer: Leaf, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf) -> KVCache:
+def write_layer(
+    config: ModelConfig, cache: KVCache, layer: ArrayLike, new: Segment, tables_BW: ArrayLike, starts_B: ArrayLike, counts_B: ArrayLike
+) -> KVCache:
     """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
     describes."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
-        write = on_each(config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
+        write = shard_map_over(config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
     return write(cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
 def write_rows(
-    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: Leaf, starts_B: Leaf, counts_B: Leaf, *, scatter: bool = False
+    config: ModelConfig,
+    cache: KVCache,
+    new: Segment,
+    tables_BW: ArrayLike,
+    starts_B: ArrayLike,
+    counts_B: ArrayLike,
+    *,
+    scatter: bool = False,
 ) -> KVCache:
     """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`: page
     by page, or with `scatter` number by number in one operation, for a GPU, whose host would run the loops."""
     write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
-        write = on_each(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
+        write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
-def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: Leaf) -> KVCache:
+def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
     """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all after it are none."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
-        copy = on_each(config, copy, (PAGES, EVERYWHERE), PAGES)
+        copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 
@@ -142,7 +151,7 @@ def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tab
     return [[segment(layer, first, end) for first, end in pairwise((0, *ends))] for layer in range(cache.keys.shape[0])]
 
 
-def read_pages(cache: KVCache, layer: Leaf, own_BP: jax.Array) -> Segment:
+def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
     """One layer's positions in the given pages of each row."""
     keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
     batch, _, heads, head_dim, _ = keys.shape

@@ -7,7 +7,7 @@
     expert   a mixture's experts                                         some experts, and their adapters
 
 Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens make; sampling leaves matrices
-where they lie (`at_rest`) and sends its few tokens round.
+where they lie (`weight_stationary`) and sends its few tokens round.
 
 An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
 
@@ -90,7 +90,7 @@ def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def place_whole(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
+def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
     """The whole array on every device."""
     return put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
 
@@ -129,7 +129,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def at_rest(config: ModelConfig) -> ModelConfig:
+def weight_stationary(config: ModelConfig) -> ModelConfig:
     """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides products, as `tensor` does. If
     matrices were gathered, all weights would go to all devices at every decode step."""
     return replace(config, weights_rest=config.mesh is not None)
@@ -141,7 +141,7 @@ def gathers(config: ModelConfig) -> bool:
 
 
 def gathered(config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `at_rest`."""
+    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `weight_stationary`."""
     if not gathers(config):
         return dict(leaves)
     return {name: constrain(config.mesh, leaf, PartitionSpec(*map(_without_fsdp, specs[name]))) for name, leaf in leaves.items()}
@@ -153,31 +153,31 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 
 def rows_axes(config: ModelConfig, rows: int) -> Axes:
-    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `at_rest`."""
+    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `weight_stationary`."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weights_rest else BATCH
     return None if rows % prod(config.mesh.shape[axis] for axis in axes) else axes
 
 
-def by_rows(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
+def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
     """Inside a program: x [rows, T, n, ...] by rows, as `rows_axes` has it, and its n by `features`."""
     return constrain(config.mesh, x, PartitionSpec(rows_axes(config, x.shape[0]), None, features))
 
 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
     """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are brought together from where a
-    matrix that is `at_rest` has them made."""
-    made = by_rows(config, x, features=("fsdp",) if by is None else (by, "fsdp")) if config.weights_rest else x
-    return by_rows(config, made, features=by)
+    matrix that is `weight_stationary` has them made."""
+    made = shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp")) if config.weights_rest else x
+    return shard_batch(config, made, features=by)
 
 
-def keep_whole[Tree](config: ModelConfig, tree: Tree) -> Tree:
-    """Inside a program: a tree of arrays lies whole on every device, as `place_whole` has it."""
+def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
+    """Inside a program: a tree of arrays lies whole on every device, as `replicate` has it."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PartitionSpec()), tree)
 
 
-def on_each[**Inputs, Output](
+def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
     """`function` run by every device on what lies there, as the specs of its inputs and outputs say."""

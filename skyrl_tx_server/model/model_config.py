@@ -124,7 +124,7 @@ class ModelConfig:
         return max(self.max_position_embeddings, stretched)
 
 
-def stretch_context(config: ModelConfig, length: int) -> ModelConfig:
+def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
     """The same model with YaRN by the smallest whole factor that reaches `length` tokens; unchanged where its own limit does.
 
     Qwen3's model cards reach 131,072 tokens so, with factor 4 over 32,768. Raises ConfigError for a model that is stretched already.

@@ -21,11 +21,11 @@ from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, Attend, Layer
 from skyrl_tx_server.model.families.table import family_of, stacks_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
-from skyrl_tx_server.model.lora.lora_math import Leaf, low_rank_deltas
-from skyrl_tx_server.model.mesh import VOCABULARY, by_rows, gathered, gathers, on_gpu
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, low_rank_deltas
+from skyrl_tx_server.model.mesh import VOCABULARY, gathered, gathers, on_gpu, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
-COMPILED = {
+COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
@@ -95,10 +95,10 @@ def layer[Aux](
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(q, k, v)
-        return by_rows(config, attended, features="tensor"), aux
+        return shard_batch(config, attended, features="tensor"), aux
 
     specs = {field: PartitionSpec(*weight.spec[1:]) for field, weight in stack.weights.items()}
-    return family_of(config).layer(config, by_rows(config, x), gathered(config, specs, params), adapter, rope, attend_and_return)
+    return family_of(config).layer(config, shard_batch(config, x), gathered(config, specs, params), adapter, rope, attend_and_return)
 
 
 def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
@@ -120,12 +120,12 @@ def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
     return layers
 
 
-def layers_stay(config: ModelConfig) -> bool:
-    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of `COMPILED`, on a CPU `layers_apart`."""
+def reads_in_place(config: ModelConfig) -> bool:
+    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of `COMPILER_OPTIONS`, on a CPU `unstack_layers`."""
     return on_gpu() or (config.mesh is None and jax.default_backend() == "cpu")
 
 
-def layers_apart(config: ModelConfig, params: Params) -> Params:
+def unstack_layers(config: ModelConfig, params: Params) -> Params:
     """The same weights with each layer in a stack of its own, on a CPU, where that costs no memory, for a program that runs `by_layer`: it
     would copy each out of its stack."""
     if config.mesh is not None or jax.default_backend() != "cpu":
@@ -146,8 +146,8 @@ def hidden_states(
     config: ModelConfig,
     params: Params,
     adapter: Adapter | None,
-    tokens_BT: Leaf,
-    positions_BT: Leaf,
+    tokens_BT: ArrayLike,
+    positions_BT: ArrayLike,
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     *,
     remat: Remat = Remat.LAYERS,
@@ -180,8 +180,8 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
-    hidden = by_rows(config, hidden)
-    features = by_rows(config, hidden, features=VOCABULARY[1]) if config.weights_rest else hidden
+    hidden = shard_batch(config, hidden)
+    features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weights_rest else hidden
     logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits

@@ -23,10 +23,10 @@ from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.model.config_json import config_json
-from skyrl_tx_server.model.families.layer_spec import Split, Stack, Weight
+from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
-from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights
 from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params
@@ -62,7 +62,7 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
             return place(config, shape, spec, lambda index: part_of(name, shape, index).astype(target))
 
         def stacked(stack: Stack, weight: Weight) -> jax.Array:
-            shards = config.tensor_shards if weight.split is Split.OUTPUTS else 1
+            shards = config.tensor_shards if weight.split is ShardAxis.OUTPUTS else 1
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
                 out = np.empty([part.stop - part.start for part in index], np.float32 if weight.exact else target)
@@ -203,7 +203,7 @@ def _pieces(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_
 
 
 def _module_pieces(
-    prefix: str, weight: Weight, module: LowRank, at: tuple[int, ...], config: ModelConfig, spec: LoraSpec
+    prefix: str, weight: Weight, module: LoraWeights, at: tuple[int, ...], config: ModelConfig, spec: LoraSpec
 ) -> Iterator[_Piece]:
     for part, name in enumerate(weight.names):
         for expert in range(weight.experts or 1):
@@ -217,7 +217,7 @@ def _module_pieces(
             )
 
 
-def _in_host_memory(leaf: Leaf) -> np.ndarray:
+def _in_host_memory(leaf: ArrayLike) -> np.ndarray:
     assert isinstance(leaf, np.ndarray), "only an adapter in host memory is read and filled in place"
     return leaf
 

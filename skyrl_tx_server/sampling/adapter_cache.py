@@ -35,7 +35,7 @@ type SnapshotKey = tuple[str | None, int]
 type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray]]]
 
 
-class SnapshotBank:
+class AdapterCache:
     """Which snapshot lies in which slot, and the arrays themselves (`arrays`: every leaf [slots + 1, ...])."""
 
     def __init__(

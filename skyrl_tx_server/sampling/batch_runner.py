@@ -29,26 +29,26 @@ from jax.stages import Lowered
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.distributed.multihost import ALONE, Hosts
-from skyrl_tx_server.engine.engine import Admission, FailedRow, FinishedRow, RowsLostError, RunningRow
-from skyrl_tx_server.engine.operations import NO_LOGPROB, Cells, Sample, SampledSequence, TopkLogprobs
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.engine import FailedRow, FinishedRow, PrefillResult, RowsLostError, RunningRow
+from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, SampledSequence, TopkLogprobs
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.cache_size import CacheSize, kernel_decodes
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.lora.lora_math import compiled_for
-from skyrl_tx_server.model.mesh import on_gpu, place_whole, to_host
+from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
+from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, score_lengths, segment_ends
-from skyrl_tx_server.model.transformer import Params, layers_apart
-from skyrl_tx_server.sampling.adapter_cache import SnapshotBank
+from skyrl_tx_server.model.transformer import Params, unstack_layers
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.block_tables import take_tables
-from skyrl_tx_server.sampling.decode_batch import Block, BlockLayout
-from skyrl_tx_server.sampling.prefill_batch import Layout, Piece, PieceOutputs
-from skyrl_tx_server.sampling.prefix_cache import Pages, Prefix, common_length
+from skyrl_tx_server.sampling.decode_batch import Block, DecodeLayout
+from skyrl_tx_server.sampling.prefill_batch import PrefillChunk, PrefillLayout, PrefillOutputs
+from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache, common_length
 from skyrl_tx_server.sampling.sample_step import BlockOutputs, Carry, PassOutputs, decode_block, prefill
 from skyrl_tx_server.sampling.score_step import Scorer, at_prompt_positions
-from skyrl_tx_server.sampling.sequences import Row, stop_tokens_of
+from skyrl_tx_server.sampling.sequences import SequenceState, stop_tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ BLOCKS_ASIDE = 32
 
 
 @dataclass(kw_only=True, slots=True)
-class _Begun:
+class PendingPrefill:
     """A prompt on its way."""
 
     hit_tokens: int  # of it that lay in the cache when it came
@@ -66,17 +66,17 @@ class _Begun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Joining:
+class PrefillingRequest:
     """A request whose prompt is being computed."""
 
-    admit: Admit
-    piece: Piece
+    admit: PrefillRequest
+    piece: PrefillChunk
     topk: TopkLogprobs | None = None  # of the prompt
-    targets: Cells | None = None
+    targets: CsrMatrix | None = None
 
 
 @dataclass(kw_only=True, slots=True)
-class _Flight:
+class InFlightBatch:
     """A decode block on the device."""
 
     block: Block
@@ -85,7 +85,7 @@ class _Flight:
     next: Block | None = None  # what can follow at once
 
 
-class DecodeSlots:
+class BatchRunner:
     """Rows join by `admit`, all of them advance by `decode` and `collect`, and each leaves when it is complete.
 
     A block can begin before the host has looked at the one before it: the last tokens stay on the device (`Carry`), and where a row will be
@@ -96,7 +96,7 @@ class DecodeSlots:
         self,
         config: ModelConfig,
         params: Params,
-        bank: SnapshotBank,
+        bank: AdapterCache,
         *,
         size: CacheSize,
         groups: int,
@@ -110,7 +110,7 @@ class DecodeSlots:
         """Each of `groups` devices has slots and pages of this size."""
         self._config = config
         self._params = params
-        self._params_apart = layers_apart(config, params)
+        self._params_apart = unstack_layers(config, params)
         self._bank = bank
         self._max_context_length = max_context_length
         self._dtype = np.dtype(dtype)
@@ -119,19 +119,21 @@ class DecodeSlots:
         self._hosts = hosts
         self._block = min(block, PAGE)
         self._size, self._groups = size, groups
-        self._rows: list[Row | None] = [None for _ in range(size.slots * groups)]
-        self._aside: list[Row] = []  # waiting for pages, oldest first
-        self._paused: dict[tuple[int, int], tuple[Row, Pages]] = {}  # by ticket and index, with the pages of the device; longest ago first
-        self._pages: list[Pages] = []  # by group
+        self._rows: list[SequenceState | None] = [None for _ in range(size.slots * groups)]
+        self._aside: list[SequenceState] = []  # waiting for pages, oldest first
+        self._paused: dict[
+            tuple[int, int], tuple[SequenceState, PrefixCache]
+        ] = {}  # by ticket and index, with the pages of the device; longest ago first
+        self._pages: list[PrefixCache] = []  # by group
         self._set_aside_count = self._pause_count = self._ahead_count = 0
-        self._flight: _Flight | Exception | None = None  # the block under way, or why it could not begin
+        self._flight: InFlightBatch | Exception | None = None  # the block under way, or why it could not begin
         self._resumed: FinishedRow | FailedRow | None = None  # over as soon as it was computed again
-        self._begun: dict[int, _Begun] = {}  # by ticket
+        self._begun: dict[int, PendingPrefill] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
         table_width = ends[-1] // PAGE + 1  # a block may reach beyond the context
         programs_for = bank.num_entries if on_gpu() else None
-        self._layout = Layout(
+        self._layout = PrefillLayout(
             shapes=shapes,
             num_slots=len(self._rows),
             table_width=table_width,
@@ -140,9 +142,9 @@ class DecodeSlots:
             vocab_size=config.vocab_size,
             bank=programs_for,
         )
-        self._blocks = BlockLayout(
+        self._blocks = DecodeLayout(
             empty_tables=np.repeat(np.arange(groups, dtype=np.int32) * size.pages, size.slots)[:, None].repeat(table_width, axis=1),
-            nothing_before=jax.tree.map(partial(place_whole, config), Carry.of_none(len(self._rows))),
+            nothing_before=jax.tree.map(partial(replicate, config), Carry.of_none(len(self._rows))),
             ends=None if kernel_decodes(config) else ends,
             heads_together=config.num_heads // config.num_kv_heads,
             devices=groups,
@@ -173,16 +175,16 @@ class DecodeSlots:
             "decode_blocks_ahead": self._ahead_count,
         }
 
-    def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
+    def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the prompts of the first few of `admits` together, give their rows a slot each and sample the first token of each row;
         None for a long prompt of which only a piece was computed."""
         if any(row.tenant == admits[0].tenant or row.blocks_aside >= BLOCKS_ASIDE for row in self._aside):
             raise CapacityError("samples that were set aside for want of pages come first")
         self._forget_flight_of_nobody()
-        joining: list[_Joining | int] = []  # a slot: of a row that needs no pass
+        joining: list[PrefillingRequest | int] = []  # a slot: of a row that needs no pass
         try:
             for admit in admits:
-                beside = [other.piece for other in joining if isinstance(other, _Joining)]
+                beside = [other.piece for other in joining if isinstance(other, PrefillingRequest)]
                 one = self._sit_again(admit, beside)
                 if one is None:
                     one = self._next_piece(admit, beside)
@@ -194,17 +196,17 @@ class DecodeSlots:
                 raise
         except Exception:
             for one in joining:
-                if isinstance(one, _Joining):
+                if isinstance(one, PrefillingRequest):
                     self._give_back(one.piece)
                     self._bank.unpin(one.piece.weights)
                 else:
                     self._leave(one)
             raise
-        pieces = [one for one in joining if isinstance(one, _Joining)]
+        pieces = [one for one in joining if isinstance(one, PrefillingRequest)]
         try:
             outputs = iter(self._prefill([one.piece for one in pieces]) if pieces else [])
             return [
-                self._settle(one, next(outputs)) if isinstance(one, _Joining) else _nothing_new(admits[at])
+                self._settle(one, next(outputs)) if isinstance(one, PrefillingRequest) else _nothing_new(admits[at])
                 for at, one in enumerate(joining)
             ]
         except RowsLostError:
@@ -239,7 +241,7 @@ class DecodeSlots:
         self._paused[row.ticket, row.index] = row, self._group(slot)
         self._rows[slot] = None
 
-    def _sit_again(self, admit: Admit, beside: Sequence[Piece]) -> int | None:
+    def _sit_again(self, admit: PrefillRequest, beside: Sequence[PrefillChunk]) -> int | None:
         """A paused row that has its pages takes a slot of the same device: which. None where there is no such row or slot."""
         row, pages = self._paused.get((admit.ticket, admit.first), (None, None))
         if row is None or pages is None or not row.pages:
@@ -253,7 +255,7 @@ class DecodeSlots:
         self._rows[free[0]] = row
         return free[0]
 
-    def _reclaim(self, pages: Pages | None = None) -> bool:
+    def _reclaim(self, pages: PrefixCache | None = None) -> bool:
         """Take the pages of the row that was paused last, on any device or on this; False when no paused row has pages."""
         for row, own in reversed(self._paused.values()):
             if row.pages and (pages is None or pages is own):
@@ -261,7 +263,7 @@ class DecodeSlots:
                 return True
         return False
 
-    def _give_up(self, row: Row, pages: Pages) -> None:
+    def _give_up(self, row: SequenceState, pages: PrefixCache) -> None:
         """The pages of a row; what it computed stays for others to begin from."""
         pages.remember(self._bank.key(row.weights), row.cached_tokens, row.pages)
         pages.give_back(row.pages)
@@ -280,7 +282,7 @@ class DecodeSlots:
             if jax.process_count() > 1:  # nobody could say whether it failed for all
                 raise
 
-    def _next_piece(self, admit: Admit, beside: Sequence[Piece]) -> _Joining | None:
+    def _next_piece(self, admit: PrefillRequest, beside: Sequence[PrefillChunk]) -> PrefillingRequest | None:
         """None where it does not go with those `beside` it. Its weights are pinned."""
         op = admit.op
         if (paused := self._paused.get((admit.ticket, admit.first))) is not None:
@@ -296,7 +298,7 @@ class DecodeSlots:
         seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
         adapter_slot = self._bank.pin(op.weights)
         rows = [
-            Row(
+            SequenceState(
                 ticket=admit.ticket,
                 index=index,
                 tenant=admit.tenant,
@@ -323,9 +325,9 @@ class DecodeSlots:
         if piece is None:
             self._bank.unpin(op.weights)
             return None
-        return _Joining(admit=admit, piece=piece, topk=topk, targets=targets)
+        return PrefillingRequest(admit=admit, piece=piece, topk=topk, targets=targets)
 
-    def _next_piece_again(self, admit: Admit, row: Row, beside: Sequence[Piece]) -> _Joining | None:
+    def _next_piece_again(self, admit: PrefillRequest, row: SequenceState, beside: Sequence[PrefillChunk]) -> PrefillingRequest | None:
         """As `_next_piece`, of a paused row: of all its text."""
         text = row.text
         if row.pages:  # its device has no free slot
@@ -337,9 +339,9 @@ class DecodeSlots:
         finally:
             if piece is None:
                 self._bank.unpin(row.weights)
-        return piece and _Joining(admit=admit, piece=piece)
+        return piece and PrefillingRequest(admit=admit, piece=piece)
 
-    def _settle(self, one: _Joining, outputs: PieceOutputs) -> Admission | None:
+    def _settle(self, one: PrefillingRequest, outputs: PrefillOutputs) -> PrefillResult | None:
         """The piece of a request has been computed: its rows begin, or it asks again."""
         piece, op, ticket = one.piece, one.admit.op, one.admit.ticket
         if (ticket, one.admit.first) in self._paused:
@@ -351,7 +353,7 @@ class DecodeSlots:
             self._bank.leave(row.weights)
             return replace(_nothing_new(one.admit), finished=self._join(piece, outputs))
         if ticket not in self._begun:
-            self._begun[ticket] = _Begun(hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
+            self._begun[ticket] = PendingPrefill(hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
         begun = self._begun[ticket]
         if piece.wants_logprobs:
             begun.logprobs[piece.cached + 1 : piece.length + 1] = outputs.logprobs
@@ -362,7 +364,7 @@ class DecodeSlots:
         del self._begun[ticket]
         for row in piece.rows:
             self._bank.pin(row.weights)
-        return Admission(
+        return PrefillResult(
             prompt_logprobs=_prompt_logprobs(op, begun.logprobs) if piece.wants_logprobs else None,
             prompt_cache_hit_tokens=begun.hit_tokens,
             finished=self._join(piece, outputs),
@@ -397,7 +399,7 @@ class DecodeSlots:
         """The rows that are over after `decode`. To `go_on` the next block begins first, where that is possible."""
         flight, self._flight = self._flight, None
         finished, self._resumed = [self._resumed], None
-        if isinstance(flight, _Flight):
+        if isinstance(flight, InFlightBatch):
             assert flight.sampled is not None, "decode comes first"
             going = flight.sampled.carry.going
             if self._aside and not all(going[slot] for slot, _ in flight.block.live):
@@ -413,7 +415,7 @@ class DecodeSlots:
                 if self._rows[slot] is row:  # else it has been released
                     tokens, logprobs = flight.sampled.tokens[slot], flight.sampled.logprobs[slot]
                     finished.append(self._extend(slot, tokens[tokens >= 0].tolist(), logprobs[tokens >= 0].tolist()))
-            if isinstance(self._flight, _Flight):
+            if isinstance(self._flight, InFlightBatch):
                 self._expect(self._flight.block)
         return [row for row in finished if row is not None]
 
@@ -443,20 +445,20 @@ class DecodeSlots:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    def _group(self, slot: int) -> Pages:
+    def _group(self, slot: int) -> PrefixCache:
         """The pages on the device where a slot lies."""
         return self._pages[slot * self._groups // self.num_slots]
 
     def _place(
         self,
         tokens: np.ndarray,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceState],
         *,
         limit: int,
         wants_logprobs: bool,
-        beside: Sequence[Piece] = (),
+        beside: Sequence[PrefillChunk] = (),
         may_grow: bool = False,
-    ) -> Piece | None:
+    ) -> PrefillChunk | None:
         """Pages for the next piece of `tokens`, of which at most `limit` may come from the cache, and for the rows that begin after the
         last piece; where they `may_grow`, one more must be free for each and for whoever else has the same device. CapacityError, and
         nothing is taken, where they are not. None where the turn is full with the pieces `beside` it, or where less would have to be
@@ -482,7 +484,7 @@ class DecodeSlots:
             except CapacityError:
                 if not self._reclaim():
                     raise
-        return Piece(
+        return PrefillChunk(
             tokens=tokens,
             cached=found.length,
             length=length,
@@ -496,7 +498,9 @@ class DecodeSlots:
             rows=rows,
         )
 
-    def _find(self, weights: str | None, tokens: np.ndarray, *, limit: int, free: Mapping[Pages, Sequence[int]]) -> tuple[Prefix, Pages]:
+    def _find(
+        self, weights: str | None, tokens: np.ndarray, *, limit: int, free: Mapping[PrefixCache, Sequence[int]]
+    ) -> tuple[Prefix, PrefixCache]:
         """What one device remembers of the first `limit` tokens, and its pages: of the device where the fewest blocks are left to compute,
         and among those alike the fewest rows sit. Nothing, where no block is spared."""
         key = self._bank.key(weights)
@@ -505,16 +509,16 @@ class DecodeSlots:
         home = min(self._pages, key=lambda pages: (left[pages], -len(free[pages])))
         return found[home] if left[home] < blocks_of(len(tokens)) else Prefix(), home
 
-    def _free_slots(self, beside: Sequence[Piece]) -> dict[Pages, list[int]]:
+    def _free_slots(self, beside: Sequence[PrefillChunk]) -> dict[PrefixCache, list[int]]:
         """By device, those that nobody sits in, nor will when the pieces `beside` are computed."""
         reserved = {slot for piece in beside for slot in piece.slots if piece.rows}
-        free: dict[Pages, list[int]] = {pages: [] for pages in self._pages}
+        free: dict[PrefixCache, list[int]] = {pages: [] for pages in self._pages}
         for slot, row in enumerate(self._rows):
             if row is None and slot not in reserved:
                 free[self._group(slot)].append(slot)
         return free
 
-    def _give_back(self, piece: Piece) -> None:
+    def _give_back(self, piece: PrefillChunk) -> None:
         for slot, pages in zip(piece.slots, piece.tables, strict=True):
             self._group(slot).give_back(pages)
 
@@ -530,7 +534,7 @@ class DecodeSlots:
                     pages[other.tenant] += len(other.pages)
                 self._set_aside(max(beside, key=lambda each: (pages[each[1].tenant], *_age(each[1])))[0])
 
-    def _has_room(self, slot: int, row: Row) -> bool:
+    def _has_room(self, slot: int, row: SequenceState) -> bool:
         """The row has pages for its next block, now at the latest."""
         wanted = -(-(row.position + min(self._block, row.remaining)) // PAGE) - len(row.pages)
         if wanted <= 0:
@@ -567,7 +571,7 @@ class DecodeSlots:
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
-    def _prefill(self, pieces: Sequence[Piece]) -> list[PieceOutputs]:
+    def _prefill(self, pieces: Sequence[PrefillChunk]) -> list[PrefillOutputs]:
         """The pieces into their pages, which are remembered, and the first tokens of the rows that begin. Pages go back on any error."""
         outputs: list[PassOutputs] = []
         try:
@@ -587,7 +591,7 @@ class DecodeSlots:
                 group.remember(self._bank.key(piece.weights), piece.tokens[: piece.length], pages)
         return self._layout.outputs(pieces, outputs)
 
-    def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, Cells | None]:
+    def _score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
         """The likeliest tokens and the chosen ones at every prompt position, where they are asked for."""
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
             return None, None
@@ -606,7 +610,7 @@ class DecodeSlots:
         config, tempered = self._config, self._tempered
         nobody, passes, longest = self._blocks.block([]), self._layout.examples(), self._blocks.ends
         ends = [None] if longest is None else [longest[:count] for count in range(1, len(longest) + 1)]
-        of_adapters = compiled_for(self._layout.bank, rows=self.num_slots)
+        of_adapters = adapter_count_buckets(self._layout.bank, rows=self.num_slots)
         for most in sorted({run.adapters.most for run, _ in passes} | {*of_adapters}, key=lambda most: most or 0):
             for run, of_rows in passes:
                 if run.adapters.most == most:
@@ -626,7 +630,7 @@ class DecodeSlots:
         after = self._blocks.block(live)
         return after if after.same_program(block) else None
 
-    def _begin(self, block: Block, carry: Carry) -> _Flight:
+    def _begin(self, block: Block, carry: Carry) -> InFlightBatch:
         self._cache, outputs = decode_block(
             self._cache,
             self._params_apart,
@@ -638,7 +642,7 @@ class DecodeSlots:
             ends=block.ends,
             tempered=self._tempered,
         )
-        return _Flight(block=block, outputs=outputs)
+        return InFlightBatch(block=block, outputs=outputs)
 
     def _expect(self, block: Block) -> None:
         for _, row in block.live:
@@ -667,7 +671,7 @@ class DecodeSlots:
         )
         return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
 
-    def _topk(self, row: Row, length: int) -> TopkLogprobs:
+    def _topk(self, row: SequenceState, length: int) -> TopkLogprobs:
         """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
         text = row.text[: len(row.prompt) + length - 1]
         temperature = row.settings.temperature if self._tempered and row.settings.temperature > 0 else 1.0
@@ -676,7 +680,7 @@ class DecodeSlots:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _join(self, piece: Piece, outputs: PieceOutputs) -> list[FinishedRow | FailedRow]:
+    def _join(self, piece: PrefillChunk, outputs: PrefillOutputs) -> list[FinishedRow | FailedRow]:
         """The rows of a piece take their slots, with their first tokens; what becomes of those that are over with them."""
         for slot, row, pages in zip(piece.slots, piece.rows, piece.tables, strict=True):
             row.pages = list(pages)
@@ -714,7 +718,7 @@ class DecodeSlots:
         self._rows[:] = [None] * self.num_slots
         self._aside, self._paused, self._flight, self._resumed = [], {}, None, None
         each = self._size.pages
-        self._pages = [Pages(first=group * each, count=each) for group in range(self._groups)]
+        self._pages = [PrefixCache(first=group * each, count=each) for group in range(self._groups)]
         self._cache: KVCache = empty_cache(config=self._config, pages=each * self._groups, dtype=self._dtype)
 
     def _recover(self, error: Exception) -> None:
@@ -727,12 +731,12 @@ class DecodeSlots:
             raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
 
 
-def _nothing_new(admit: Admit) -> Admission:
+def _nothing_new(admit: PrefillRequest) -> PrefillResult:
     """A paused row goes on: its prompt was computed long ago."""
-    return Admission(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
+    return PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
 
 
-def _age(row: Row) -> tuple[int, int]:
+def _age(row: SequenceState) -> tuple[int, int]:
     return row.ticket, row.index
 
 

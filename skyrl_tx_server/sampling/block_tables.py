@@ -9,11 +9,11 @@ from itertools import chain, islice
 
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.shapes import PAGE
-from skyrl_tx_server.sampling.prefix_cache import Pages, Prefix
+from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tables:
+class BlockTables:
     """Pages that have been taken for rows. The first row's are computed, the others continue from them."""
 
     of_rows: Sequence[Sequence[int]]
@@ -22,8 +22,8 @@ class Tables:
 
 
 def take_tables(
-    places: Sequence[Pages], length: int, *, found: Prefix, home: Pages, spare: Mapping[Pages, int], text_length: int
-) -> Tables:
+    places: Sequence[PrefixCache], length: int, *, found: Prefix, home: PrefixCache, spare: Mapping[PrefixCache, int], text_length: int
+) -> BlockTables:
     """Pages for `length` tokens of each row, where `places` says for each among whose pages; what was `found` lies in those of `home`.
 
     Rows in one place share the pages that are full. In each place as many as `spare` says must be free besides. CapacityError, which names
@@ -32,7 +32,7 @@ def take_tables(
     full, total = length // PAGE, -(-length // PAGE)
     shared = {home: found.pages[: found.length // PAGE]}  # what the next row of a place has in common with others there
     home.share(found.pages)  # or they might be given up for what comes now
-    taken: dict[Pages, Sequence[int]] = {}
+    taken: dict[PrefixCache, Sequence[int]] = {}
     for place, num_rows in Counter(places).items():
         wanted = total - len(shared.get(place, ())) + (num_rows - 1) * (total - full)
         pages = place.take(wanted + spare.get(place, 0))
@@ -56,4 +56,4 @@ def take_tables(
         copies.append(list(zip(source[len(beginning) :], rest, strict=False)))  # what was found may end before
         shared[place], source = tables[-1][:full], tables[0]
     home.give_back(found.pages)
-    return Tables(of_rows=tables, before=copies[0], after=list(chain.from_iterable(copies[1:])))
+    return BlockTables(of_rows=tables, before=copies[0], after=list(chain.from_iterable(copies[1:])))

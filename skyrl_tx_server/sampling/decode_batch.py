@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyrl_tx_server.model.attention.kv_splits import stretches_of
-from skyrl_tx_server.model.lora.lora_math import users_of
+from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import bucket
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, RowSettings
-from skyrl_tx_server.sampling.sequences import Row, row_settings
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, RowSettings
+from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """A decode block as it goes to the device."""
 
-    live: Sequence[tuple[int, Row]]  # with their slots
-    rows: Rows
+    live: Sequence[tuple[int, SequenceState]]  # with their slots
+    rows: DecodeBatch
     settings: RowSettings
     ends: tuple[int, ...] | None
 
@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockLayout:
+class DecodeLayout:
     """The sizes of a block's arrays."""
 
     empty_tables: np.ndarray  # [slots, W] int32, in each slot's the page of its device that is nobody's
@@ -39,14 +39,14 @@ class BlockLayout:
     vocab_size: int
     bank: int | None  # entries of adapters, where programs are compiled for them (`low_rank`)
 
-    def block(self, live: Sequence[tuple[int, Row]]) -> Block:
+    def block(self, live: Sequence[tuple[int, SequenceState]]) -> Block:
         """The next block of these rows, with their slots."""
         slots = len(self.empty_tables)
         tables = self.empty_tables.copy()
         tokens, positions, remaining = np.zeros((3, slots), np.int32)
         adapters = np.full(slots, live[0][1].adapter_slot if live else 0, np.int32)
         stop_tokens = np.full((slots, MAX_STOP_TOKENS), -1, np.int32)
-        sitting: list[Row | None] = [None] * slots
+        sitting: list[SequenceState | None] = [None] * slots
         for slot, row in live:
             sitting[slot] = row
             tables[slot, : len(row.pages)] = row.pages
@@ -57,14 +57,14 @@ class BlockLayout:
         ends = self.ends
         return Block(
             live=live,
-            rows=Rows(
+            rows=DecodeBatch(
                 tokens=tokens,
                 before=self.nothing_before,
                 positions=positions,
                 remaining=remaining,
                 tables=tables,
                 stretches=stretches_of(tables, positions, group=self.heads_together, devices=self.devices) if ends is None else None,
-                adapters=users_of(adapters, bank=self.bank),
+                adapters=lora_indices(adapters, bank=self.bank),
                 stop_tokens=stop_tokens,
             ),
             settings=row_settings(sitting, self.vocab_size),

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_tx_server.model.attention.prefill_attention import Blocks
-from skyrl_tx_server.model.lora.lora_math import compiled_for, users_of
+from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets, lora_indices
 from skyrl_tx_server.model.shapes import BLOCK, PrefillShapes
-from skyrl_tx_server.sampling.sample_step import Pass, PassOutputs, RowSettings
-from skyrl_tx_server.sampling.sequences import Row, row_settings
+from skyrl_tx_server.sampling.sample_step import PassOutputs, PrefillBatch, RowSettings
+from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Piece:
+class PrefillChunk:
     """The next piece of a text: its tokens `cached` to `length`, where they go, and who begins after its last."""
 
     tokens: np.ndarray  # [P] int32, all of the text
@@ -28,7 +28,7 @@ class Piece:
     tables: Sequence[Sequence[int]]  # the pages of each slot's row; the first is computed
     before: Sequence[tuple[int, int]]  # pages to copy into others: of the prefix
     after: Sequence[tuple[int, int]]  # and of what was computed
-    rows: Sequence[Row]  # one for each slot where the text ends with this piece, else none
+    rows: Sequence[SequenceState]  # one for each slot where the text ends with this piece, else none
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PieceOutputs:
+class PrefillOutputs:
     """What the passes over a piece brought."""
 
     logprobs: np.ndarray  # [length - cached] float32, of each token's next; zeros where they are not wanted
@@ -46,7 +46,7 @@ class PieceOutputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PrefillLayout:
     """The sizes of a pass's arrays."""
 
     shapes: PrefillShapes
@@ -56,7 +56,7 @@ class Layout:
     vocab_size: int
     bank: int | None = None  # entries of adapters, where programs are compiled for them (`low_rank`)
 
-    def passes(self, pieces: Sequence[Piece]) -> list[tuple[Pass, RowSettings]]:
+    def passes(self, pieces: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, RowSettings]]:
         blocks = [(piece, first, end) for piece in pieces for first, end in piece.blocks]
         passes, taken = [], 0
         for size in self.shapes.passes(len(blocks)):
@@ -64,7 +64,7 @@ class Layout:
             taken += size
         return passes
 
-    def outputs(self, pieces: Sequence[Piece], passes: Sequence[PassOutputs]) -> list[PieceOutputs]:
+    def outputs(self, pieces: Sequence[PrefillChunk], passes: Sequence[PassOutputs]) -> list[PrefillOutputs]:
         """What belongs to each of the pieces, from the results of their passes."""
         logprobs = np.concatenate([each.logprobs for each in passes])
         pass_of = np.repeat(np.arange(len(passes)), [len(each.logprobs) for each in passes])  # by block
@@ -74,12 +74,12 @@ class Layout:
             taken += len(piece.blocks)
             last, begin = passes[pass_of[taken - 1]], list(piece.slots[: len(piece.rows)])
             first_tokens, first_logprobs = last.first_tokens[begin].tolist(), last.first_logprobs[begin].tolist()
-            found.append(PieceOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs))
+            found.append(PrefillOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs))
         return found
 
-    def examples(self) -> list[tuple[Pass, RowSettings]]:
+    def examples(self) -> list[tuple[PrefillBatch, RowSettings]]:
         """A pass of each shape and number of adapters, over nothing."""
-        nothing = Piece(
+        nothing = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,
             length=1,
@@ -95,19 +95,19 @@ class Layout:
         found = []
         for size in (self.shapes.short, self.shapes.long):
             run, settings = self._pass([(nothing, 0, 1)], size)
-            for most in compiled_for(self.bank, rows=size):
+            for most in adapter_count_buckets(self.bank, rows=size):
                 users, of_rows = replace(run.adapters, most=most), replace(run.row_adapters, most=most)
                 found.append((replace(run, adapters=users, row_adapters=of_rows), settings))
         return found
 
-    def _pass(self, blocks: Sequence[tuple[Piece, int, int]], size: int) -> tuple[Pass, RowSettings]:
+    def _pass(self, blocks: Sequence[tuple[PrefillChunk, int, int]], size: int) -> tuple[PrefillBatch, RowSettings]:
         pieces = [piece for piece, _, _ in blocks]
         padded = [*pieces, *[pieces[0]] * (size - len(pieces))]
         tokens, targets = np.zeros((2, size, BLOCK), np.int32)
         starts, lengths = np.zeros((2, size), np.int32)
         lasts = np.zeros(self.num_slots, np.int32)
         adapters = np.full(self.num_slots, pieces[0].adapter_slot, np.int32)
-        beginning: list[Row | None] = [None] * self.num_slots
+        beginning: list[SequenceState | None] = [None] * self.num_slots
         for at, (piece, first, end) in enumerate(blocks):
             following = piece.tokens[first + 1 : end + 1]
             tokens[at, : end - first], targets[at, : len(following)] = piece.tokens[first:end], following
@@ -115,8 +115,8 @@ class Layout:
             if end == piece.length:
                 for slot, row in zip(piece.slots, piece.rows, strict=False):
                     beginning[slot], lasts[slot], adapters[slot] = row, at * BLOCK + end - first - 1, piece.adapter_slot
-        users = users_of(np.array([piece.adapter_slot for piece in padded]), bank=self.bank)
-        run = Pass(
+        users = lora_indices(np.array([piece.adapter_slot for piece in padded]), bank=self.bank)
+        run = PrefillBatch(
             tokens=tokens,
             targets=targets,
             blocks=Blocks(starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])),
@@ -126,11 +126,11 @@ class Layout:
             want_logprobs=np.array(any(piece.wants_logprobs for piece in pieces)),
             lasts=lasts,
             begins=np.array([row is not None for row in beginning]),
-            row_adapters=replace(users_of(adapters), most=users.most),  # who begins has a block
+            row_adapters=replace(lora_indices(adapters), most=users.most),  # who begins has a block
         )
         return run, row_settings(beginning, self.vocab_size)
 
-    def _table(self, piece: Piece) -> np.ndarray:
+    def _table(self, piece: PrefillChunk) -> np.ndarray:
         table = np.zeros(self.table_width, np.int32)  # nobody reads or writes beyond the piece's pages
         table[: len(piece.tables[0])] = piece.tables[0]
         return table

@@ -32,7 +32,7 @@ class _Node:
     children: dict[bytes, _Node] = field(default_factory=dict)
 
 
-class Pages:
+class PrefixCache:
     """The pages `first .. first + count - 1`, the first of which is nobody's."""
 
     def __init__(self, *, first: int, count: int) -> None:

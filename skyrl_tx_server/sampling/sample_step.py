@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
-from skyrl_tx_server.model.attention.kv_splits import Stretches
+from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
 from skyrl_tx_server.model.attention.softmax import MASKED
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
@@ -38,10 +38,10 @@ from skyrl_tx_server.model.kv_cache import (
 )
 from skyrl_tx_server.model.layers import rms_norm, rope_tables
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, bank_layers
-from skyrl_tx_server.model.lora.lora_math import Leaf, Users
-from skyrl_tx_server.model.mesh import BATCH, at_rest, constrain, keep_whole
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
+from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.transformer import COMPILED, Params, by_layer, cut_stack, head_logits, layer, layers_stay
+from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, by_layer, cut_stack, head_logits, layer, reads_in_place
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -53,28 +53,28 @@ MAX_PROMPT_LOGITS = 1 << 24
 class RowSettings:
     """How each row is sampled; every array has a leading row axis B."""
 
-    seeds: Leaf  # [B, 2] uint32, high and low half of the request's 64-bit seed
-    sample_indices: Leaf  # [B] int32, which sample of its request
-    temperatures: Leaf  # [B] float32, 0 is greedy
-    top_k: Leaf  # [B] int32, the vocabulary size is off
-    top_p: Leaf  # [B] float32, 1 is off
+    seeds: ArrayLike  # [B, 2] uint32, high and low half of the request's 64-bit seed
+    sample_indices: ArrayLike  # [B] int32, which sample of its request
+    temperatures: ArrayLike  # [B] float32, 0 is greedy
+    top_k: ArrayLike  # [B] int32, the vocabulary size is off
+    top_p: ArrayLike  # [B] float32, 1 is off
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class PrefillBatch:
     """N blocks of T tokens of prompts, which are computed together. What comes before them lies in their pages already."""
 
-    tokens: Leaf  # [N, T] int32, right-padded
-    targets: Leaf  # [N, T] int32, the token after each; 0 after a prompt's last
+    tokens: ArrayLike  # [N, T] int32, right-padded
+    targets: ArrayLike  # [N, T] int32, the token after each; 0 after a prompt's last
     blocks: Blocks
-    adapters: Users  # of the bank, by block
-    before: Leaf  # [C, 2] int32, pages to copy into others before it is run, as `copy_pages` has them
-    after: Leaf  # [C, 2] int32, and after it
-    want_logprobs: Leaf  # [] bool
-    lasts: Leaf  # [B] int32, where in [N * T] lies the token before the first of each row that begins
-    begins: Leaf  # [B] bool
-    row_adapters: Users  # of the bank, by row
+    adapters: LoraIndices  # of the bank, by block
+    before: ArrayLike  # [C, 2] int32, pages to copy into others before it is run, as `copy_pages` has them
+    after: ArrayLike  # [C, 2] int32, and after it
+    want_logprobs: ArrayLike  # [] bool
+    lasts: ArrayLike  # [B] int32, where in [N * T] lies the token before the first of each row that begins
+    begins: ArrayLike  # [B] bool
+    row_adapters: LoraIndices  # of the bank, by row
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,7 @@ class Pass:
 class PassOutputs:
     """What a pass returns to the host."""
 
-    logprobs: Leaf  # [N, T] float32 of `targets`; zeros when not wanted
+    logprobs: ArrayLike  # [N, T] float32 of `targets`; zeros when not wanted
     first_tokens: jax.Array  # [B] int32, what each row that begins samples first
     first_logprobs: jax.Array  # [B] float32
 
@@ -92,8 +92,8 @@ class PassOutputs:
 class Carry:
     """What a block leaves on the device for the one after it, which can so begin before the host has looked at anything."""
 
-    tokens: Leaf  # [B] int32, each row's last
-    going: Leaf  # [B] bool, whether it has not ended
+    tokens: ArrayLike  # [B] int32, each row's last
+    going: ArrayLike  # [B] bool, whether it has not ended
 
     @classmethod
     def of_none(cls, rows: int) -> Carry:
@@ -102,17 +102,17 @@ class Carry:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class DecodeBatch:
     """The decode slots at the start of a block."""
 
-    tokens: Leaf  # [B] int32, the last token of each row, not in the cache yet; -1 of a row that goes on as `before` has it
+    tokens: ArrayLike  # [B] int32, the last token of each row, not in the cache yet; -1 of a row that goes on as `before` has it
     before: Carry
-    positions: Leaf  # [B] int32, that token's position = tokens in the cache; 0 for a free slot
-    remaining: Leaf  # [B] int32, tokens still to sample; 0 for a free slot
-    tables: Leaf  # [B, W] int32, the pages of each row, with room for a block; nobody's page where there are no more
-    stretches: Stretches | None  # of those pages, as a GPU's kernel reads them; None for other decoding
-    adapters: Users  # of the bank
-    stop_tokens: Leaf  # [B, MAX_STOP_TOKENS] int32, padded with -1
+    positions: ArrayLike  # [B] int32, that token's position = tokens in the cache; 0 for a free slot
+    remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
+    tables: ArrayLike  # [B, W] int32, the pages of each row, with room for a block; nobody's page where there are no more
+    stretches: KVSplits | None  # of those pages, as a GPU's kernel reads them; None for other decoding
+    adapters: LoraIndices  # of the bank
+    stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
 
 @jax.tree_util.register_dataclass
@@ -137,12 +137,12 @@ class _BlockState:
     logprobs: jax.Array  # [B, steps] float32
 
 
-@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=COMPILED)
+@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=COMPILER_OPTIONS)
 def prefill(
-    cache: KVCache, params: Params, bank: Adapter, run: Pass, settings: RowSettings, *, config: ModelConfig, tempered: bool
+    cache: KVCache, params: Params, bank: Adapter, run: PrefillBatch, settings: RowSettings, *, config: ModelConfig, tempered: bool
 ) -> tuple[KVCache, PassOutputs]:
     """Compute blocks of prompts, put their keys and values into their pages, and sample the first token of the B rows that begin."""
-    config, cache = at_rest(config), keep_cache(config, copy_pages(config, cache, run.before))
+    config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, run.before))
     tokens, blocks = jnp.asarray(run.tokens), run.blocks
     x = params.embed[tokens]
     positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
@@ -186,12 +186,12 @@ def prefill(
     return cache, PassOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=COMPILED)
+@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=COMPILER_OPTIONS)
 def decode_block(
     cache: KVCache,
     params: Params,
     bank: Adapter,
-    rows: Rows,
+    rows: DecodeBatch,
     settings: RowSettings,
     *,
     config: ModelConfig,
@@ -207,10 +207,10 @@ def decode_block(
     The block's own keys and values are kept apart from the cache until the end: each step then writes all rows at the same place, and
     the pages are read and written once per block instead of once per step.
     """
-    config, batch = at_rest(config), rows.tokens.shape[0]
+    config, batch = weight_stationary(config), rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters, apart = bank_layers(bank, rows.adapters), None if layers_stay(config) else by_layer(config, params)
+    adapters, apart = bank_layers(bank, rows.adapters), None if reads_in_place(config) else by_layer(config, params)
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
     past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
@@ -260,11 +260,11 @@ def decode_block(
     end = jax.lax.fori_loop(0, steps, step, start)
     counts = jnp.where(start.remaining > 0, steps, 0)
     cache = write_rows(config, cache, stacked(end.recent), rows.tables, rows.positions, counts, scatter=past is None)
-    carry = keep_whole(config, Carry(tokens=end.last, going=end.remaining > 0))
+    carry = keep_replicated(config, Carry(tokens=end.last, going=end.remaining > 0))
     return keep_cache(config, cache), BlockOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
 
 
-def choose(logits: jax.Array, settings: RowSettings, positions: Leaf, *, tempered: bool) -> tuple[jax.Array, jax.Array]:
+def choose(logits: jax.Array, settings: RowSettings, positions: ArrayLike, *, tempered: bool) -> tuple[jax.Array, jax.Array]:
     """Tokens [B] and their unfiltered logprobs [B] from float32 logits [B, V]; `positions` [B] are the new tokens' own."""
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
@@ -289,10 +289,10 @@ def _argmax(scores: jax.Array) -> jax.Array:
     return jnp.minimum(first, scores.shape[-1] - 1)  # NaN equals nothing; stay within the vocabulary all the same
 
 
-def _noise(settings: RowSettings, positions: Leaf, vocab_size: int) -> jax.Array:
+def _noise(settings: RowSettings, positions: ArrayLike, vocab_size: int) -> jax.Array:
     """Gumbel noise [B, V]: its argmax with the logits is a draw from their softmax."""
 
-    def row(seed: Leaf, index: Leaf, position: Leaf) -> jax.Array:
+    def row(seed: ArrayLike, index: ArrayLike, position: ArrayLike) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32"), index), position)
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
@@ -320,7 +320,7 @@ def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Se
     )
 
 
-def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: Leaf) -> jax.Array:
+def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike) -> jax.Array:
     """[N, T] log p(targets) after every position of hidden [N, T, D]."""
     blocks, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (blocks * config.vocab_size)))

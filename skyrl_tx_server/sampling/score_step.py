@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.engine.operations import NO_LOGPROB, Cells, TopkLogprobs
+from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, TopkLogprobs
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.adapter import Adapter
-from skyrl_tx_server.model.lora.lora_math import Leaf
-from skyrl_tx_server.model.mesh import at_rest, to_host
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
+from skyrl_tx_server.model.mesh import to_host, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import SCORED_BLOCK, pad_tokens
-from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states
+from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states
 
 MAX_SCORE_LOGITS = 1 << 24
 """Logits held at once, 64 MiB in float32."""
@@ -32,11 +32,11 @@ MAX_SCORE_LOGITS = 1 << 24
 class Text:
     """What is scored: row t of every output is about the token that follows tokens[: t + 1]."""
 
-    tokens: Leaf  # [T] int32, right-padded to whole blocks
-    length: Leaf  # [] int32
-    adapter_index: Leaf  # [] int32, slot of the bank
-    temperature: Leaf  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
-    targets: Leaf  # [T, K] int32; K may be 0
+    tokens: ArrayLike  # [T] int32, right-padded to whole blocks
+    length: ArrayLike  # [] int32
+    adapter_index: ArrayLike  # [] int32, slot of the bank
+    temperature: ArrayLike  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
+    targets: ArrayLike  # [T, K] int32; K may be 0
 
 
 @jax.tree_util.register_dataclass
@@ -47,10 +47,10 @@ class Scores:
     target_logprobs: jax.Array  # [T, K] float32
 
 
-@partial(jax.jit, static_argnames=("config", "top"), compiler_options=COMPILED)
+@partial(jax.jit, static_argnames=("config", "top"), compiler_options=COMPILER_OPTIONS)
 def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top: int) -> Scores:
     """The `top` likeliest tokens and the log-probabilities of the targets at every position."""
-    config, adapter = at_rest(config), jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
+    config, adapter = weight_stationary(config), jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
     length = text.tokens.shape[0]
     positions = jnp.arange(length)
     attend = partial(tree_attention, config, _one_sequence(text))
@@ -58,7 +58,7 @@ def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top
     chunk = min(length, max(1, MAX_SCORE_LOGITS // config.vocab_size))
     count = -(-length // chunk)
 
-    def split(array: Leaf) -> jax.Array:
+    def split(array: ArrayLike) -> jax.Array:
         padded = jnp.pad(array, ((0, count * chunk - length), (0, 0)))
         return padded.reshape(count, chunk, array.shape[1])
 
@@ -88,9 +88,9 @@ class Scorer:
         tokens: np.ndarray,
         *,
         top: int = 0,
-        targets: Cells | None = None,
+        targets: CsrMatrix | None = None,
         temperature: float = 1.0,
-    ) -> tuple[TopkLogprobs, Cells | None]:
+    ) -> tuple[TopkLogprobs, CsrMatrix | None]:
         """Of [N] tokens: the top-k after each, [N, top], and the log-probabilities of `targets`, whose row t follows tokens[: t + 1]."""
         padded = pad_tokens(tokens, self.lengths)
         matrix, columns = _side_by_side(targets, len(padded))
@@ -109,7 +109,7 @@ class Scorer:
         wanted = targets.values >= 0
         values = np.zeros(len(targets.values), np.float32)
         values[wanted] = host.target_logprobs[targets.rows()[wanted], columns]
-        return topk, Cells(values=values, shape=targets.shape, crow_indices=targets.crow_indices, col_indices=targets.col_indices)
+        return topk, CsrMatrix(values=values, shape=targets.shape, crow_indices=targets.crow_indices, col_indices=targets.col_indices)
 
 
 def _one_sequence(text: Text) -> TreeLayout:
@@ -130,7 +130,7 @@ def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
     return TopkLogprobs(token_ids=token_ids, logprobs=logprobs)
 
 
-def _side_by_side(targets: Cells | None, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _side_by_side(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
     """([length, K] int32 of each row's wanted tokens from the left, the column in it of each wanted cell)."""
     if targets is None:
         return np.zeros((length, 0), np.int32), np.zeros(0, np.int64)

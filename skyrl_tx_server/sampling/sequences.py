@@ -19,7 +19,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Row:
+class SequenceState:
     """One of the samples of a request, alive or set aside."""
 
     ticket: int
@@ -83,7 +83,7 @@ class Row:
         return (length, StopReason.LENGTH) if length >= self.max_tokens else None
 
 
-def row_settings(rows: Sequence[Row | None], vocabulary: int) -> RowSettings:
+def row_settings(rows: Sequence[SequenceState | None], vocabulary: int) -> RowSettings:
     """Free slots are greedy and unfiltered, which costs nothing."""
     settings = RowSettings(
         seeds=np.zeros((len(rows), 2), np.uint32),

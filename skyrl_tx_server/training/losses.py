@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.engine.operations import LossFn, LossSettings, TrainDatum
-from skyrl_tx_server.model.lora.lora_math import Leaf
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 DEFAULTS = LossSettings()
 MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio times a zero advantage (or a zero gradient) is not a number
@@ -36,10 +36,10 @@ MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio tim
 class LossSelection:
     """Which loss, and the settings of all of them; scalars."""
 
-    index: Leaf  # int32
-    clip_low: Leaf  # float32
-    clip_high: Leaf  # float32
-    beta: Leaf  # float32
+    index: ArrayLike  # int32
+    clip_low: ArrayLike  # float32
+    clip_high: ArrayLike  # float32
+    beta: ArrayLike  # float32
 
 
 @jax.tree_util.register_dataclass
@@ -50,9 +50,9 @@ class LossInputs:
     `counts` says how many tokens a loss stands for, with the same inputs and logprob; 0 for padding.
     """
 
-    weights: Leaf
-    sampler_logprobs: Leaf  # gspo: s, the sequence's mean log-ratio, at each of its tokens
-    advantages: Leaf
+    weights: ArrayLike
+    sampler_logprobs: ArrayLike  # gspo: s, the sequence's mean log-ratio, at each of its tokens
+    advantages: ArrayLike
     counts: jax.Array
 
 

@@ -29,7 +29,7 @@ MIN_SHARED = 16  # tokens; less is not worth tying two sequences to one stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainShape:
+class BucketShape:
     """One training micro-batch: `rows` streams of `length` tokens, each with `entries` entries."""
 
     rows: int
@@ -45,17 +45,17 @@ class TrainShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainShapes:
+class BucketShapes:
     """Every training shape, shortest streams first; `budget` is the one to fill where no sequence is longer."""
 
-    shapes: tuple[TrainShape, ...]
-    budget: TrainShape
+    shapes: tuple[BucketShape, ...]
+    budget: BucketShape
 
-    def full(self, longest: int) -> TrainShape:
+    def full(self, longest: int) -> BucketShape:
         return next(shape for shape in self.shapes if shape.length >= max(longest, self.budget.length))
 
 
-def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: int = 1) -> TrainShapes:
+def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: int = 1) -> BucketShapes:
     """The budget, a quarter and a sixteenth of it, and its doubles up to the context; `row_groups` streams, one for each of the devices
     they are divided over.
 
@@ -68,8 +68,8 @@ def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: 
         lengths.insert(0, _whole_blocks(lengths[0] // 4))
     while lengths[-1] < longest:
         lengths.append(min(2 * lengths[-1], longest))
-    shapes = tuple(TrainShape(rows=row_groups, length=length) for length in lengths)
-    return TrainShapes(shapes=shapes, budget=TrainShape(rows=row_groups, length=budget))
+    shapes = tuple(BucketShape(rows=row_groups, length=length) for length in lengths)
+    return BucketShapes(shapes=shapes, budget=BucketShape(rows=row_groups, length=budget))
 
 
 def _whole_blocks(tokens: int) -> int:
@@ -77,7 +77,7 @@ def _whole_blocks(tokens: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class DatumSpan:
     """Where one datum lies in a packed batch."""
 
     datum: int
@@ -88,7 +88,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """Streams of one `TrainShape`: tokens [rows, length], entries [rows, entries]. What is not filled is zero, but for `ends`.
+    """Streams of one `BucketShape`: tokens [rows, length], entries [rows, entries]. What is not filled is zero, but for `ends`.
 
     With several targets per position targets and weights are [rows, entries, K], the other two loss inputs [rows, entries, 1].
     Entries that train come before the others.
@@ -106,18 +106,18 @@ class PackedBatch:
     advantages: np.ndarray  # float32
     counts: np.ndarray  # float32, how many sequences share each entry; 0 for padding
     num_trained: np.ndarray  # [rows] int32, entries with a gradient
-    placements: tuple[Placement, ...]
+    placements: tuple[DatumSpan, ...]
 
 
-def example(shape: TrainShape) -> PackedBatch:
+def example(shape: BucketShape) -> PackedBatch:
     """A batch of that shape, full of nothing in particular."""
     tokens = np.zeros(shape.length, np.int32)
-    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), TrainShapes(shapes=(shape,), budget=shape)
+    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), BucketShapes(shapes=(shape,), budget=shape)
     (packed,) = pack([datum], [np.ones(shape.length, np.bool_)], fitting)
     return packed
 
 
-def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: TrainShapes) -> list[PackedBatch]:
+def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes) -> list[PackedBatch]:
     """Lay checked data out in micro-batches, so that few tokens are computed: in long streams, where sequences share most, or in shorter
     ones, where less is padding. `trained`, [N] bool for each datum, says which positions have a gradient."""
     width = _target_width(data)
@@ -240,11 +240,11 @@ class _Cluster:
     tokens: int
     entries: int
 
-    def fits(self, shape: TrainShape) -> bool:
+    def fits(self, shape: BucketShape) -> bool:
         return self.tokens <= shape.length and self.entries <= shape.entries
 
 
-def _clusters(sequences: Sequence[_Sequence], full: TrainShape) -> Iterator[_Cluster]:
+def _clusters(sequences: Sequence[_Sequence], full: BucketShape) -> Iterator[_Cluster]:
     """Runs of sequences that share beginnings, cut where a stream is full."""
     run: list[_Sequence] = []
     tokens = entries = 0
@@ -267,7 +267,7 @@ def _cluster(sequences: Sequence[_Sequence]) -> _Cluster:
     )
 
 
-def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: TrainShape) -> Iterator[tuple[TrainShape, _Cluster]]:
+def _streams(clusters: Sequence[_Cluster], shapes: Sequence[BucketShape], full: BucketShape) -> Iterator[tuple[BucketShape, _Cluster]]:
     """Clusters side by side in streams of the longest shape they fill. Those left over, too few for one more, take a shorter shape."""
     while clusters:
         total = sum(cluster.tokens for cluster in clusters)
@@ -282,19 +282,19 @@ def _streams(clusters: Sequence[_Cluster], shapes: Sequence[TrainShape], full: T
         clusters = [cluster for stream in poor for cluster in stream] if good else []
 
 
-def _by_shape(streams: Iterable[tuple[TrainShape, _Cluster]]) -> dict[TrainShape, list[_Cluster]]:
-    found: dict[TrainShape, list[_Cluster]] = {}
+def _by_shape(streams: Iterable[tuple[BucketShape, _Cluster]]) -> dict[BucketShape, list[_Cluster]]:
+    found: dict[BucketShape, list[_Cluster]] = {}
     for shape, stream in streams:
         found.setdefault(shape, []).append(stream)
     return found
 
 
-def _computed_tokens(streams: Mapping[TrainShape, Sequence[_Cluster]]) -> int:
+def _computed_tokens(streams: Mapping[BucketShape, Sequence[_Cluster]]) -> int:
     """Padding among them."""
     return sum(-(-len(of_shape) // shape.rows) * shape.tokens for shape, of_shape in streams.items())
 
 
-def _first_fit(clusters: Sequence[_Cluster], shape: TrainShape) -> list[list[_Cluster]]:
+def _first_fit(clusters: Sequence[_Cluster], shape: BucketShape) -> list[list[_Cluster]]:
     """The largest first, since that packs tightest."""
     streams: list[list[_Cluster]] = []
     free: list[tuple[int, int]] = []  # tokens and entries, by stream
@@ -311,11 +311,11 @@ def _first_fit(clusters: Sequence[_Cluster], shape: TrainShape) -> list[list[_Cl
 # --- in arrays -------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(streams: Sequence[_Cluster], shape: TrainShape, width: int | None) -> PackedBatch:
+def _lay_out(streams: Sequence[_Cluster], shape: BucketShape, width: int | None) -> PackedBatch:
     empty = _Cluster(sequences=(), tokens=0, entries=0)
     rows = [_row(stream, shape, width) for stream in [*streams, *[empty] * (shape.rows - len(streams))]]
     placements = [
-        Placement(datum=sequence.datum, row=at, entries=entries, num_targets=sequence.num_targets)
+        DatumSpan(datum=sequence.datum, row=at, entries=entries, num_targets=sequence.num_targets)
         for at, (stream, row) in enumerate(zip(streams, rows, strict=False))
         for sequence, entries in zip(stream.sequences, row.entries, strict=True)
     ]
@@ -330,7 +330,7 @@ class _Row:
     entries: list[np.ndarray]
 
 
-def _row(stream: _Cluster, shape: TrainShape, width: int | None) -> _Row:
+def _row(stream: _Cluster, shape: BucketShape, width: int | None) -> _Row:
     tokens, positions, ends, paths = _walk(stream.sequences, shape.length)
     made = [(path, sequence, _new_entries(sequence)) for path, sequence in zip(paths, stream.sequences, strict=True)]
     trained = np.concatenate([np.zeros(0, bool), *(sequence.trained[new] for _, sequence, new in made)])

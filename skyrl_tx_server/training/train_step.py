@@ -18,10 +18,10 @@ from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
-from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank
-from skyrl_tx_server.model.mesh import place_whole, to_host
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights
+from skyrl_tx_server.model.mesh import replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.transformer import COMPILED, Params, Remat, head_logits, hidden_states, with_gathered_head
+from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states, with_gathered_head
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_losses
 from skyrl_tx_server.training.packing import PackedBatch
@@ -39,18 +39,18 @@ class TrainBatch:
     """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position, which is a program of its
     own, targets and weights are [R, E, K] and the other two loss inputs [R, E, 1]."""
 
-    tokens: Leaf  # int32
-    positions: Leaf  # int32
-    ends: Leaf  # int32
-    key_blocks: Leaf  # [R, N, N] int32
-    num_key_blocks: Leaf  # [R, N] int32
-    sources: Leaf  # int32
-    targets: Leaf  # int32
-    weights: Leaf  # float32
-    sampler_logprobs: Leaf  # float32
-    advantages: Leaf  # float32
-    counts: Leaf  # float32
-    num_trained: Leaf  # [R] int32
+    tokens: ArrayLike  # int32
+    positions: ArrayLike  # int32
+    ends: ArrayLike  # int32
+    key_blocks: ArrayLike  # [R, N, N] int32
+    num_key_blocks: ArrayLike  # [R, N] int32
+    sources: ArrayLike  # int32
+    targets: ArrayLike  # int32
+    weights: ArrayLike  # float32
+    sampler_logprobs: ArrayLike  # float32
+    advantages: ArrayLike  # float32
+    counts: ArrayLike  # float32
+    num_trained: ArrayLike  # [R] int32
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +67,7 @@ class TokenOutputs:
 class AdamState:
     """Adam's moments (shaped like the adapter, float32) and the number of steps taken."""
 
-    step: Leaf  # [] int32
+    step: ArrayLike  # [] int32
     first: Adapter
     second: Adapter
 
@@ -89,10 +89,10 @@ def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
 def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
     """From host memory to the devices, moments where the adapter lies."""
     first, second = place_adapter(config, state.first), place_adapter(config, state.second)
-    return AdamState(step=place_whole(config, state.step), first=first, second=second)
+    return AdamState(step=replicate(config, state.step), first=first, second=second)
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=COMPILED)
+@partial(jax.jit, static_argnames=("config", "remat"), compiler_options=COMPILER_OPTIONS)
 def forward_backward(
     adapter: Adapter,
     grad_sum: Adapter,
@@ -117,7 +117,7 @@ def forward_backward(
     return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
 
 
-@partial(jax.jit, static_argnames=("config",), compiler_options=COMPILED)
+@partial(jax.jit, static_argnames=("config",), compiler_options=COMPILER_OPTIONS)
 def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
     """The batch's logprobs and summed loss, leaving everything as it was."""
     chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
@@ -131,7 +131,9 @@ def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelec
 
 
 @jax.jit
-def adam_step(adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: Leaf) -> tuple[Adapter, AdamState, jax.Array]:
+def adam_step(
+    adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
+) -> tuple[Adapter, AdamState, jax.Array]:
     """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
 
     `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update. `settings` are
@@ -194,7 +196,7 @@ class _Chunk:
     """Entries of a batch, n of each stream; with all chunks stacked every leaf has a leading axis."""
 
     hidden: jax.Array  # [R, n, D]
-    targets: Leaf  # [R, n] or [R, n, K] int32
+    targets: ArrayLike  # [R, n] or [R, n, K] int32
     inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
     used: jax.Array  # [] bool, it holds more than padding
     trained: jax.Array  # [] bool, some of it has a gradient
@@ -202,27 +204,27 @@ class _Chunk:
 
 def _head_gradient(
     config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, batch: TrainBatch, loss: LossSelection
-) -> tuple[TokenOutputs, jax.Array, LowRank]:
+) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
     """Outputs, gradient on `hidden`, and gradient on the head's adapter.
 
     The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its logits are there:
     two passes over the head weight instead of the three of recomputing logits in the backward pass, and one where nothing trains.
     """
 
-    def differentiate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
-        def loss_of(head: LowRank, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
+        def loss_of(head: LoraWeights, states: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _chunk_loss(config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states))
 
         (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(adapter.head, chunk.hidden)
         return grads, summed, logprobs, grad_states
 
-    def evaluate(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+    def evaluate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
         return nothing, *_chunk_loss(config, params, adapter, loss, chunk), jnp.zeros_like(chunk.hidden)
 
-    def skip(chunk: _Chunk) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+    def skip(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
         return nothing, *_nothing_of(chunk), jnp.zeros_like(chunk.hidden)
 
-    def step(grad_head: LowRank, chunk: _Chunk) -> tuple[LowRank, tuple[jax.Array, jax.Array, jax.Array]]:
+    def step(grad_head: LoraWeights, chunk: _Chunk) -> tuple[LoraWeights, tuple[jax.Array, jax.Array, jax.Array]]:
         kind = chunk.used.astype(jnp.int32) + chunk.trained
         grads, *outputs = jax.lax.switch(kind, (skip, evaluate, differentiate), chunk)
         return jax.tree.map(jnp.add, grad_head, grads), tuple(outputs)

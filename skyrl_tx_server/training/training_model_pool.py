@@ -16,7 +16,7 @@ from skyrl_tx_server.training.train_step import AdamState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LiveModel:
+class TrainingModel:
     """A model being trained; every operation replaces the record by a new one."""
 
     lora: LoraSpec
@@ -28,28 +28,28 @@ class LiveModel:
     def arrays(self) -> tuple[Adapter, AdamState, Adapter, Adapter | None]:
         return self.adapter, self.adam, self.mask, self.gradient
 
-    def moved(self, move: Callable[[object], object]) -> LiveModel:
+    def moved(self, move: Callable[[object], object]) -> TrainingModel:
         adapter, adam, mask, gradient = move(self.arrays())  # type: ignore[misc]
-        return LiveModel(lora=self.lora, adapter=adapter, adam=adam, mask=mask, gradient=gradient)
+        return TrainingModel(lora=self.lora, adapter=adapter, adam=adam, mask=mask, gradient=gradient)
 
     @property
     def num_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays()))
 
 
-class LiveModels:
+class TrainingModelPool:
     """Models by id, at most `on_device` of them on the device."""
 
     def __init__(self, *, on_device: int, hosts: Hosts = ALONE) -> None:
         self._limit = on_device
         self._hosts = hosts
-        self._device: dict[str, LiveModel] = {}  # least recently used first
-        self._parked: dict[str, tuple[LiveModel, object]] = {}  # numpy arrays, and how they lay on the devices
+        self._device: dict[str, TrainingModel] = {}  # least recently used first
+        self._parked: dict[str, tuple[TrainingModel, object]] = {}  # numpy arrays, and how they lay on the devices
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._device or model_id in self._parked
 
-    def get(self, model_id: str) -> LiveModel:
+    def get(self, model_id: str) -> TrainingModel:
         """The model, on the device. NotFoundError when there is none."""
         if model_id in self._parked:
             self._make_room()
@@ -61,7 +61,7 @@ class LiveModels:
             raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
         return self._device[model_id]
 
-    def put(self, model_id: str, model: LiveModel) -> None:
+    def put(self, model_id: str, model: TrainingModel) -> None:
         """A new model, or the new record of one. CapacityError: neither the device nor host memory has room for it."""
         self._parked.pop(model_id, None)
         if self._device.pop(model_id, None) is None:
@@ -92,7 +92,7 @@ class LiveModels:
             del self._device[longest_unused]
 
 
-def _places(model: LiveModel) -> object:
+def _places(model: TrainingModel) -> object:
     """How its arrays lie on a mesh; None on one device, where an array that is put back by name of the device is another kind of input to
     jax, for which every program it goes to, those of sampling too, would be compiled again."""
     arrays = model.arrays()

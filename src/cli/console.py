@@ -17,7 +17,7 @@ from rich.table import Table
 from src.evaluate.evaluation import Evaluation
 from src.learning.metrics import SOLVED
 from src.records.metric_names import ALL_TASKS
-from src.rollouts.group_rollout import FinishedGroup
+from src.rollouts.group_rollout import TimedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Display:
         self._done, self._expected = 0, num_groups
         self.say(f"{what}: {num_groups} task{_s(num_groups)} x {group_size} trial{_s(group_size)}")
 
-    def group(self, finished: FinishedGroup) -> None:
+    def group(self, finished: TimedGroup) -> None:
         """One line: task, solved, what partial rewards come to, turns, seconds, and what failed."""
         self._done += 1
         group = finished.group

@@ -41,7 +41,7 @@ class StorageError(TrainerError, OSError):
     pass
 
 
-class RubbleError(TrainerError, RuntimeError):
+class TooManyFailuresError(TrainerError, RuntimeError):
     pass
 
 

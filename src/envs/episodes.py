@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Domain:
+class EnvSpec:
     """A kind of problem: its tasks, and the environment of one attempt at one of them."""
 
     tasks: Sequence[Task]
@@ -63,7 +63,7 @@ class EpisodeTrial:
 class EpisodeTasks:
     """The tasks of a domain, split and ready to be tried. Implements `TaskSource`."""
 
-    def __init__(self, domain: Domain, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
+    def __init__(self, domain: EnvSpec, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
         """`settings` but for temperature and seed, which are each trial's own."""
         self.train = domain.tasks
         self.eval = domain.held_out
@@ -97,7 +97,7 @@ class EpisodeTasks:
         return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False)
 
 
-def episodes(config: TrainerConfig, chat: Chat, domain: Domain) -> EpisodeTasks:
+def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks:
     """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
     require_unique_ids([*domain.tasks, *domain.held_out])
     train, held_out = split(domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed)
@@ -116,7 +116,7 @@ def environment_seed(run_seed: int, task_id: str, member: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()[:4], "big") >> 1
 
 
-def split(domain: Domain, *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+def split(domain: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
     """(training, held out). Of a test split that the domain comes with, `patterns` choose, and no training task is ever held out."""
     if not domain.held_out:
         return hold_out(domain.tasks, patterns=patterns, fraction=fraction, seed=seed)

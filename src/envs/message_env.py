@@ -37,7 +37,7 @@ TOOLS_IN_WORDS = 'You can call a function by answering with {"name": ..., "argum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class ResetResult:
     """What the agent sees first."""
 
     messages: Sequence[Message]
@@ -46,7 +46,7 @@ class Opening:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class StepResult:
     """The environment's side of one exchange. Without messages the agent simply goes on."""
 
     messages: Sequence[Message] = ()
@@ -59,11 +59,11 @@ class Observation:
 class MessageEnv(Protocol):
     """One attempt at one task, played in messages and used once."""
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         """Whatever it raises becomes a `TrialFailure`: the attempt never was."""
         ...
 
-    async def step(self, answer: str) -> Observation:
+    async def step(self, answer: str) -> StepResult:
         """React to an answer, which may be empty or cut off. A bad answer is worth an observation.
 
         ConnectionError, TimeoutError and the errors of `src.core.errors` say that something fails which no answer can cause: the trial is a
@@ -165,7 +165,7 @@ class _Episode:
         self._reward = 0.0
         self._rewards = [0.0] * len(self._turns)
 
-    async def _observation(self, turn: Turn, text: str) -> Observation:
+    async def _observation(self, turn: Turn, text: str) -> StepResult:
         """The environment's answer. AgentFault where the agent's made it raise."""
         try:
             return await self._env.step(text)
@@ -213,7 +213,7 @@ class _Episode:
         self._num_cut += turn.stop_reason == StopReason.LENGTH
         return turn
 
-    def _record(self, turn: Turn, observation: Observation) -> None:
+    def _record(self, turn: Turn, observation: StepResult) -> None:
         """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
         reward = float(observation.reward)  # environments reckon in numpy, records are JSON
         if not math.isfinite(reward):
@@ -233,7 +233,7 @@ class _Episode:
                 self._rewards[-1] += reward
 
 
-def shown(opening: Opening, settings: EpisodeSettings) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
+def shown(opening: ResetResult, settings: EpisodeSettings) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
     """The first messages, and the tools that the template shows: in native mode, which environment and run must both want.
 
     In text mode the tools are described in the system message instead.

@@ -21,8 +21,8 @@ from src.config import TrainerConfig, pairs
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.episodes import Domain, episodes
-from src.envs.message_env import Observation, Opening
+from src.envs.episodes import EnvSpec, episodes
+from src.envs.message_env import ResetResult, StepResult
 from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class OpenEnv:
         self._reset_options = reset_options
         self._client: Client | None = None
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         """Waits while the server has no place for another session; RuntimeError when none becomes free."""
         deadline = time.monotonic() + PLACE_TIMEOUT_S
         while True:
@@ -81,12 +81,12 @@ class OpenEnv:
                     raise
                 logger.info("%s; set n_parallel_envs to the max_concurrent_envs that the server is started with", error)
             else:
-                return Opening(messages=[self._message(result)])
+                return ResetResult(messages=[self._message(result)])
             client, self._client = self._client, None
             await client.close()
             await asyncio.sleep(PLACE_WAIT_S)
 
-    async def step(self, answer: str) -> Observation:
+    async def step(self, answer: str) -> StepResult:
         assert self._client is not None
         action = self._to_action(answer)
         try:
@@ -95,7 +95,7 @@ class OpenEnv:
             if type(error).__module__.startswith("websockets"):  # its errors are no ConnectionErrors
                 raise ConnectionError(f"the OpenEnv server: {error}") from error
             raise
-        return Observation(messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done)
+        return StepResult(messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done)
 
     async def close(self) -> None:
         if self._client is not None:
@@ -139,4 +139,4 @@ def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
         return OpenEnv(connect, to_action=lambda answer: {action: answer}, to_text=to_text, reset_options={"seed": task.row["seed"]})
 
     tasks = [Task(id=f"openenv-{seed:04d}", path=Path(url), instruction=url, row={"seed": seed}) for seed in range(int(number))]
-    return episodes(config, chat, Domain(tasks=tasks, make=make))
+    return episodes(config, chat, EnvSpec(tasks=tasks, make=make))

@@ -11,7 +11,7 @@ from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_rates
 from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import SOLVED, by_environment, held_out_metrics
 from src.policy.sampling_policy import Policy
-from src.rollouts.group_rollout import FinishedGroup, RolloutPlan, Rollouts, require_some_graded
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ async def evaluate(
     *,
     step: int,
     directory: Path,
-    on_group: Callable[[FinishedGroup], None],
+    on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
     """RubbleError when not one trial could be graded."""
     plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from pydantic import TypeAdapter
 
 from src.cli.console import MAX_DOMAINS, Display
-from src.core.errors import ConfigError, RubbleError
+from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
@@ -108,7 +108,7 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
     lost = sum(sum(task["failures"].values()) for task in results["tasks"])
     total = lost + sum(task["graded"] for task in results["tasks"])
     if lost > config.max_failure_rate * total:
-        raise RubbleError(
+        raise TooManyFailuresError(
             f"{lost} of {total} trials had no grade, more than max_failure_rate={config.max_failure_rate:g}; the rest is no fair sample: "
             f"mend the cause and repeat with the same log_path={directory}"
         )

@@ -19,7 +19,7 @@ import chz
 from pydantic import TypeAdapter
 
 from src.cli.console import Display
-from src.config import narrow, tasks_name
+from src.config import subconfig, tasks_name
 from src.core.errors import BackendError, ConfigError
 from src.core.process import deadline
 from src.core.trajectory import Task
@@ -61,7 +61,7 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
-    limits = narrow(trials, WatchdogSettings)
+    limits = subconfig(trials, WatchdogSettings)
     await asyncio.to_thread(find, trials.env)
     if config.base_url is not None:
         limit_s = config.server_timeout_sec
@@ -72,7 +72,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
             source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with connect(narrow(trials, BackendSettings)) as endpoint, watching(endpoint.check, limits) as watchdog:
+    async with connect(subconfig(trials, BackendSettings)) as endpoint, watching(endpoint.check, limits) as watchdog:
         policy = WatchedPolicy(await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog)
         chat = await asyncio.to_thread(load_chat, trials.tokenizer or trials.model_name)
         yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat), watchdog=watchdog)
@@ -110,7 +110,7 @@ async def play(
         display.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))
-            rollouts = Rollouts(evaluated.source, narrow(config.trials, RolloutSettings), finished)
+            rollouts = Rollouts(evaluated.source, subconfig(config.trials, RolloutSettings), finished)
             display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             settings = EvaluationSettings(group_size=config.n_samples, temperature=config.temperature)

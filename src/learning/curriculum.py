@@ -4,7 +4,7 @@ Each task has a Beta posterior of its pass rate, from Beta(1, 1) on. A step draw
 tasks whose draws lie nearest to one half (Thompson sampling): what is uncertain is tried, what is known to be impossible or solved is left
 alone. An exploration floor takes a share of every batch from the tasks played longest ago, so that every task comes round.
 
-The policy moves while the posterior learns, so old evidence fades: each new group of a task scales what is known of it by `MEMORY`, as if
+The policy moves while the posterior learns, so old evidence fades: each new group of a task scales what is known of it by `DECAY`, as if
 the last 1 / (1 - MEMORY) groups were remembered. A posterior that never faded would not notice that an impossible task became possible.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.metrics import SOLVED
 
-MEMORY = 0.75  # the last four groups
+DECAY = 0.75  # the last four groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class CurriculumSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class TaskPosterior:
     """What is known of one task. Counts of trials, faded."""
 
     solved: float = 0.0
@@ -45,17 +45,17 @@ class Evidence:
 class Curriculum:
     """What the groups so far say. Part of every checkpoint."""
 
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)  # by task
+    evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task
     num_groups: int = 0
 
     def after(self, groups: Sequence[TrajectoryGroup]) -> Curriculum:
         """The state once `groups` were played. Trials without a grade say nothing, but their task had its turn."""
         evidence, count = dict(self.evidence), self.num_groups
         for group in groups:
-            before = evidence.get(group.task.id, Evidence())
+            before = evidence.get(group.task.id, TaskPosterior())
             solved = sum(reward >= SOLVED for reward in group.rewards)
-            memory = MEMORY if group.rewards else 1.0
-            evidence[group.task.id] = Evidence(
+            memory = DECAY if group.rewards else 1.0
+            evidence[group.task.id] = TaskPosterior(
                 solved=memory * before.solved + solved,
                 failed=memory * before.failed + len(group.rewards) - solved,
                 last_played=count,
@@ -75,8 +75,8 @@ class Curriculum:
         distance = {task.id: abs(rng.betavariate(self.of(task).solved + 1, self.of(task).failed + 1) - 0.5) for task in rest}
         return [*explored, *sorted(rest, key=lambda task: distance[task.id])[: max(0, count - num_explored)]]
 
-    def of(self, task: Task) -> Evidence:
-        return self.evidence.get(task.id, Evidence())
+    def of(self, task: Task) -> TaskPosterior:
+        return self.evidence.get(task.id, TaskPosterior())
 
 
 def curriculum_metrics(state: Curriculum, tasks: Sequence[Task], settings: CurriculumSettings) -> dict[str, float]:
@@ -101,9 +101,9 @@ def to_record(state: Curriculum, *, since: int) -> dict[str, object]:
 
 def from_records(records: Iterable[Mapping[str, Any]]) -> Curriculum:
     """The inverse, of the records of all steps in order; without any it is a run's beginning. An empty one says nothing."""
-    evidence: dict[str, Evidence] = {}
+    evidence: dict[str, TaskPosterior] = {}
     num_groups = 0
     for record in records:
-        evidence |= {task: Evidence(solved=a, failed=b, last_played=last) for task, (a, b, last) in record.get("evidence", {}).items()}
+        evidence |= {task: TaskPosterior(solved=a, failed=b, last_played=last) for task, (a, b, last) in record.get("evidence", {}).items()}
         num_groups = record.get("num_groups", num_groups)
     return Curriculum(evidence=evidence, num_groups=num_groups)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
-from src.learning.filters import FilterSettings, is_constant, rewarded
+from src.learning.filters import FilterSettings, apply_reward_rules, is_constant
 
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]  # plays the step's tasks, or its nth refill
 
@@ -57,7 +57,7 @@ async def sample_groups(
         attempt = state.num_batches
         chosen = refills(state, len(tasks)) if attempt else tasks
         groups = await play(chosen, attempt)
-        state = sampled(state, rewarded(groups, filters), settings, step=step, wanted=len(tasks))
+        state = sampled(state, apply_reward_rules(groups, filters), settings, step=step, wanted=len(tasks))
         state = replace(state, played=[*state.played, *groups])
     return state
 

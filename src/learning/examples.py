@@ -10,7 +10,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrajectoryGroup
 from src.learning.advantages import Estimator, group_advantages, token_weights, whitened
 from src.learning.datums import TokenSequence, scaled, sequences_of, step_sequences_of, with_advantage
-from src.learning.filters import FilterSettings, trains
+from src.learning.filters import FilterSettings, is_trainable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def _examples(trajectory: Trajectory, advantage: float, settings: AdvantageSetti
     else:
         parts = [sequences_of(trajectory.turns, advantage=advantage)]
     limit = settings.length_limits.max_sequence_length
-    is_trained = trains(trajectory, filters)
+    is_trained = is_trainable(trajectory, filters)
     return [
         Example(
             trajectory=trajectory,

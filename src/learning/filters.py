@@ -40,7 +40,7 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
     """The groups to learn from, with the rewards to learn from."""
     kept: list[TrajectoryGroup] = []
     dropped: Counter[DropReason] = Counter()
-    for group in rewarded(groups, settings):
+    for group in apply_reward_rules(groups, settings):
         reason = drop_reason(group, settings)
         if reason is None:
             kept.append(group)
@@ -49,7 +49,7 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
     return kept, dropped
 
 
-def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
+def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
     """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
     trajectories' rewards zeroed; masks stay."""
     groups = [with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group for group in groups]
@@ -70,10 +70,10 @@ def rewarded(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> lis
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
     """How many rewards above 0 the two rules take away."""
-    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
-    non_stop = [member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
+    apply_reward_rules = [member for group in groups for member in group.trajectories if member.reward > 0]
+    non_stop = [member for member in apply_reward_rules if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
     limit = settings.max_assistant_response_tokens
-    too_long = [member for member in rewarded if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
+    too_long = [member for member in apply_reward_rules if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
     return {"rewards/zeroed_by_non_stop": float(len(non_stop)), "rewards/zeroed_by_length": float(len(too_long))}
 
 
@@ -111,7 +111,7 @@ def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryG
     return replace(group, trajectories=[*group.trajectories, *stand_ins], failures=[])
 
 
-def trains(trajectory: Trajectory, settings: FilterSettings) -> bool:
+def is_trainable(trajectory: Trajectory, settings: FilterSettings) -> bool:
     """Whether its tokens are trained. A masked trajectory still counts in its group's mean and in every metric."""
     match settings.apply_overlong_filtering:
         case "stop_reason":

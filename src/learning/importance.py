@@ -87,7 +87,7 @@ def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
     return bool(np.any((values > high) | (values < low)))
 
 
-def corrected(
+def apply_tis(
     shares: Sequence[Sequence[Example]], old_logprobs_D: Sequence[np.ndarray], settings: ImportanceSettings
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """The examples, and how much was corrected. `old_logprobs_D`: the trainer's logprobs of each sequence with a gradient, [T], in order.

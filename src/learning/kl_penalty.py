@@ -20,14 +20,14 @@ class KlSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Penalised:
+class KlResult:
     """The examples with the penalty in their advantages, and the estimated KL divergence per token (k1)."""
 
     examples: list[Example]
     mean_kl: float
 
 
-async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> Penalised:
+async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> KlResult:
     """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
 
     Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.
@@ -43,7 +43,7 @@ async def penalised(examples: Sequence[Example], reference: Policy, settings: Kl
         replace(sequence, advantages=sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32))
         for sequence, values in zip(sequences, penalties, strict=True)
     )
-    return Penalised(
+    return KlResult(
         examples=[replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples],
         mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
     )

@@ -98,7 +98,7 @@ class Learner:
         for name in sorted({name for answer in answers for name in answer.metrics or {}}):
             values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
-        return metrics | agreement(tokens) | clipping(tokens, settings)
+        return metrics | sampler_trainer_kl(tokens) | clipping(tokens, settings)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
@@ -127,7 +127,7 @@ def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwar
     return TrainedTokens(sampled_logprobs=np.concatenate(sampled), trained_logprobs=np.concatenate(trained))
 
 
-def agreement(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
+def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
     """How far sampler and trainer disagree on the same tokens: Schulman's k1 and k2 estimates, under the cookbook's names.
 
     The difference of the first substep is pure disagreement; later ones also hold the updates in between.

@@ -167,11 +167,11 @@ def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
             values_of[name].append(value)
-    found = {f"environment/{name}": summed_up(name, values) for name, values in sorted(values_of.items())}
+    found = {f"environment/{name}": aggregate(name, values) for name, values in sorted(values_of.items())}
     return found | {f"env/all/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
 
 
-def summed_up(name: str, values: Sequence[float]) -> float:
+def aggregate(name: str, values: Sequence[float]) -> float:
     """SkyRL's rule: a name says by its ending how it is summed up.
 
     >>> [summed_up(name, [1, 3]) for name in ("score_mean", "length_avg", "length_min", "length_max", "tool_calls")]

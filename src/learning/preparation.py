@@ -12,7 +12,7 @@ import tinker
 from src.learning.datums import TokenSequence, scaled, to_datums
 from src.learning.examples import AdvantageSettings, Example, substeps, weighted
 from src.learning.filters import DropReason
-from src.learning.importance import ImportanceSettings, corrected
+from src.learning.importance import ImportanceSettings, apply_tis
 from src.learning.kl_penalty import KlSettings, penalised
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
@@ -58,7 +58,7 @@ async def prepare(
     shares = [weighted(share, settings.advantages) for share in shares]
     if settings.importance.is_on:
         before_the_update = await learner.logprobs(to_datums(sequence for share in shares for sequence in _sequences(share)))
-        shares, corrections = corrected(shares, before_the_update, settings.importance)
+        shares, corrections = apply_tis(shares, before_the_update, settings.importance)
         metrics |= corrections
     if settings.max_staleness:
         shares, ages = within_bound(shares, version=version, max_staleness=settings.max_staleness)

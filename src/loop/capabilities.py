@@ -31,7 +31,7 @@ class Capabilities(BaseModel):
     findings: list[Finding]
 
     @property
-    def trains(self) -> bool:
+    def is_trainable(self) -> bool:
         """Whether all that every run needs holds."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import chz
 
 from src.cli.console import Display, Success, outcome, signals
-from src.config import TrainerConfig, loss_settings, narrow, run_name, tasks_name
-from src.core.errors import BackendError, ConfigError, RubbleError, ServerLost, StorageError
+from src.config import TrainerConfig, loss_settings, run_name, subconfig, tasks_name
+from src.core.errors import BackendError, ConfigError, ServerLost, StorageError, TooManyFailuresError
 from src.core.process import in_thread
 from src.envs.base import TaskSource
 from src.envs.registry import find, open_task_source
@@ -54,20 +54,20 @@ SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, a
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class Dependencies:
     """What the outside world contributes to a run."""
 
     source: TaskSource
     backend: Backend
 
 
-Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], AbstractAsyncContextManager[Parts]]
+Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], AbstractAsyncContextManager[Dependencies]]
 
 
 @asynccontextmanager
 async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Dependencies]:
     """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
     await asyncio.to_thread(find, config.env)  # a name that is wrong needs no server to be found out
     display.say(f"server: {address(settings)}")
@@ -76,9 +76,9 @@ async def open_parts(
             chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
             display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
             source = await asyncio.to_thread(open_task_source, config, chat)
-        async with watching(endpoint.check, narrow(config, WatchdogSettings)) as watchdog:
+        async with watching(endpoint.check, subconfig(config, WatchdogSettings)) as watchdog:
             backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
-        yield Parts(source=source, backend=backend)
+        yield Dependencies(source=source, backend=backend)
 
 
 async def run(config: TrainerConfig, display: Display, *, open_parts: Open = open_parts) -> None:
@@ -104,7 +104,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         with (
             logging_to_file(folder.path / "logs.log"),
             journalled(folder.path) as journal,
-            open_run_log(folder.path, narrow(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log,
+            open_run_log(folder.path, subconfig(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log,
         ):
             await survive(config, parts, stack.pop_all(), folder, journal, run_log, display, open_parts=open_parts)
     metrics_file = folder.path / "metrics.jsonl"
@@ -139,7 +139,7 @@ def success_of(metrics_file: Path) -> Success:
 
 async def survive(
     config: TrainerConfig,
-    parts: Parts,
+    parts: Dependencies,
     connection: AsyncExitStack,
     folder: RunFolder,
     journal: Journal,
@@ -171,7 +171,7 @@ async def survive(
 
 async def reconnected(
     config: TrainerConfig, source: TaskSource, folder: RunFolder, display: Display, *, open_parts: Open
-) -> tuple[AsyncExitStack, Parts]:
+) -> tuple[AsyncExitStack, Dependencies]:
     """A connection to the server that is back, with the weights of the last checkpoint. ServerLost when it stays away."""
     display.say(f"waiting up to {config.reconnect_timeout_sec:g} s for it to come back")
     settings = backend_settings(config, folder.at_last_checkpoint())
@@ -189,9 +189,9 @@ async def reconnected(
         await asyncio.sleep(min(RECONNECT_PERIOD_S, config.reconnect_timeout_sec / 4))
 
 
-async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal: Journal, run_log: RunLog, display: Display) -> None:
+async def train(config: TrainerConfig, parts: Dependencies, folder: RunFolder, journal: Journal, run_log: RunLog, display: Display) -> None:
     """Every step that the folder's last checkpoint has not done yet."""
-    batches = schedule(parts.source.train, narrow(config, ScheduleSettings))
+    batches = schedule(parts.source.train, subconfig(config, ScheduleSettings))
     steps_done = folder.checkpoint.batch if folder.checkpoint else 0
     display.say(f"tasks: {len(parts.source.train)} to train on, {len(parts.source.eval)} held out; {len(batches)} steps")
     if folder.checkpoint is not None:
@@ -200,13 +200,13 @@ async def train(config: TrainerConfig, parts: Parts, folder: RunFolder, journal:
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
-    async with judging(config) as judge, watching(parts.backend.check, narrow(config, WatchdogSettings)) as watchdog:
+    async with judging(config) as judge, watching(parts.backend.check, subconfig(config, WatchdogSettings)) as watchdog:
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
             watchdog=watchdog,
             learner=Learner(parts.backend.training_client, learner_settings(config, num_steps=len(batches))),
             source=parts.source,
-            rollouts=Rollouts(parts.source, narrow(config, RolloutSettings), finished, judge),
+            rollouts=Rollouts(parts.source, subconfig(config, RolloutSettings), finished, judge),
             finished=finished,
             run_log=run_log,
             display=display,
@@ -225,7 +225,7 @@ async def judging(config: TrainerConfig) -> AsyncIterator[Judge | None]:
     assert config.judge_base_url is not None and config.judge_model is not None
     endpoint = open_endpoint(config.judge_base_url, config.judge_model)
     try:
-        yield Judge(endpoint, narrow(config, JudgeSettings))
+        yield Judge(endpoint, subconfig(config, JudgeSettings))
     finally:
         await endpoint.close()
 
@@ -233,8 +233,8 @@ async def judging(config: TrainerConfig) -> AsyncIterator[Judge | None]:
 def backend_settings(config: TrainerConfig, folder: RunFolder) -> BackendSettings:
     """The endpoint, and where the weights come from: the run's own last checkpoint where it has one."""
     if folder.checkpoint is None:
-        return narrow(config, BackendSettings)
-    return narrow(config, BackendSettings, load_checkpoint_path=folder.checkpoint.state_path)
+        return subconfig(config, BackendSettings)
+    return subconfig(config, BackendSettings, load_checkpoint_path=folder.checkpoint.state_path)
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def end_state(error: BaseException) -> RunState:
             return RunState.SERVER_LOST
         case StorageError():
             return RunState.STORAGE
-        case RubbleError():
+        case TooManyFailuresError():
             return RunState.RUBBLE
         case _:
             return RunState.FAILED
@@ -266,12 +266,12 @@ def end_state(error: BaseException) -> RunState:
 
 def learner_settings(config: TrainerConfig, *, num_steps: int) -> LearnerSettings:
     clip_bounds = loss_settings(config.loss_fn_config, loss_fn=config.loss_fn)
-    return narrow(config, LearnerSettings, loss_fn_config=clip_bounds, num_steps=num_steps)
+    return subconfig(config, LearnerSettings, loss_fn_config=clip_bounds, num_steps=num_steps)
 
 
 def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
     """Derived defaults live here: evaluation follows training unless told otherwise."""
-    return narrow(
+    return subconfig(
         config,
         LoopSettings,
         log_path=log_path,
@@ -280,19 +280,19 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
         ),
-        groups=narrow(
+        groups=subconfig(
             config,
             GroupSettings,
-            filters=narrow(config, FilterSettings),
-            curriculum=narrow(config, CurriculumSettings),
-            dynamic_sampling=narrow(config, DynamicSamplingSettings),
-            pipeline=narrow(config, PipelineSettings),
-            faults=narrow(config, FaultSettings),
+            filters=subconfig(config, FilterSettings),
+            curriculum=subconfig(config, CurriculumSettings),
+            dynamic_sampling=subconfig(config, DynamicSamplingSettings),
+            pipeline=subconfig(config, PipelineSettings),
+            faults=subconfig(config, FaultSettings),
         ),
         preparation=PreparationSettings(
-            advantages=narrow(config, AdvantageSettings),
-            kl=narrow(config, KlSettings),
-            importance=narrow(config, ImportanceSettings),
+            advantages=subconfig(config, AdvantageSettings),
+            kl=subconfig(config, KlSettings),
+            importance=subconfig(config, ImportanceSettings),
             max_staleness=config.max_staleness,
         ),
     )

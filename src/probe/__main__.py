@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     show(found[0], console)
     if options["output"]:
         Path(options["output"]).write_text(found[0].model_dump_json(indent=2) + "\n")
-    return 0 if found[0].trains else 1
+    return 0 if found[0].is_trainable else 1
 
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -154,7 +154,7 @@ def show(found: Capabilities, console: Console) -> None:
             table.add_row(finding.name, "always" if finding.is_needed else "where asked for", finding.seen)
         console.print(table)
     seconds = sum(finding.seconds for finding in found.findings)
-    verdict = "training may rely on it" if found.trains else "do not train on it"
+    verdict = "training may rely on it" if found.is_trainable else "do not train on it"
     held = len(found.findings) - len(failed)
     console.print(
         f"{found.model_name} at {found.url}: {held} of {len(found.findings)} checks hold, {seconds:.0f} s; {verdict}", highlight=False

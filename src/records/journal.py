@@ -47,7 +47,7 @@ GroupKey = tuple[int, str]  # the step whose batch holds the task, and the task'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RolloutKey:
     """Which rollout of a run: member `member` of the group of `task`."""
 
     purpose: str  # "step" | "eval"
@@ -63,7 +63,7 @@ class Journal:
         """Reads what earlier processes left."""
         self._path = log_path / JOURNAL
         mend(self._path)
-        self._attempts: Counter[Place] = Counter()  # at rollouts that are not graded
+        self._attempts: Counter[RolloutKey] = Counter()  # at rollouts that are not graded
         self._settled: set[tuple[str, int | None]] = set()
         self.progress = 0  # what was done for the first time and never needs to be done again
         self._groups: dict[int, list[GroupKey]] = {}
@@ -95,13 +95,13 @@ class Journal:
         """What the step learns from, once that is settled."""
         return self._groups.get(step)
 
-    def admitted(self, place: Place, *, policy_version: int, seed: int) -> int:
+    def admitted(self, place: RolloutKey, *, policy_version: int, seed: int) -> int:
         """The number of this attempt, counted over every process of the run."""
         self._attempts[place] += 1
         self._write("admitted", **asdict(place), attempt=self._attempts[place], policy_version=policy_version, seed=seed, sync=False)
         return self._attempts[place]
 
-    def finished(self, place: Place, outcome: str) -> None:
+    def finished(self, place: RolloutKey, outcome: str) -> None:
         """`outcome` is "graded" or why it could not be."""
         self._write("finished", **asdict(place), attempt=self._attempts[place], outcome=outcome, sync=False)
         self._note_end(place, outcome)
@@ -125,7 +125,7 @@ class Journal:
     def ended(self, state: RunState, cause: str = "") -> None:
         self._write("ended", state=state, cause=cause)
 
-    def is_settled(self, place: Place) -> bool:
+    def is_settled(self, place: RolloutKey) -> bool:
         """Whether the result of a rollout was used. Then it stands as it is, a failure too."""
         if place.purpose == "step":
             return ("step", self._learned_in.get((place.step, place.task))) in self._settled
@@ -151,7 +151,7 @@ class Journal:
             case "trained" | "evaluated" as event:
                 self._settled.add(("step" if event == "trained" else "eval", record["step"]))
 
-    def _note_end(self, place: Place, outcome: str) -> None:
+    def _note_end(self, place: RolloutKey, outcome: str) -> None:
         """What is graded is not played again."""
         if outcome == "graded":
             self.progress += 1
@@ -165,5 +165,5 @@ class Journal:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
 
 
-def _place(record: Mapping[str, Any]) -> Place:
-    return Place(**{name: record[name] for name in Place.__dataclass_fields__})
+def _place(record: Mapping[str, Any]) -> RolloutKey:
+    return RolloutKey(**{name: record[name] for name in RolloutKey.__dataclass_fields__})

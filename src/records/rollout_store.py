@@ -24,7 +24,7 @@ from src.core.token_ids import TokenIds
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.learning.datums import extends
 from src.records.atomic_io import append_record, mend, remove
-from src.records.journal import Journal, Place
+from src.records.journal import Journal, RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, same
 
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
@@ -99,12 +99,12 @@ class FinishedRollouts:
         for path in self._directory.glob("*.jsonl"):
             mend(path)
 
-    def load(self, purpose: str, step: int) -> dict[Place, FinishedRollout]:
+    def load(self, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
         """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""
-        found: dict[Place, FinishedRollout] = {}
+        found: dict[RolloutKey, FinishedRollout] = {}
 
-        def rollout_of(record: dict[str, Any]) -> tuple[Place, FinishedRollout]:
-            place = Place(purpose=purpose, step=step, task=record["task"], member=record["member"])
+        def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
+            place = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
             return place, FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
 
         found.update(read_lines(self._path(purpose, step), LINE, rollout_of))
@@ -112,7 +112,7 @@ class FinishedRollouts:
             place: rollout for place, rollout in found.items() if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
         }
 
-    def add(self, place: Place, rollout: FinishedRollout) -> None:
+    def add(self, place: RolloutKey, rollout: FinishedRollout) -> None:
         """On disk before the journal says so."""
         record = {"task": place.task, "member": place.member, "seed": rollout.seed, "attempts": rollout.attempts}
         append_record(self._path(place.purpose, place.step), record | {"result": encoded(rollout.result)})

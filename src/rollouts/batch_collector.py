@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from src.cli.console import Display
-from src.core.errors import ConfigError, RubbleError
+from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import Task, TrajectoryGroup
 from src.envs.base import TaskSource
 from src.learning import curriculum
@@ -17,9 +17,9 @@ from src.learning.curriculum import CurriculumSettings, curriculum_metrics
 from src.learning.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
 from src.learning.filters import FilterSettings
 from src.policy.sampling_policy import NewestPolicy, Policy
-from src.records.journal import GroupKey, Place
+from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
-from src.rollouts.group_rollout import FinishedGroup, RolloutPlan, Rollouts, all_failed, require_some_graded
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, all_failed, require_some_graded
 from src.rollouts.pipeline import Batch, Pipeline, PipelineSettings, Scheduled
 from src.rollouts.task_quarantine import FaultSettings, diagnosis, from_record, to_record
 from src.rollouts.watchdog import Watchdog
@@ -39,7 +39,7 @@ class GroupSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
+class StepBatch:
     """The groups of one step: all that were played for it, and those it may learn from."""
 
     played: list[TrajectoryGroup]
@@ -73,7 +73,9 @@ class StepGroups:
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
         self._num_groups_before = 0  # of the run, when the step began
         self._policy = NewestPolicy()
-        self._ahead: dict[int, tuple[RolloutPlan, dict[Place, FinishedRollout]]] = {}  # by step; what is on disk and was not taken up yet
+        self._ahead: dict[
+            int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]
+        ] = {}  # by step; what is on disk and was not taken up yet
         self._pipeline = self._pipeline_of([])
 
     @asynccontextmanager
@@ -97,7 +99,7 @@ class StepGroups:
             return to_record(self._faults)
         return to_record(self._faults) | {"curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)}
 
-    async def gather(self, batch: Batch, on_group: OnGroup) -> Gathered:
+    async def gather(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """The groups of one step. Where they are played ahead, `on_group` hears of each as it comes."""
         self._num_groups_before = self._curriculum.num_groups
         gathered = await (self._take(batch, on_group) if self._settings.pipeline.is_ahead else self._sample(batch))
@@ -111,7 +113,7 @@ class StepGroups:
         left = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
         return Pipeline(left, self._play_ahead, settings, is_left_out=lambda task: task.id in self._faults.quarantined)
 
-    async def _sample(self, batch: Batch) -> Gathered:
+    async def _sample(self, batch: Batch) -> StepBatch:
         """Plays the step's own tasks."""
         settings = self._settings
         scheduled = self._chosen(batch)
@@ -124,16 +126,16 @@ class StepGroups:
         metrics = sampling_metrics(state, settings.dynamic_sampling)
         metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
         metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(scheduled) - len(tasks))}
-        return Gathered(played=state.played, to_learn=state.kept, metrics=metrics)
+        return StepBatch(played=state.played, to_learn=state.kept, metrics=metrics)
 
-    async def _take(self, batch: Batch, on_group: OnGroup) -> Gathered:
+    async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """As many groups as the batch has tasks, whichever have ended; those the step took before the run was killed, where it was."""
         settings, title = self._settings, f"step {batch.step}"
         self._display.begin(title, num_groups=len(batch.tasks), group_size=settings.group_size)
         metrics = self._pipeline.metrics()
-        taken: list[FinishedGroup] = []
+        taken: list[TimedGroup] = []
 
-        def take(finished: FinishedGroup) -> None:
+        def take(finished: TimedGroup) -> None:
             taken.append(finished)
             self._display.group(finished)
             on_group(finished.group)
@@ -155,7 +157,7 @@ class StepGroups:
         self._reckon(groups, self._plan_ahead(batch.step)[0])
         num_retries = sum(finished.num_retries for finished in taken)
         metrics |= {"trials/retries": float(num_retries), "groups/quarantined": float(len(batch.tasks) - len(groups))}
-        return Gathered(played=groups, to_learn=groups, metrics=metrics)
+        return StepBatch(played=groups, to_learn=groups, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
         tasks = {task.id: task for task in self._source.train}
@@ -165,12 +167,12 @@ class StepGroups:
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
 
-    async def _play_ahead(self, scheduled: Scheduled) -> FinishedGroup:
+    async def _play_ahead(self, scheduled: Scheduled) -> TimedGroup:
         plan, kept = self._plan_ahead(scheduled.step)
         own = {place: kept.pop(place) for place in [*kept] if place.task == scheduled.task.id}  # a run of many steps keeps none of them
         return await self._rollouts.group(scheduled.task, self._policy, plan, own)
 
-    def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[Place, FinishedRollout]]:
+    def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Made once, since its folder is tidied then, and what is on disk is read."""
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -215,7 +217,7 @@ class StepGroups:
         plan = self._plan(purpose, batch.step)
         self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
 
-        def on_group(finished: FinishedGroup) -> None:
+        def on_group(finished: TimedGroup) -> None:
             num_retries.append(finished.num_retries)
             self._display.group(finished)
 
@@ -232,11 +234,11 @@ class StepGroups:
         self._faults = before.after(groups, settings)
         self._curriculum = self._curriculum.after(groups)
         if self._faults.is_rubble(settings):
-            raise RubbleError(diagnosis(self._faults, groups, settings))
+            raise TooManyFailuresError(diagnosis(self._faults, groups, settings))
         for task, cause in self._faults.quarantined.items():
             if task not in before.quarantined:
                 self._journal.quarantined(plan.step, task, cause)
                 num_groups = self._faults.strikes[task]
                 self._display.say(f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})")
         if all(task.id in self._faults.quarantined for task in self._source.train):
-            raise RubbleError(f"every training task is quarantined; {all_failed(groups, plan)}")
+            raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")

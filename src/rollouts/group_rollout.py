@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.core.errors import BackendError, RubbleError
+from src.core.errors import BackendError, TooManyFailuresError
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 from src.envs.base import Expiring, TaskSource
 from src.policy.sampling_policy import Policy
-from src.records.journal import Place
+from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.judge import Judge
 
@@ -54,7 +54,7 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedGroup:
+class TimedGroup:
     """A group and how long it took from its first trial's start to its last one's end."""
 
     group: TrajectoryGroup
@@ -77,7 +77,7 @@ class Rollouts:
         self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
 
     async def play(
-        self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[FinishedGroup], None]
+        self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[TimedGroup], None]
     ) -> list[TrajectoryGroup]:
         """One group per task, in order; `on_group` hears of each as it ends."""
         kept = self.kept(plan)
@@ -103,11 +103,11 @@ class Rollouts:
                 logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
                 self._floors[task.id] = None
 
-    def kept(self, plan: RolloutPlan) -> Mapping[Place, FinishedRollout]:
+    def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
         """What is on disk of the batch already."""
         return self._finished.load(plan.purpose, plan.step)
 
-    async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[Place, FinishedRollout]) -> FinishedGroup:
+    async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[RolloutKey, FinishedRollout]) -> TimedGroup:
         """The group of one of the plan's tasks; what is in `kept` is not played again."""
         started: list[float] = []
         rollouts = await _all(self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size))
@@ -119,14 +119,14 @@ class Rollouts:
         )
         duration_s = time.monotonic() - started[0] if started else 0.0
         num_retries = sum(rollout.attempts - 1 for rollout in rollouts)
-        return FinishedGroup(group=finished, duration_s=duration_s, num_retries=num_retries)
+        return TimedGroup(group=finished, duration_s=duration_s, num_retries=num_retries)
 
     async def _member(
-        self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[Place, FinishedRollout], started: list[float]
+        self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[RolloutKey, FinishedRollout], started: list[float]
     ) -> FinishedRollout:
         """One rollout: from disk, or played until it is graded, fails for good, or has used up its tries. The seed stays the same."""
         settings = self._settings
-        place = Place(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
+        place = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
         seed = trial_seed(settings.seed, plan, task.id, member)
         if place in kept and kept[place].seed == seed:
             return kept[place]
@@ -199,7 +199,7 @@ def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
 def require_some_graded(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
     """RubbleError when trials were played and not one could be graded."""
     if groups and not any(group.trajectories for group in groups):
-        raise RubbleError(all_failed(groups, plan))
+        raise TooManyFailuresError(all_failed(groups, plan))
 
 
 def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:

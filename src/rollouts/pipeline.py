@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.journal import GroupKey
-from src.rollouts.group_rollout import FinishedGroup
+from src.rollouts.group_rollout import TimedGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ class Pipeline:
     def __init__(
         self,
         scheduled: Iterable[Scheduled],
-        play: Callable[[Scheduled], Awaitable[FinishedGroup]],
+        play: Callable[[Scheduled], Awaitable[TimedGroup]],
         settings: PipelineSettings,
         *,
         is_left_out: Callable[[Task], bool],
@@ -148,8 +148,8 @@ class Pipeline:
         self._play = play
         self._settings = settings
         self._is_left_out = is_left_out
-        self._rolling: set[asyncio.Task[FinishedGroup]] = set()
-        self._waiting: deque[asyncio.Task[FinishedGroup]] = deque()  # ended, in this order
+        self._rolling: set[asyncio.Task[TimedGroup]] = set()
+        self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # ended, in this order
         self._ended = asyncio.Event()
         self._step = 0
         self._num_taken = 0
@@ -167,7 +167,7 @@ class Pipeline:
             playing.cancel()
         await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
 
-    async def take(self, step: int) -> FinishedGroup | None:
+    async def take(self, step: int) -> TimedGroup | None:
         """The group that ended first of those no step has taken; None when the schedule holds no more for `step`."""
         self._step = step
         self._admit()
@@ -217,14 +217,14 @@ class Pipeline:
             num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
         return min(limit, num_fresh - len(self._waiting))
 
-    async def _timed(self, scheduled: Scheduled) -> FinishedGroup:
+    async def _timed(self, scheduled: Scheduled) -> TimedGroup:
         loop = asyncio.get_running_loop()
         started = loop.time()
         finished = await self._play(scheduled)
         self._durations_s.append(loop.time() - started)
         return finished
 
-    def _on_end(self, playing: asyncio.Task[FinishedGroup]) -> None:
+    def _on_end(self, playing: asyncio.Task[TimedGroup]) -> None:
         self._rolling.discard(playing)
         if not playing.cancelled():
             self._waiting.append(playing)

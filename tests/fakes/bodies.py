@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import ForwardBackward
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
@@ -101,7 +101,7 @@ VALID_MESSAGES = (
 PARSERS: dict[str, Callable[[object], object]] = {
     "forward_backward": lambda body: parse_training_json(body, LIMITS, forward_only=False),
     "asample": lambda body: parse_sample(body, LIMITS),
-    "optim_step": lambda body: parse_adam(Fields(body, "optim_step")),
+    "optim_step": lambda body: parse_adam(JsonReader(body, "optim_step")),
     "lora_config": lambda body: parse_lora(body, LIMITS),
     "chat": lambda body: parse_chat(body, LIMITS),
     "completion": lambda body: parse_completion(body, LIMITS),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from src.envs.message_env import Observation, Opening
+from src.envs.message_env import ResetResult, StepResult
 from src.policy.chat import Message
 
 
-def saying(*texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float) -> Observation:
+def saying(*texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float) -> StepResult:
     """An observation of one message per text."""
-    return Observation(messages=[{"role": role, "content": text} for text in texts], reward=reward, is_done=is_done, metrics=metrics)
+    return StepResult(messages=[{"role": role, "content": text} for text in texts], reward=reward, is_done=is_done, metrics=metrics)
 
 
-def ending(reward: float = 1.0) -> Observation:
-    return Observation(reward=reward, is_done=True)
+def ending(reward: float = 1.0) -> StepResult:
+    return StepResult(reward=reward, is_done=True)
 
 
 class ScriptedEnv:
@@ -26,7 +26,7 @@ class ScriptedEnv:
 
     def __init__(
         self,
-        script: Sequence[Observation | Exception],
+        script: Sequence[StepResult | Exception],
         *,
         opening: str | Sequence[Message] | Exception = "x",
         tools: Sequence[Mapping[str, object]] = (),
@@ -42,13 +42,13 @@ class ScriptedEnv:
         self._native = use_native_tool_calling
         self._hang_at = hang_at
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         if isinstance(self._opening, Exception):
             raise self._opening
         messages = [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
-        return Opening(messages=messages, tools=self._tools, use_native_tool_calling=self._native)
+        return ResetResult(messages=messages, tools=self._tools, use_native_tool_calling=self._native)
 
-    async def step(self, answer: str) -> Observation:
+    async def step(self, answer: str) -> StepResult:
         self.answers.append(answer)
         if self._hang_at == len(self.answers):
             self.hangs.set()

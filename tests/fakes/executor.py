@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.engine.engine import Admission, EngineInfo, FinishedRow, RunningRow
+from skyrl_tx_server.engine.engine import EngineInfo, FinishedRow, PrefillResult, RunningRow
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -31,7 +31,7 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import is_on_disk
 
@@ -102,15 +102,15 @@ class FakeExecutor:
             case Sample():
                 raise AssertionError("a Sample is admitted, not run")
 
-    def admit(self, admits: Sequence[Admit]) -> list[Admission | None]:
+    def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         admit = admits[0]
         if not admit.paused:
             return [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)]
         self._enter(f"admit {admit.op.weights} {admit.first} again")
         self._rows[admit.ticket, admit.first] = self._paused.pop((admit.ticket, admit.first))
-        return [Admission(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())]
+        return [PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())]
 
-    def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> Admission:
+    def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> PrefillResult:
         self._enter(f"admit {op.weights} {first}+{count}")
         if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")
@@ -122,7 +122,7 @@ class FakeExecutor:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
         known = len(op.prompt) - 1 if first else 0  # a request's later samples find its prompt in the cache
-        return Admission(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
+        return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
 
     def decode(self) -> bool:
         try:

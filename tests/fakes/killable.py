@@ -21,7 +21,7 @@ from pathlib import Path
 
 from src.config import TrainerConfig
 from src.core.trajectory import FailureKind
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from src.policy.backend import BackendSettings
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
@@ -114,8 +114,8 @@ def play(path: Path, at: int | None, *options: str) -> int:
 
     source = FakeTasks(train=[task(f"say-{number:02d}") for number in range(5)], eval=[task("held-1"), task("held-2")], play=sometimes_lost)
 
-    def parts(config: TrainerConfig, settings: BackendSettings) -> Parts:
-        return Parts(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
+    def parts(config: TrainerConfig, settings: BackendSettings) -> Dependencies:
+        return Dependencies(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
 
     asyncio.run(FakeRun(path / "run", parts).go(*OPTIONS, *options))
     return killer.count

@@ -14,7 +14,7 @@ from rich.console import Console
 from src.cli.command_line import parse
 from src.cli.console import Display
 from src.config import TrainerConfig
-from src.loop.run import Parts, run
+from src.loop.run import Dependencies, run
 from src.policy.backend import BackendSettings
 from src.records.journal import JOURNAL, GroupKey
 from src.records.tracking import is_wall_clock
@@ -26,7 +26,7 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 class FakeRun:
     """`make` makes the parts of each connection, where no subclass opens them. `path` is the run's folder, `text` what it says."""
 
-    def __init__(self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Parts] | None = None) -> None:
+    def __init__(self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Dependencies] | None = None) -> None:
         self.path = path
         self.text = io.StringIO()
         self._make = make

@@ -13,10 +13,10 @@ import uvicorn
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.engine import FakeEngine
 
 
@@ -26,20 +26,20 @@ def fake_context(
     retention: Retention | None = None,
     session_timeout_s: float = 300.0,
     settings: HttpSettings | None = None,
-) -> Context:
+) -> AppState:
     tenant_quota = None if settings is None or settings.tenant_keys is None else settings.tenant_quota
     store = CheckpointStore(root, "local/fake", tenant_quota=tenant_quota)
-    return Context(
+    return AppState(
         engine=FakeEngine(store),
         registry=Registry(session_timeout_s=session_timeout_s),
         futures=FutureStore(retention or Retention()),
         checkpoints=store,
-        ledger=Ledger(root / "ledger.jsonl"),
+        ledger=RunIndex(root / "ledger.jsonl"),
         settings=settings or HttpSettings(model_dir=None),
     )
 
 
-def fake_engine(context: Context) -> FakeEngine:
+def fake_engine(context: AppState) -> FakeEngine:
     assert isinstance(context.engine, FakeEngine)
     return context.engine
 
@@ -77,7 +77,7 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(lobby: Lobby, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
+def serving(lobby: StartupState, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
     """The application under uvicorn in a thread; yields its URL. `port` 0 takes a free one."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

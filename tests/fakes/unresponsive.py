@@ -69,13 +69,13 @@ class Unresponsive:
 def unresponsive(root: Path, manner: Manner, is_bad: Callable[[str], bool]) -> Iterator[tuple[str, threading.Event]]:
     """The URL of a server, and what is set once it was asked what it answers badly."""
     from skyrl_tx_server.http.app import build_app
-    from skyrl_tx_server.http.http_handler import Lobby
+    from skyrl_tx_server.http.http_handler import StartupState
     from tests.fakes.server import LoopbackServer, fake_context, fake_engine
 
     context = fake_context(root)
     engine = fake_engine(context)
     engine.info = replace(engine.info, max_context_length=4096)
-    app = Unresponsive(build_app(Lobby(context=context)), manner, is_bad)
+    app = Unresponsive(build_app(StartupState(context=context)), manner, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         server = LoopbackServer(uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0, ws="none"))
         with server.in_thread(listener):

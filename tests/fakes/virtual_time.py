@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from src.core import process
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
@@ -168,7 +168,7 @@ def simulate(
     source = FakeTasks(train=[task(name) for name in names], play=play)
     required = ["tasks_dir=t", "eval_split=0", "n_parallel_envs=10000", "group_size=1", "singleton_advantage=raw", "save_every=0"]
     required += ["max_failure_rate=1", "server_timeout_sec=1e6", "answer_timeout_sec=1e6", "trial_timeout_sec=1e9"]
-    played_out = FakeRun(path, lambda config, settings: Parts(source=source, backend=backend))
+    played_out = FakeRun(path, lambda config, settings: Dependencies(source=source, backend=backend))
     loop = VirtualTimeLoop()
     try:
         loop.run_until_complete(played_out.go(*required, f"batch_size={batch_size}", *options))

@@ -18,9 +18,9 @@ from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.run_index import Ledger
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.files.run_index import RunIndex
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
 from src.loop import capabilities
@@ -70,16 +70,16 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
     settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4)
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
-    context = Context(
+    context = AppState(
         engine=engine,
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
-        ledger=Ledger(folder / "ledger.jsonl"),
+        ledger=RunIndex(folder / "ledger.jsonl"),
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()
-    with serving(Lobby(context=context)) as url:
+    with serving(StartupState(context=context)) as url:
         yield url, defective
     engine.stop()
 
@@ -197,7 +197,7 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
     assert [finding.name for finding in found.findings] == [check]
     assert not found.findings[0].holds, found.findings[0].seen
     assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), "found by its effect, not by a call that failed"
-    assert found.trains is (check in WHERE_ASKED_FOR)
+    assert found.is_trainable is (check in WHERE_ASKED_FOR)
 
 
 def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:

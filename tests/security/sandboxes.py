@@ -12,7 +12,7 @@ from pathlib import Path
 
 from src.envs.sandbox.bubblewrap import Bubblewrap
 from src.envs.sandbox.resource_limits import Limits
-from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ async def sandbox(*, network: bool = False, limits: Limits | None = None) -> Asy
     run = run_directory(f"security-{os.getpid()}")
     running = await Bubblewrap.start(
         run / secrets.token_hex(4),
-        skeleton=build_skeleton(run),
+        skeleton=build_rootfs(run),
         hostname="sandbox",
         share_network=network,
         limits=limits or Limits(),

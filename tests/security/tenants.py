@@ -12,8 +12,8 @@ import httpx
 from skyrl_tx_server.engine.futures import Retention
 from skyrl_tx_server.engine.tenants import Quota, TenantKeys
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.keys import add
 from tests.fakes.server import fake_context, fake_engine
 from tests.fakes.text_engine import save_tokenizer
@@ -26,7 +26,7 @@ OPERATOR_KEY = "tml-operator"
 class Site:
     """A server and a client for each of those who may use it."""
 
-    context: Context
+    context: AppState
     keys: Path
     alice: httpx.AsyncClient
     bob: httpx.AsyncClient
@@ -44,7 +44,7 @@ async def two_tenants(root: Path, quota: Quota | None = None) -> AsyncIterator[S
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
     engine = fake_engine(context)
     engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers))

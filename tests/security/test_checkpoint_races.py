@@ -16,8 +16,8 @@ import pytest
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
-from skyrl_tx_server.http.app_state import Context
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.versions import save_version, version_in_archive, version_in_files, version_on_disk
 
@@ -28,13 +28,13 @@ ROUNDS = 25
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
+def context(tmp_path: Path) -> AppState:
     return fake_context(tmp_path)
 
 
 @pytest.fixture
-async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
     fake_engine(context).stop()
@@ -53,13 +53,13 @@ async def archived(http: httpx.AsyncClient) -> int | None:
     return None
 
 
-async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(http: httpx.AsyncClient, context: Context) -> None:
+async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(http: httpx.AsyncClient, context: AppState) -> None:
     for version in (1, 2, 3):
         save_version(context.checkpoints, PATH, version)
         assert [await archived(http), await archived(http)] == [version, version]
 
 
-async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(http: httpx.AsyncClient, context: Context) -> None:
+async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(http: httpx.AsyncClient, context: AppState) -> None:
     """Both files are fetched one after the other, and must be of one save."""
     save_version(context.checkpoints, PATH, 1)
     urls = (await http.get(f"{URL}/external_weights_urls")).json()["urls"]
@@ -76,7 +76,7 @@ async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(http: 
 def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
     """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and the deletion."""
     context = fake_context(tmp_path)
-    with serving(Lobby(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (lambda: save_version(context.checkpoints, PATH, 9), lambda: context.checkpoints.delete(PATH)):
             save_version(context.checkpoints, PATH, 8, columns=3 << 20)  # rank 2, 24 MiB
             location = http.get(f"{URL}/archive").headers["location"]
@@ -90,7 +90,7 @@ def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
 
 
 async def test_saves_archives_and_deletions_at_once_neither_mix_nor_lose_nor_serve_what_is_old(
-    http: httpx.AsyncClient, context: Context
+    http: httpx.AsyncClient, context: AppState
 ) -> None:
     acknowledged, writing = 0, True
 
@@ -153,7 +153,7 @@ def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
 
 
-async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(http: httpx.AsyncClient, context: Context) -> None:
+async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(http: httpx.AsyncClient, context: AppState) -> None:
     """The engine has written the new checkpoint, and the event loop has not heard of it yet."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
@@ -170,7 +170,7 @@ async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(http: h
     assert context.ledger.expiries == {}
 
 
-async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor(context: Context) -> None:
+async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor(context: AppState) -> None:
     old = save_version(context.checkpoints, PATH, 1).generation
     new = save_version(context.checkpoints, PATH, 2).generation
     soon = datetime.now(UTC) + timedelta(hours=1)
@@ -180,7 +180,7 @@ async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor
     fake_engine(context).stop()
 
 
-async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(http: httpx.AsyncClient, context: Context, tmp_path: Path):
+async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(http: httpx.AsyncClient, context: AppState, tmp_path: Path):
     derived = tmp_path / ".derived"
     for version in (1, 2):
         save_version(context.checkpoints, PATH, version)
@@ -199,7 +199,7 @@ async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(
 
 
 async def test_a_folder_that_an_older_server_has_left_beside_the_arrays_does_not_hinder_a_save(
-    http: httpx.AsyncClient, context: Context, tmp_path: Path
+    http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     save_version(context.checkpoints, PATH, 1)
     old = tmp_path / "run" / "external_weights" / "last" / "peft"

@@ -17,9 +17,9 @@ import pytest
 from skyrl_tx_server.engine.operations import LoraSpec, UnloadModel
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.run_index import Ledger
+from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.server import fake_context, fake_engine
 from tests.fakes.versions import save_version, version_on_disk
 from tests.security.tenants import MODEL, make_model, open_session, post
@@ -142,7 +142,7 @@ def metadata(num_bytes: int) -> dict[str, str]:
 
 async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
     context = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -165,15 +165,15 @@ def test_a_ledger_of_huge_metadata_becomes_small_and_keeps_its_runs(tmp_path: Pa
     """As an earlier server has written it: eight models with 20 MiB of metadata each, here 2 MiB."""
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
-    assert list(Ledger(file).runs) == [f"s:train:{number}" for number in range(8)]
+    assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
     assert file.stat().st_size < 4096
-    assert list(Ledger(file).runs) == [f"s:train:{number}" for number in range(8)]
+    assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
 
 
 def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
-    ledger, when = Ledger(file), datetime.now(UTC) + timedelta(days=1)
+    ledger, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
     ledger.set_public("tinker://a/weights/1", True)
     largest = 0
     for _ in range(6000):
@@ -182,7 +182,7 @@ def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(t
         ledger.set_expiry("tinker://b/weights/2", None)
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
-    again = Ledger(file)
+    again = RunIndex(file)
     assert (again.runs, again.expiries, again.public) == (ledger.runs, {"tinker://a/weights/1": when}, {"tinker://a/weights/1"})
     assert again.expiring_generation("tinker://a/weights/1") == "0" * 32
 
@@ -192,7 +192,7 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(tmp_path: Pat
     file = tmp_path / "ledger.jsonl"
     lines = [run_line(0, 500, "tenant-alice."), *(run_line(number, 4000, "tenant-bob.") for number in range(50))]
     file.write_text("\n".join(lines))
-    ledger = Ledger(file)
+    ledger = RunIndex(file)
     assert list(ledger.of("alice").runs) == ["tenant-alice.s:train:0"]
     assert list(ledger.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
     assert ledger.of("alice").run("tenant-bob.s:train:49") is None and ledger.run("tenant-bob.s:train:49") is not None
@@ -215,7 +215,7 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(tmp_path: Pat
 def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
-    ledger = Ledger(file)
+    ledger = RunIndex(file)
     assert list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
 
 
@@ -226,7 +226,7 @@ async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fake_context(tmp_path)
-    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(Lobby(context=context)))
+    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         real = os.write
@@ -248,7 +248,7 @@ async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_ha
         made = await make_model(http, session, 1)
         engine.stop()
         assert list(engine.models) == [made] and [op.model_id for op in engine.of_type(UnloadModel)] == [f"{session}:train:0"]
-    assert [run.lora.rank for run in Ledger(tmp_path / "ledger.jsonl").runs.values()] == [4]
+    assert [run.lora.rank for run in RunIndex(tmp_path / "ledger.jsonl").runs.values()] == [4]
 
 
 def test_fields_of_a_record_survive_a_round_trip(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from skyrl_tx_server.distributed.channel import (
     accept,
     connect,
 )
-from skyrl_tx_server.distributed.multihost import Follower, HostLostError, Leader
+from skyrl_tx_server.distributed.multihost import Follower, HostLostError, RankZero
 from skyrl_tx_server.distributed.rendezvous import join, lead
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import KEY
@@ -248,7 +248,7 @@ def test_a_forged_answer_ends_process_0_with_one_error() -> None:
     raw, process_0 = socket.socketpair()
     lost = SimpleQueue[str]()
     with raw:
-        leader = Leader({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
+        leader = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
         raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
         assert lost.get(timeout=60).startswith("process 1: a message between the processes was changed, repeated or lost on its way")
         leader.stop()

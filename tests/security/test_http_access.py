@@ -10,20 +10,20 @@ import pytest
 
 from skyrl_tx_server.http.access import access_policy, host_name
 from skyrl_tx_server.http.app import ENDPOINTS, build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.server import fake_context, fake_engine
 
 
 def policy_context(
     root: Path, *, host: str = "127.0.0.1", key: str | None = None, hosts: str | None = None, origins: str | None = None
-) -> Context:
+) -> AppState:
     access = access_policy(host=host, has_key=key is not None, allowed_hosts=hosts, allowed_origins=origins)
     return fake_context(root, settings=HttpSettings(model_dir=None, api_key=key, access=access))
 
 
-def client(context: Context) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(Lobby(context=context))), base_url="http://127.0.0.1:8000")
+def client(context: AppState) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://127.0.0.1:8000")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import uvicorn
 from skyrl_tx_server.config.command_line import parse, with_secrets
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.listening import BoundedServer, connection_limit, raise_file_limit
 from tests.fakes.server import fake_context, fake_engine
 
@@ -30,7 +30,9 @@ type Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @contextlib.asynccontextmanager
 async def serving(root: Path, *, max_connections: int = 8, head_timeout_s: float = 60.0) -> AsyncIterator[tuple[str, int]]:
     context = fake_context(root)
-    config = uvicorn.Config(build_app(Lobby(context=context)), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
+    config = uvicorn.Config(
+        build_app(StartupState(context=context)), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+    )
     server = BoundedServer(config, max_connections, head_timeout_s=head_timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()

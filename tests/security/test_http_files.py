@@ -18,8 +18,8 @@ from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.peft_files import CONFIG, read_adapter
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import Context
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.model.config_json import load_model_config
 from tests.fakes.server import fake_context, fake_engine
 from tests.server.tiny_qwen3 import FIXTURES
@@ -29,13 +29,13 @@ NESTED = '{"a":' * 500 + "1" + "}" * 500
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
+def context(tmp_path: Path) -> AppState:
     return fake_context(tmp_path, retention=Retention(hold_s=30))
 
 
 @pytest.fixture
-async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
@@ -88,7 +88,7 @@ async def test_one_bad_record_breaks_no_listing_and_no_other_checkpoint(http: ht
     assert good in (await http.get("checkpoints")).text
 
 
-async def test_a_record_that_names_a_file_elsewhere_is_refused(http: httpx.AsyncClient, context: Context, tmp_path: Path) -> None:
+async def test_a_record_that_names_a_file_elsewhere_is_refused(http: httpx.AsyncClient, context: AppState, tmp_path: Path) -> None:
     model_id = (await make_model(http))["model_id"]
     path = (await call(http, "save_weights", model_id=model_id, path="w"))["path"]
     file = tmp_path / model_id / "weights" / "w" / "checkpoint.json"
@@ -141,7 +141,7 @@ def percent(text: str) -> str:
 
 
 async def test_a_disk_that_is_full_when_a_model_is_recorded_costs_that_model_and_no_other(
-    http: httpx.AsyncClient, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = (await make_model(http))["model_id"]
 

@@ -17,9 +17,9 @@ import zstandard
 
 from skyrl_tx_server.errors import CapacityError, UserError
 from skyrl_tx_server.http.app import ENDPOINTS, build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyBudget, decompress
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
@@ -69,15 +69,15 @@ ROUTES = [endpoint for endpoint in ENDPOINTS if endpoint.method in ("POST", "PUT
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Context]:
+def context(tmp_path: Path) -> Iterator[AppState]:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None))
     yield context
     fake_engine(context).stop()
 
 
 @pytest.fixture
-async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
 
@@ -309,7 +309,7 @@ async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: 
             yield b" "
             await asyncio.sleep(0.01)
 
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
         response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
     assert (response.status_code, "on average" in response.text) == (400, True)

@@ -35,7 +35,7 @@ from skyrl_tx_server.errors import CapacityError, ConfigError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
 from skyrl_tx_server.http.app_state import HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.shares import LEAST_TOKENS, EngineShare
 from tests.fakes.server import fake_context, fake_engine
 from tests.security.tenants import (
@@ -176,7 +176,7 @@ async def test_owners_survive_a_restart_and_unowned_checkpoints_are_the_operator
         site.context.checkpoints.write(old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={})
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
-        transport = httpx.ASGITransport(build_app(Lobby(context=restarted)))
+        transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
         found = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
             async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=http.headers) as again:
@@ -206,7 +206,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
     context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY))
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}) as http:
         assert len((await http.get("/api/v1/checkpoints")).json()["checkpoints"]) == 3
         assert (await http.get("/metrics")).status_code == 200

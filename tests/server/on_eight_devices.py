@@ -32,13 +32,13 @@ from skyrl_tx_server.model.kv_cache import (
     write_rows,
 )
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, zero_adapter
-from skyrl_tx_server.model.lora.lora_math import users_of
+from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, PAGE
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block
 from skyrl_tx_server.sampling.sequences import row_settings
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, train_shapes
@@ -164,14 +164,14 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
     """Of a decode block's messages between devices the longest, in parts of one matrix of a layer."""
     config, rows = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
-    row = Rows(
+    row = DecodeBatch(
         tokens=np.zeros(rows, np.int32),
         before=Carry.of_none(rows),
         positions=np.zeros(rows, np.int32),
         remaining=np.zeros(rows, np.int32),
         tables=np.zeros((rows, 1), np.int32),
         stretches=None,
-        adapters=users_of(np.zeros(rows, np.int32)),
+        adapters=lora_indices(np.zeros(rows, np.int32)),
         stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
     )
     cache, settings = empty_cache(config=config, pages=8, dtype=np.dtype("float32")), row_settings([None] * rows, config.vocab_size)

@@ -26,8 +26,8 @@ from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.futures import Retention
 from skyrl_tx_server.engine.operations import DropSnapshot, ForwardBackward, OptimStep, Sample, UnloadModel
 from skyrl_tx_server.http.app import build_app, housekeep
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from tests.fakes.engine import FACTORS, FakeEngine
 from tests.fakes.executor import FakeExecutor
@@ -39,21 +39,21 @@ MODEL = "local/fake"
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
+def context(tmp_path: Path) -> AppState:
     settings = HttpSettings(model_dir=tmp_path / "model", max_request_bytes=20_000)
     return fake_context(tmp_path, retention=Retention(hold_s=0.05), settings=settings)
 
 
 @pytest.fixture
-async def http(context: Context) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)), client=("127.0.0.1", 1234))
+async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)), client=("127.0.0.1", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
 
 
 @pytest.fixture
-def engine(context: Context) -> FakeEngine:
+def engine(context: AppState) -> FakeEngine:
     return fake_engine(context)
 
 
@@ -97,8 +97,8 @@ def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
 
 
-async def test_nothing_is_served_before_the_engine_can_work(context: Context) -> None:
-    lobby = Lobby()
+async def test_nothing_is_served_before_the_engine_can_work(context: AppState) -> None:
+    lobby = StartupState()
     transport = httpx.ASGITransport(build_app(lobby))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
@@ -116,8 +116,8 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
     assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
-async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(context: Context) -> None:
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(context: AppState) -> None:
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     for scheme, told in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
             assert (await post(http, "client/config", sdk_version="0.38.0")).get("use_pyqwest_transport") is told
@@ -172,7 +172,7 @@ async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
     assert "expected a JSON object" in response.json()["detail"]
 
 
-async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: AppState, caplog: pytest.LogCaptureFixture) -> None:
     parts = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent = []
 
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: Co
 
     scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [], "query_string": b"", "client": ("127.0.0.1", 1)}
     with caplog.at_level(logging.INFO):
-        await build_app(Lobby(context=context))(scope, receive, send)
+        await build_app(StartupState(context=context))(scope, receive, send)
     assert sent[0]["status"] == 499
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text
     fake_engine(context).stop()
@@ -197,7 +197,7 @@ async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http, asyncio.timeout(10):
         response = await http.post("asample", content=half())
     assert (response.status_code, "no byte for 0.05 s" in response.text) == (400, True)
@@ -252,7 +252,7 @@ async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: F
     assert (other_kind.status_code, "seq_id 1" in other_kind.text) == (400, True)
 
 
-async def test_a_model_that_could_not_be_made_does_not_exist(http: httpx.AsyncClient, context: Context) -> None:
+async def test_a_model_that_could_not_be_made_does_not_exist(http: httpx.AsyncClient, context: AppState) -> None:
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
@@ -319,11 +319,11 @@ async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.Async
     assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
 
 
-async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(http: httpx.AsyncClient, context: Context) -> None:
+async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(http: httpx.AsyncClient, context: AppState) -> None:
     model_id = await make_model(http, await open_session(http))
     info = await post(http, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": str(context.settings.model_dir)}
-    far = httpx.ASGITransport(build_app(Lobby(context=context)), client=("10.0.0.7", 1234))
+    far = httpx.ASGITransport(build_app(StartupState(context=context)), client=("10.0.0.7", 1234))
     async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
@@ -332,7 +332,7 @@ async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(http: ht
 async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
     context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
     engine = fake_engine(context)
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         model_id = await make_model(http, session_id)
@@ -363,7 +363,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
     engine = Engine(executor)
     context = replace(fake_context(tmp_path), engine=engine)
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
@@ -384,7 +384,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
     assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
 
 
-async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.AsyncClient, context: Context, tmp_path: Path) -> None:
+async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.AsyncClient, context: AppState, tmp_path: Path) -> None:
     model_id = await make_model(http, await open_session(http))
     paths = []
     for number in range(2):
@@ -401,7 +401,7 @@ async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.As
 
 
 async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_restart(
-    http: httpx.AsyncClient, context: Context, tmp_path: Path
+    http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = await make_model(http, await open_session(http))
     kept = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="kept", ttl_seconds=3600))
@@ -412,7 +412,7 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
         ledger.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(Lobby(context=restarted)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
         (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
@@ -453,7 +453,7 @@ async def test_one_line_per_request_with_polls_and_heartbeats_left_to_debug(
 
 
 async def test_a_bug_of_ours_is_reported_once_and_not_retried(
-    http: httpx.AsyncClient, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(op: object) -> None:
         raise KeyError("nobody thought of this")
@@ -495,7 +495,7 @@ async def test_sampling_by_name_or_path_without_a_session(http: httpx.AsyncClien
 
 
 async def test_a_reply_that_cannot_be_written_is_no_retried_status_either(
-    http: httpx.AsyncClient, context: Context, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 5xx of retrieve_future would be asked again at once, for ever."""
     monkeypatch.setattr(context.engine, "stats", lambda: {"cannot be written": object()})
@@ -503,7 +503,7 @@ async def test_a_reply_that_cannot_be_written_is_no_retried_status_either(
     assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
 
 
-async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncClient, context: Context, engine: FakeEngine) -> None:
+async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncClient, context: AppState, engine: FakeEngine) -> None:
     now = [0.0]
     context.registry._clock = lambda: now[0]
     session_id = await open_session(http)
@@ -536,7 +536,7 @@ async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(http: httpx
 async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
     """The command line fetches the files with nothing but their URLs."""
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     key = {"x-api-key": "tml-secret"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
         model_id = await make_model(http, await open_session(http))

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx_server.engine.engine import FailedRow, FinishedRow
 from skyrl_tx_server.engine.operations import Sample, SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
@@ -54,7 +54,9 @@ class Driver:
 
     def admit(self, ticket: int) -> None:
         while (
-            admission := self.executor.admit([Admit(ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples)])[0]
+            admission := self.executor.admit(
+                [PrefillRequest(ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples)]
+            )[0]
         ) is None:
             pass
         self._collect(admission.finished)
@@ -191,7 +193,7 @@ def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -
     before = driver.executor.stats()["decode_blocks_ahead"]
     settings = replace(REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),))  # it might have gone on
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
-        driver.executor.admit([Admit(ticket=99, op=op, first=0, count=1)])
+        driver.executor.admit([PrefillRequest(ticket=99, op=op, first=0, count=1)])
         assert driver.executor.decode()
         assert len(driver.executor.collect(go_on=True)) == 1
     assert driver.executor.stats()["decode_blocks_ahead"] == before
@@ -204,7 +206,7 @@ def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_p
     for ticket, length in enumerate((40, 40, 100, 100), start=101):
         prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
         op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False))
-        executor.admit([Admit(ticket=ticket, op=op, first=0, count=1)])
+        executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=True)
     assert executor.stats()["rows_set_aside"] == is_small
@@ -225,7 +227,7 @@ def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
     for ticket in range(101, 105):
         prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
         op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False))
-        executor.admit([Admit(ticket=ticket, op=op, first=0, count=1)])
+        executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=False)
     executor.release(104)
@@ -241,7 +243,7 @@ def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_beg
     stop = int(alone[LONG, 0].tokens[4])
     settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
     driver.admit(LONG)
-    driver.executor.admit([Admit(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)])
+    driver.executor.admit([PrefillRequest(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)])
     slots: Any = driver.executor._slots
     (slot,) = (at for at, row in enumerate(slots._rows) if row is not None and row.ticket == 99)
     driver.block(go_on=True)

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from skyrl_tx_server.http import app
 from skyrl_tx_server.http.app import ENDPOINTS
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.routes.weights import CHECKPOINT
 
 PAGE = Path(__file__).parents[2] / "docs" / "server-contract.md"
@@ -25,7 +25,7 @@ def test_every_route_of_the_installed_sdk_is_answered_by_name():
     sources = [path.read_text() for path in Path(tinker.__file__).parent.rglob("*.py")]
     routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\s]+)["']""", text)}
     assert len(routes) > 30
-    answered = [route for route in app.build_app(Lobby()).routes if isinstance(route, Route)]
+    answered = [route for route in app.build_app(StartupState()).routes if isinstance(route, Route)]
     unknown = {path for path in routes if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a/b", path)) for route in answered)}
     unknown = {path for path in unknown if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a", path)) for route in answered)}
     assert unknown == set()

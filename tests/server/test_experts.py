@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.model.experts import Router, _block_size, _lay_out, _mix, route
-from skyrl_tx_server.model.lora.lora_math import LowRank, users_of
+from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
 
 HIDDEN, WIDTH, COUNT, RANK = 8, 6, 5, 2
@@ -22,11 +22,11 @@ def weights(seed: int = 0):
     return Router(router), gate_up, down
 
 
-def factors(seed: int = 1) -> tuple[LowRank, LowRank]:
+def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
     random = np.random.default_rng(seed)
 
-    def module(inputs: int, outputs: tuple[int, ...]) -> LowRank:
-        return LowRank(
+    def module(inputs: int, outputs: tuple[int, ...]) -> LoraWeights:
+        return LoraWeights(
             a=(0.5 * random.normal(size=(COUNT, inputs, len(outputs) * RANK))).astype(np.float32),
             b=tuple(random.normal(size=(COUNT, RANK, width)).astype(np.float32) for width in outputs),
             scale=np.float32(0.5),
@@ -39,10 +39,10 @@ def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXP
     return _mix(experts, x, route(experts, router, x), gate_up, down, modules)
 
 
-def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LowRank, LowRank]) -> jax.Array:
+def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]) -> jax.Array:
     """Every expert over every token, the chosen ones added up."""
 
-    def low_rank(x: jax.Array, module: LowRank) -> jax.Array:
+    def low_rank(x: jax.Array, module: LoraWeights) -> jax.Array:
         inner = jnp.split(jnp.einsum("...ei,eir->...er", x, module.a) * module.scale, len(module.b), axis=-1)
         return jnp.concatenate([jnp.einsum("...er,ero->...eo", part, b) for part, b in zip(inner, module.b, strict=True)], axis=-1)
 
@@ -75,7 +75,7 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
     banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # of one layer
-    banks = tuple(replace(bank, users=users_of(rows), layer=np.int32(0)) for bank in banks)
+    banks = tuple(replace(bank, users=lora_indices(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
         alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])

@@ -35,7 +35,7 @@ from skyrl_tx_server.model.config_json import config_json, load_model_config
 from skyrl_tx_server.model.families.table import FAMILIES as TABLE
 from skyrl_tx_server.model.layers import within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
-from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, stretch_context
+from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
 from tests.fakes.tiny_model import make_settings
@@ -245,7 +245,7 @@ def test_deepseek_is_read_as_its_own_checkpoints_write_it(tmp_path: Path, caplog
         assert load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1)) == config
     assert "num_nextn_predict_layers=1: the layers that predict more tokens ahead are left out" in caplog.text
     with pytest.raises(ConfigError, match="deepseek_v3 model is stretched by its own config"):
-        stretch_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
+        yarn_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
 
 
 def test_a_routers_bias_stays_in_float32() -> None:

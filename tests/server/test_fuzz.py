@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.futures import Retention
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.bodies import PARSERS, ROUTES, VALID, VALID_MESSAGES, json_holds, messages, mutated, protobuf_holds, values
 from tests.fakes.server import fake_context, fake_engine
 
@@ -63,7 +63,7 @@ def test_no_body_is_an_internal_error_of_any_route(tmp_path_factory: pytest.Temp
 
 async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
     context = fake_context(folder, retention=Retention(hold_s=0.01))
-    transport = httpx.ASGITransport(build_app(Lobby(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         if alive and isinstance(body, dict):
             session_id = (await http.post("create_session", json={})).json()["session_id"]

@@ -21,22 +21,22 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
 from skyrl_tx_server.model.attention import decode_attention, prefill_attention, prefix_tree_attention
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
-from skyrl_tx_server.model.attention.kv_splits import Stretches, stretches_of
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, stretches_of
 from skyrl_tx_server.model.attention.prefill_attention import Blocks
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
 from skyrl_tx_server.model.lora.adapter import zero_adapter
-from skyrl_tx_server.model.lora.lora_math import LowRank, users_of
+from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
 from skyrl_tx_server.model.shapes import BLOCK, PAGE
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import batch_runner, decode_batch
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block
 from skyrl_tx_server.sampling.sequences import row_settings
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import PackedBatch, TrainShape, TrainShapes, pack
+from skyrl_tx_server.training.packing import BucketShape, BucketShapes, PackedBatch, pack
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
@@ -57,8 +57,8 @@ def forest(*, seed: int, rows: int) -> PackedBatch:
             own = np.concatenate([sequences[-1][: random.integers(16, 60)], own])
         sequences.append(own.astype(np.int32))
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
-    shape = TrainShape(rows=rows, length=512)
-    (batch,) = pack(data, [np.ones(len(datum.tokens), bool) for datum in data], TrainShapes(shapes=(shape,), budget=shape))
+    shape = BucketShape(rows=rows, length=512)
+    (batch,) = pack(data, [np.ones(len(datum.tokens), bool) for datum in data], BucketShapes(shapes=(shape,), budget=shape))
     assert (batch.num_key_blocks[:, -1] == 0).any() and (batch.num_key_blocks > 1).any()
     return batch
 
@@ -188,12 +188,12 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
     routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
     gate_up, down = normal(2, 2, count, 2 * width, hidden) / 4, normal(3, 2, count, hidden, width) / 4
 
-    def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LowRank:
+    def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LoraWeights:
         b = tuple(normal(5, *lead, count, rank, part) for part in parts)
-        return LowRank(a=normal(4, *lead, count, inputs, len(parts) * rank) / 4, b=b, scale=np.full(lead, 0.5, np.float32))
+        return LoraWeights(a=normal(4, *lead, count, inputs, len(parts) * rank) / 4, b=b, scale=np.full(lead, 0.5, np.float32))
 
     one = module(hidden, (width, width)), module(width, (hidden,))
-    users, layer = users_of(np.array([2, 0, 2], np.int32)), np.int32(1)
+    users, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
     bank = tuple(replace(each, users=users, layer=layer) for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2)))
 
     def everything() -> list[np.ndarray]:
@@ -248,7 +248,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path:
     expected = sampled("plain")
     rows_read_for: set[int] = set()
 
-    def noted(*args: Any, **options: Any) -> Stretches:
+    def noted(*args: Any, **options: Any) -> KVSplits:
         stretches = stretches_of(*args, **options)
         rows_read_for.update((stretches.rows[: stretches.counts[0]] >= 0).sum(axis=1).tolist())
         return stretches
@@ -274,14 +274,14 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     bank = jax.tree.map(lambda leaf: np.stack([leaf] * 2), zero_adapter(config, tiny_qwen3.MAX_RANK))
     cache = jax.eval_shape(partial(empty_cache, config=config, pages=40, dtype=np.dtype(jnp.bfloat16)))
-    rows = Rows(
+    rows = DecodeBatch(
         tokens=np.zeros(4, np.int32),
         before=Carry.of_none(4),
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),
         stretches=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
-        adapters=users_of(np.zeros(4, np.int32)),
+        adapters=lora_indices(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
     arguments = (cache, params, bank, rows, row_settings([None] * 4, config.vocab_size))

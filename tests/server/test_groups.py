@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import Sample, SamplingSettings
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.executor.cache_size import CacheSize
 from skyrl_tx_server.executor.executor import DeviceExecutor
-from skyrl_tx_server.sampling.batch_runner import DecodeSlots
+from skyrl_tx_server.sampling.batch_runner import BatchRunner
 from tests.fakes.tiny_model import make_model, make_settings
 
 BLOCK, CONTEXT = 16, 192
@@ -23,9 +23,9 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> DeviceExecutor:
 
 
 @pytest.fixture
-def slots(executor: DeviceExecutor) -> DecodeSlots:
+def slots(executor: DeviceExecutor) -> BatchRunner:
     """Two slots and five pages on each of two devices; a whole context is three pages."""
-    return DecodeSlots(
+    return BatchRunner(
         executor._config,
         executor._params,
         executor._snapshots,
@@ -39,27 +39,29 @@ def slots(executor: DeviceExecutor) -> DecodeSlots:
     )
 
 
-def begin(slots: DecodeSlots, requests: Sequence[tuple[int, int]]) -> None:
+def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
     """Samples of so many tokens after prompts of so many, no two alike."""
     for ticket, (length, max_tokens) in enumerate(requests, 1):
         prompt = np.random.default_rng(ticket).integers(0, 256, length).astype(np.int32)
         settings = SamplingSettings(max_tokens=max_tokens, seed=ticket, stop_at_eos=False)
-        slots.admit([Admit(ticket=ticket, op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1), first=0, count=1)])
+        slots.admit(
+            [PrefillRequest(ticket=ticket, op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1), first=0, count=1)]
+        )
 
 
-def finish(slots: DecodeSlots, ticket: int) -> None:
+def finish(slots: BatchRunner, ticket: int) -> None:
     while slots.running(ticket):
         slots.decode()
         slots.collect(go_on=False)
 
 
-def test_rows_are_spread_over_the_devices_so_that_none_waits_where_another_has_room(slots: DecodeSlots) -> None:
+def test_rows_are_spread_over_the_devices_so_that_none_waits_where_another_has_room(slots: BatchRunner) -> None:
     begin(slots, [(60, 130), (60, 130)])  # three pages each
     finish(slots, 2)
     assert slots.stats()["preemptions"] == 0
 
 
-def test_a_row_that_was_set_aside_waits_for_pages_on_its_own_device_alone(slots: DecodeSlots) -> None:
+def test_a_row_that_was_set_aside_waits_for_pages_on_its_own_device_alone(slots: BatchRunner) -> None:
     """The first and the third have one device, where the third is set aside until the first ends; the others have what they need."""
     begin(slots, [(60, 75), (5, 120), (60, 130), (6, 120)])
     finish(slots, 1)

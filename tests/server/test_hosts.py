@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from skyrl_tx_server.distributed.multihost import Follower, HostLostError, Leader, LedExecutor, _Begin
+from skyrl_tx_server.distributed.multihost import Follower, HostLostError, MultihostExecutor, RankZero, _Begin
 from skyrl_tx_server.engine.engine import Engine, RowsLostError
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -38,8 +38,8 @@ SAMPLE = Sample(weights=None, prompt=np.array([5, 6], np.int32), settings=Sampli
 class Pair:
     """Process 0's view of a pair, and what became of the other."""
 
-    leader: Leader
-    executor: LedExecutor
+    leader: RankZero
+    executor: MultihostExecutor
     own: FakeExecutor
     other: FakeExecutor
     lost: SimpleQueue[str]
@@ -77,8 +77,8 @@ class _Started:
             theirs.hang_up()
 
         threading.Thread(target=follow, daemon=True).start()
-        leader = Leader({1: ours}, lost.put)
-        pair = Pair(leader=leader, executor=LedExecutor(own, leader), own=own, other=other, lost=lost, end=end)
+        leader = RankZero({1: ours}, lost.put)
+        pair = Pair(leader=leader, executor=MultihostExecutor(own, leader), own=own, other=other, lost=lost, end=end)
         self.pairs.append(pair)
         return pair
 
@@ -182,8 +182,8 @@ def test_what_only_one_process_meets_is_the_end_of_all(
 def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reason() -> None:
     ours, theirs = channels()
     lost, own = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # our devices wait for the other's for ever
-    leader = Leader({1: ours}, lost.put)
-    executor = LedExecutor(own, leader)
+    leader = RankZero({1: ours}, lost.put)
+    executor = MultihostExecutor(own, leader)
     engine = Engine(executor)
     engine.start()
     stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)

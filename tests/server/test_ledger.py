@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.files.run_index import Ledger, TrainingRun
+from skyrl_tx_server.files.run_index import RunIndex, TrainingRun
 
 PATH, OTHER = "tinker://run/weights/1", "tinker://run/weights/2"
 NOW = datetime.now(UTC)
@@ -15,14 +15,14 @@ def run_of(run_id: str) -> TrainingRun:
 
 
 def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = RunIndex(tmp_path / "ledger.jsonl")
     ledger.record_run(run_of("one"))
     for path in (PATH, OTHER):
         ledger.set_expiry(path, NOW - timedelta(hours=1))
         ledger.set_public(path, True)
     ledger.set_expiry(PATH, NOW + timedelta(hours=1))
     ledger.forget(OTHER)
-    for known in (ledger, Ledger(tmp_path / "ledger.jsonl")):
+    for known in (ledger, RunIndex(tmp_path / "ledger.jsonl")):
         assert known.runs == {"one": run_of("one")}
         assert known.expiries == {PATH: NOW + timedelta(hours=1)} and known.public == {PATH}
         assert known.expired() == []
@@ -32,16 +32,16 @@ def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: P
 
 def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
-    ledger = Ledger(file)
+    ledger = RunIndex(file)
     ledger.record_run(run_of("one"))
     ledger.record_run(run_of("torn"))
     file.write_text(file.read_text()[:-20])
-    Ledger(file).record_run(run_of("two"))
-    assert list(Ledger(file).runs) == ["one", "two"]
+    RunIndex(file).record_run(run_of("two"))
+    assert list(RunIndex(file).runs) == ["one", "two"]
 
 
 def test_a_line_of_another_version_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text('{"run_id": "x", "lora": {"colour": 1}, "created_at": "never"}\n{"path": "p"}\n[]\n')
-    Ledger(file).record_run(run_of("one"))
-    assert list(Ledger(file).runs) == ["one"]
+    RunIndex(file).record_run(run_of("one"))
+    assert list(RunIndex(file).runs) == ["one"]

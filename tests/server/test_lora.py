@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
 from skyrl_tx_server.model.lora.adapter import adapted_stacks, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
-from skyrl_tx_server.model.lora.lora_math import low_rank_deltas, project, users_of
+from skyrl_tx_server.model.lora.lora_math import lora_indices, low_rank_deltas, project
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
 
@@ -76,7 +76,7 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     apply = jax.jit(lambda x, module: project(CONFIG, x, weight, CONFIG.qkv_widths, module))
 
     def used_by(*entries: int):
-        return apply(x, replace(bank, users=users_of(np.array(entries, np.int32))))
+        return apply(x, replace(bank, users=lora_indices(np.array(entries, np.int32))))
 
     mixed = used_by(2, 0, 1)
     for row, entry in enumerate((2, 0, 1)):
@@ -91,7 +91,7 @@ def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(en
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.layers[0]["qkv"] for each in (zeros(), tiny_qwen3.adapter(), doubled())))
     one, several = (
-        jax.jit(low_rank_deltas)(x, replace(bank, users=users_of(np.array(entries, np.int32), bank=size), layer=np.int32(1)))
+        jax.jit(low_rank_deltas)(x, replace(bank, users=lora_indices(np.array(entries, np.int32), bank=size), layer=np.int32(1)))
         for size in (None, 3)
     )
     for expected, found in zip(one, several, strict=True):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.config.server_config import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.families.layer_spec import Split, Weight
+from skyrl_tx_server.model.families.layer_spec import ShardAxis, Weight
 from skyrl_tx_server.model.lora.lora_math import split_parts
 from skyrl_tx_server.model.mesh import make_mesh, place
 from skyrl_tx_server.model.weights import _outputs, check_divisible
@@ -93,7 +93,7 @@ def test_more_devices_than_there_are_is_one_clear_line() -> None:
 
 def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
     """The worked example of `Weight`: q has 4 outputs, k and v 2 each, over two devices."""
-    weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=Split.OUTPUTS)
+    weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=ShardAxis.OUTPUTS)
     assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)
     pieces = [(name, own) for name, _, own in _outputs(weight, slice(4, 8), shards=2)]
     assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]

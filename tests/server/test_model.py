@@ -9,8 +9,8 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter
-from skyrl_tx_server.model.model_config import ModelConfig, stretch_context
-from skyrl_tx_server.model.transformer import Params, Remat, by_layer, head_logits, hidden_states, init_params, layers_apart
+from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.transformer import Params, Remat, by_layer, head_logits, hidden_states, init_params, unstack_layers
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES
@@ -47,14 +47,14 @@ def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
 
 def test_a_context_beyond_the_models_own_is_reached_as_qwens_model_cards_do() -> None:
     plain = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "max_position_embeddings": 40_960})
-    assert stretch_context(plain, 40_960) is plain
-    stretched = stretch_context(plain, 128_000)
+    assert yarn_context(plain, 40_960) is plain
+    stretched = yarn_context(plain, 128_000)
     assert stretched.rope_scaling is not None
     assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (4.0, 32_768)
     assert stretched.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
     assert stretched.context_length == 131_072
     with pytest.raises(ConfigError, match="stretches it to 131072 tokens"):
-        stretch_context(stretched, 200_000)
+        yarn_context(stretched, 200_000)
 
 
 def test_a_fresh_adapter_changes_nothing() -> None:
@@ -146,7 +146,7 @@ def test_a_missing_model_directory_is_one_clear_line(tmp_path) -> None:
 def test_layers_apart_are_the_same_layers_and_the_same_memory() -> None:
     config = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3})
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
-    apart = layers_apart(config, params)
+    apart = unstack_layers(config, params)
     for whole, own in zip(by_layer(config, params), by_layer(config, apart), strict=True):
         jax.tree.map(np.testing.assert_array_equal, whole, own)
     (stack,) = params.layers

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.chat_format import load_tokenizer
 from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
@@ -39,15 +39,18 @@ def engine() -> TextEngine:
 
 
 @pytest.fixture
-def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> Context:
+def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> AppState:
     made = fake_context(tmp_path, settings=HttpSettings(model_dir=model_dir))
     made.engine.stop()  # type: ignore[attr-defined]
     return replace(made, engine=engine)
 
 
 @pytest.fixture
-def client(context: Context) -> Iterator[openai.OpenAI]:
-    with serving(Lobby(context=context)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def client(context: AppState) -> Iterator[openai.OpenAI]:
+    with (
+        serving(StartupState(context=context)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
         yield client
 
 
@@ -215,7 +218,7 @@ def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, 
 
 
 def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
-    client: openai.OpenAI, context: Context, engine: TextEngine
+    client: openai.OpenAI, context: AppState, engine: TextEngine
 ) -> None:
     for kind in ("weights", "sampler_weights"):
         arrays, lora = {"x": np.zeros(1, np.float32)}, LoraSpec(rank=2)
@@ -284,14 +287,14 @@ def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
 
 
 def test_tools_are_refused_where_the_template_has_no_place_for_them(
-    tmp_path: Path, context: Context, engine: TextEngine, model_dir: Path
+    tmp_path: Path, context: AppState, engine: TextEngine, model_dir: Path
 ) -> None:
     directory = save_tokenizer(tmp_path / "plain")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     plain = replace(context, settings=HttpSettings(model_dir=directory))
-    with serving(Lobby(context=plain)) as url:
+    with serving(StartupState(context=plain)) as url:
         reply = httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]})
     assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]
 

@@ -15,8 +15,8 @@ import tinker
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LoraSpec, LossFn, Sample, SamplingSettings, TrainDatum
 from skyrl_tx_server.http.app import build_app
-from skyrl_tx_server.http.app_state import Context, HttpSettings
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.app_state import AppState, HttpSettings
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine, serving
 
@@ -25,20 +25,20 @@ SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?
 
 
 @pytest.fixture
-async def context(tmp_path: Path) -> AsyncIterator[Context]:
+async def context(tmp_path: Path) -> AsyncIterator[AppState]:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
     yield context
     fake_engine(context).stop()
 
 
-def http_of(context: Context) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(Lobby(context=context))), base_url="http://server")
+def http_of(context: AppState) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://server")
 
 
 TURNS = ("step", "prefill", "decode")
 
 
-async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(FakeExecutor())
     engine.start()
     tokens = np.arange(1, 6, dtype=np.int32)
@@ -78,7 +78,7 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: Context,
     assert all(float(line.split()[1]) > 0 for (line,) in spent.values())
 
 
-async def test_every_route_but_health_wants_the_key(context: Context) -> None:
+async def test_every_route_but_health_wants_the_key(context: AppState) -> None:
     async with http_of(context) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200
         for path in ("/metrics", "/v1/models", "/api/v1/stats", "/api/v1/get_server_capabilities"):
@@ -92,7 +92,7 @@ async def test_every_route_but_health_wants_the_key(context: Context) -> None:
 @pytest.mark.official_sdk
 def test_both_official_clients_bring_the_key(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
-    with serving(Lobby(context=context)) as url:
+    with serving(StartupState(context=context)) as url:
         rest = tinker.RestClient(base_url=url, api_key=KEY)
         assert rest.get_server_capabilities().result().supported_models[0].model_name == "local/fake"
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:

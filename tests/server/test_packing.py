@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
-from skyrl_tx_server.training.packing import BLOCK, PackedBatch, Placement, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.training.packing import BLOCK, DatumSpan, PackedBatch, pack, train_shapes, unpack, with_sequence_ratios
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
@@ -91,7 +91,7 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(data: tuple[TrainDat
             np.testing.assert_array_equal(values, getattr(datum, attribute))
 
 
-def check_placement(batch: PackedBatch, place: Placement, datum: TrainDatum) -> None:
+def check_placement(batch: PackedBatch, place: DatumSpan, datum: TrainDatum) -> None:
     path = batch.sources[place.row, place.entries]
     ends = batch.ends[place.row]
     np.testing.assert_array_equal(batch.tokens[place.row, path], datum.tokens)

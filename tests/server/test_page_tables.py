@@ -4,16 +4,16 @@ import pytest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.shapes import PAGE
 from skyrl_tx_server.sampling.block_tables import take_tables
-from skyrl_tx_server.sampling.prefix_cache import Pages, Prefix
+from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
 
 NOTHING = Prefix()
 
 
-def users(pages: Pages) -> dict[int, int]:
+def users(pages: PrefixCache) -> dict[int, int]:
     return dict(pages._users)
 
 
-def remembered(pages: Pages, text: np.ndarray) -> None:
+def remembered(pages: PrefixCache, text: np.ndarray) -> None:
     """A row has computed `text`, from the first free page on, and is gone."""
     taken = pages.take(-(-len(text) // PAGE))
     assert taken is not None
@@ -22,7 +22,7 @@ def remembered(pages: Pages, text: np.ndarray) -> None:
 
 
 def test_rows_in_one_place_share_the_pages_that_are_full() -> None:
-    home = Pages(first=0, count=10)
+    home = PrefixCache(first=0, count=10)
     tables = take_tables([home] * 3, 2 * PAGE + 1, found=NOTHING, home=home, spare={}, text_length=2 * PAGE + 1)
     assert tables.of_rows == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert (tables.before, tables.after) == ([], [(3, 4), (3, 5)])
@@ -30,7 +30,7 @@ def test_rows_in_one_place_share_the_pages_that_are_full() -> None:
 
 
 def test_what_was_found_is_shared_as_far_as_it_is_full_and_else_copied() -> None:
-    home, text = Pages(first=0, count=10), np.arange(2 * PAGE, dtype=np.int32)
+    home, text = PrefixCache(first=0, count=10), np.arange(2 * PAGE, dtype=np.int32)
     remembered(home, text[: PAGE + 9])
     found = home.find("w", text)
     tables = take_tables([home] * 2, 2 * PAGE, found=found, home=home, spare={}, text_length=2 * PAGE)
@@ -39,7 +39,7 @@ def test_what_was_found_is_shared_as_far_as_it_is_full_and_else_copied() -> None
 
 
 def test_a_row_elsewhere_gets_copies_of_all() -> None:
-    home, other = Pages(first=0, count=10), Pages(first=10, count=10)
+    home, other = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
     found = Prefix(pages=home.take(1) or (), length=PAGE)
     tables = take_tables([home, other, other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1)
     assert tables.of_rows == [[1, 2], [11, 12], [11, 13]]
@@ -50,7 +50,7 @@ def test_a_row_elsewhere_gets_copies_of_all() -> None:
 
 @pytest.mark.parametrize(("length", "spare"), [(4 * PAGE, 0), (3 * PAGE, 1)])
 def test_nothing_is_taken_where_there_are_too_few_or_none_would_be_left(length: int, spare: int) -> None:
-    home, other = Pages(first=0, count=20), Pages(first=20, count=4)
+    home, other = PrefixCache(first=0, count=20), PrefixCache(first=20, count=4)
     text = np.arange(PAGE, dtype=np.int32)
     remembered(home, text)
     found = home.find("w", text)
@@ -60,7 +60,7 @@ def test_nothing_is_taken_where_there_are_too_few_or_none_would_be_left(length: 
 
 
 def test_what_was_found_is_not_given_up_for_what_goes_on_from_it() -> None:
-    home, text = Pages(first=0, count=3), np.arange(PAGE, dtype=np.int32)
+    home, text = PrefixCache(first=0, count=3), np.arange(PAGE, dtype=np.int32)
     remembered(home, text)
     with pytest.raises(CapacityError, match="64 are free"):
         take_tables([home], 2 * PAGE, found=home.find("w", text), home=home, spare={home: 1}, text_length=2 * PAGE)
@@ -68,6 +68,6 @@ def test_what_was_found_is_not_given_up_for_what_goes_on_from_it() -> None:
 
 
 def test_what_is_spared_stays_free() -> None:
-    home = Pages(first=0, count=5)
+    home = PrefixCache(first=0, count=5)
     take_tables([home], 2 * PAGE, found=NOTHING, home=home, spare={home: 2}, text_length=2 * PAGE)
     assert home.num_free == 2

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tx_server.model.shapes import PAGE
-from skyrl_tx_server.sampling.prefix_cache import Pages
+from skyrl_tx_server.sampling.prefix_cache import PrefixCache
 
 
 def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 4, length).astype(np.int32)
 
 
-def computed(pages: Pages, tokens: np.ndarray, weights: str = "w") -> list[int]:
+def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
     """A row that computed `tokens` and has left."""
     own = pages.take(-(-len(tokens) // PAGE))
     assert own is not None
@@ -22,7 +22,7 @@ def computed(pages: Pages, tokens: np.ndarray, weights: str = "w") -> list[int]:
 
 
 def test_a_prompt_finds_the_longest_beginning_under_its_own_weights():
-    pages = Pages(first=0, count=20)
+    pages = PrefixCache(first=0, count=20)
     first = text(3 * PAGE + 10)
     own = computed(pages, first)
     other = np.concatenate([first[: PAGE + 5], 3 - first[PAGE + 5 : 2 * PAGE]])
@@ -35,7 +35,7 @@ def test_a_prompt_finds_the_longest_beginning_under_its_own_weights():
 
 
 def test_a_page_that_fills_up_is_remembered_once():
-    pages = Pages(first=0, count=10)
+    pages = PrefixCache(first=0, count=10)
     whole = text(2 * PAGE)
     own = pages.take(2)
     assert own is not None
@@ -47,7 +47,7 @@ def test_a_page_that_fills_up_is_remembered_once():
 
 
 def test_a_page_that_filled_up_and_was_forgotten_is_found_no_more():
-    pages = Pages(first=0, count=3)
+    pages = PrefixCache(first=0, count=3)
     whole = text(PAGE)
     own = pages.take(1)
     assert own is not None
@@ -59,7 +59,7 @@ def test_a_page_that_filled_up_and_was_forgotten_is_found_no_more():
 
 
 def test_what_was_unused_longest_gives_way_and_never_what_a_row_has():
-    pages = Pages(first=0, count=7)
+    pages = PrefixCache(first=0, count=7)
     old, new = text(2 * PAGE, seed=1), text(2 * PAGE, seed=2)
     computed(pages, old)
     computed(pages, new)
@@ -74,7 +74,7 @@ def test_what_was_unused_longest_gives_way_and_never_what_a_row_has():
 
 
 def test_what_was_computed_again_has_been_used() -> None:
-    pages = Pages(first=0, count=6)
+    pages = PrefixCache(first=0, count=6)
     old, new = text(PAGE, seed=1), text(PAGE, seed=2)
     for tokens in (old, new, old):
         computed(pages, tokens)
@@ -84,7 +84,7 @@ def test_what_was_computed_again_has_been_used() -> None:
 
 def test_what_a_row_goes_on_from_is_kept_though_it_has_a_copy_of_its_own() -> None:
     """Its first page was computed twice, and is remembered where it lay before; its second hangs on that."""
-    pages = Pages(first=0, count=4)
+    pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE)
     computed(pages, whole[:PAGE])
     row = pages.take(2)
@@ -99,7 +99,7 @@ def test_what_a_row_goes_on_from_is_kept_though_it_has_a_copy_of_its_own() -> No
 @given(st.data())
 def test_every_page_is_free_or_has_an_owner_whatever_happens(data: st.DataObject):
     """Rows come, grow, share and leave; what is found is always what was remembered there."""
-    pages = Pages(first=3, count=12)
+    pages = PrefixCache(first=3, count=12)
     rows: list[tuple[np.ndarray, list[int]]] = []
     contents: dict[int, bytes] = {}  # what the device would hold
     for _ in range(data.draw(st.integers(1, 40))):

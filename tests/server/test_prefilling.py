@@ -17,14 +17,14 @@ from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
 from skyrl_tx_server.model.transformer import init_params
-from skyrl_tx_server.sampling.prefill_batch import Layout, Piece, PieceOutputs
+from skyrl_tx_server.sampling.prefill_batch import PrefillChunk, PrefillLayout, PrefillOutputs
 from skyrl_tx_server.sampling.sample_step import prefill
-from skyrl_tx_server.sampling.sequences import Row
+from skyrl_tx_server.sampling.sequences import SequenceState
 from tests.fakes import tiny_model
 
 CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
 PAGES_EACH = 6
-LAYOUT = Layout(shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size)
+LAYOUT = PrefillLayout(shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size)
 PARAMS = jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0))
 rng = np.random.default_rng(0)
 BANK = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10), zero_adapter(CONFIG, 4))
@@ -40,10 +40,10 @@ def rounding() -> float:
 ROUNDING = rounding()
 
 
-def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> Piece:
+def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:
     tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
     settings = SamplingSettings(temperature=1.0, seed=slot)
-    row = Row(
+    row = SequenceState(
         ticket=slot,
         index=0,
         weights=None,
@@ -55,7 +55,7 @@ def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) ->
         max_tokens=1,
         topk=0,
     )
-    return Piece(
+    return PrefillChunk(
         tokens=tokens,
         cached=cached,
         length=end or length,
@@ -70,7 +70,7 @@ def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) ->
     )
 
 
-def compute(cache: KVCache, pieces: Sequence[Piece], layout: Layout = LAYOUT) -> tuple[KVCache, list[PieceOutputs]]:
+def compute(cache: KVCache, pieces: Sequence[PrefillChunk], layout: PrefillLayout = LAYOUT) -> tuple[KVCache, list[PrefillOutputs]]:
     outputs = []
     for run, settings in layout.passes(pieces):
         cache, output = prefill(cache, PARAMS, BANK, run, settings, config=CONFIG, tempered=False)
@@ -82,7 +82,7 @@ def fresh() -> KVCache:
     return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_EACH, dtype=np.dtype("float32"))
 
 
-def written(cache: KVCache, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+def written(cache: KVCache, piece: PrefillChunk) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values of a piece's whole text, of every layer."""
     pages, length = np.array(piece.tables[0]), piece.length
     keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
@@ -90,7 +90,7 @@ def written(cache: KVCache, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
     return keys, values.transpose(0, 2, 1, 3, 4).reshape(values.shape[0], values.shape[2], -1, values.shape[-1])[:, :, :length]
 
 
-def assert_same(one: tuple[KVCache, Piece, PieceOutputs], other: tuple[KVCache, Piece, PieceOutputs]) -> None:
+def assert_same(one: tuple[KVCache, PrefillChunk, PrefillOutputs], other: tuple[KVCache, PrefillChunk, PrefillOutputs]) -> None:
     for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
         np.testing.assert_allclose(left, right, rtol=0, atol=ROUNDING)
     np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=ROUNDING)

@@ -8,22 +8,22 @@ import numpy as np
 from skyrl_tx_server.engine.operations import LossFn, SamplingSettings, TrainDatum
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter
-from skyrl_tx_server.model.lora.lora_math import users_of
+from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.shapes import PAGE, PrefillShapes
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.sampling.prefill_batch import Layout, Piece, PieceOutputs
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, Rows, decode_block, prefill
-from skyrl_tx_server.sampling.sequences import Row, row_settings
+from skyrl_tx_server.sampling.prefill_batch import PrefillChunk, PrefillLayout, PrefillOutputs
+from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block, prefill
+from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import TrainShape, TrainShapes, pack, unpack
+from skyrl_tx_server.training.packing import BucketShape, BucketShapes, pack, unpack
 from skyrl_tx_server.training.train_step import forward, train_batch
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
 PIECE, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
-LAYOUT = Layout(
+LAYOUT = PrefillLayout(
     shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2), num_slots=1, table_width=4, max_copies=1, vocab_size=CONFIG.vocab_size
 )
 
@@ -34,7 +34,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     adapter = tiny_qwen3.adapter()
     bank = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
     prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH).astype(np.int32)
-    row = Row(
+    row = SequenceState(
         ticket=1,
         index=0,
         weights=None,
@@ -47,8 +47,8 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         topk=0,
     )
 
-    def run_piece(cache: KVCache, cached: int) -> tuple[KVCache, PieceOutputs]:
-        piece = Piece(
+    def run_piece(cache: KVCache, cached: int) -> tuple[KVCache, PrefillOutputs]:
+        piece = PrefillChunk(
             tokens=prompt,
             cached=cached,
             length=min(cached + PIECE, LENGTH),
@@ -67,14 +67,14 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
 
     cache, first = run_piece(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
     cache, second = run_piece(cache, PIECE)
-    rows = Rows(
+    rows = DecodeBatch(
         tokens=np.array(second.first_tokens, np.int32),
         before=Carry.of_none(1),
         positions=np.array([LENGTH], np.int32),
         remaining=np.array([NEW], np.int32),
         tables=TABLE[None],
         stretches=None,
-        adapters=users_of(np.zeros(1, np.int32)),
+        adapters=lora_indices(np.zeros(1, np.int32)),
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
     )
     _, block = decode_block(
@@ -87,8 +87,8 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
 
 def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
     """The trainer's log p of every token but the first."""
-    shape = TrainShape(rows=1, length=256)
+    shape = BucketShape(rows=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
-    (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], TrainShapes(shapes=(shape,), budget=shape))
+    (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], BucketShapes(shapes=(shape,), budget=shape))
     output = forward(adapter, params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG)
     return unpack([batch], [np.asarray(output.logprobs)])[0]

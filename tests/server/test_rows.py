@@ -5,15 +5,15 @@ import pytest
 
 from skyrl_tx_server.engine.operations import SamplingSettings, StopReason
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.sampling.sequences import MAX_STOP_LENGTH, MAX_STOP_STRINGS, Row, row_settings, stop_tokens_of
+from skyrl_tx_server.sampling.sequences import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SequenceState, row_settings, stop_tokens_of
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer
 
 PLAIN = SamplingSettings(stop_at_eos=False)
 
 
-def row(**changes: object) -> Row:
+def row(**changes: object) -> SequenceState:
     made = {"ticket": 1, "index": 3, "weights": None, "adapter_slot": 0, "settings": PLAIN, "seed": 0, "stop_tokens": (7,)}
-    return Row(**(made | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes))  # type: ignore[arg-type]
+    return SequenceState(**(made | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes))  # type: ignore[arg-type]
 
 
 def test_a_seed_is_read_in_two_halves_and_a_free_slot_is_greedy_and_unfiltered() -> None:

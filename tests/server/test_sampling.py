@@ -12,8 +12,8 @@ from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
     AdamSettings,
-    Cells,
     CreateModel,
+    CsrMatrix,
     ForwardBackward,
     LoraSpec,
     LossFn,
@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     StopReason,
     TrainDatum,
 )
-from skyrl_tx_server.engine.scheduler import Admit
+from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
@@ -154,7 +154,9 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
     executor = engine._executor
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
-    admits = [Admit(ticket=-number, op=request(prompt), first=0, count=1) for number, prompt in enumerate([*others, *alike], start=1)]
+    admits = [
+        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1) for number, prompt in enumerate([*others, *alike], start=1)
+    ]
     try:
         assert [admission.prompt_cache_hit_tokens for admission in executor.admit(admits[:2])] == [0, 0]
         first, whole = executor.admit(admits[2:])
@@ -186,7 +188,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
-    withdrawn = Admit(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    withdrawn = PrefillRequest(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
     assert engine._executor.admit([withdrawn]) == [None]
     engine._executor.release(-1)
     assert {users for pages in slots._pages for users in pages._users.values()} == {1}, "nobody but the tree has a page"
@@ -386,12 +388,12 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
-    executor.admit([Admit(ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)])
+    executor.admit([PrefillRequest(ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)])
     executor.decode()
     (finished,) = executor.collect(go_on=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
-    (admission,) = executor.admit([Admit(ticket=2, op=whole, first=0, count=1)])
+    (admission,) = executor.admit([PrefillRequest(ticket=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)):
         tempered = top.logprobs[at] / 0.5
@@ -433,7 +435,7 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
     prompt = tokens(12, seed=92)
     wanted = np.full((11, 3), -1, np.int32)
     wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
-    dense = run(engine, request(prompt, weights="second", target_prompt_tokens=Cells(values=wanted.reshape(-1), shape=(11, 3))))
+    dense = run(engine, request(prompt, weights="second", target_prompt_tokens=CsrMatrix(values=wanted.reshape(-1), shape=(11, 3))))
     scores = dense.target_prompt_logprobs.dense()
     assert scores.shape == (11, 3) and np.all((scores == 0) == (wanted < 0))
     for row, column in zip(*np.nonzero(wanted >= 0), strict=True):
@@ -442,7 +444,7 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
 
     rows, columns = np.nonzero(wanted >= 0)
     crow_indices = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=11))])
-    sparse = Cells(values=wanted[rows, columns], shape=(11, 1 << 30), crow_indices=crow_indices, col_indices=columns * 1_000_000)
+    sparse = CsrMatrix(values=wanted[rows, columns], shape=(11, 1 << 30), crow_indices=crow_indices, col_indices=columns * 1_000_000)
     answer = run(engine, request(prompt, weights="second", target_prompt_tokens=sparse)).target_prompt_logprobs
     np.testing.assert_array_equal(answer.crow_indices, crow_indices)
     np.testing.assert_array_equal(answer.values, scores[rows, columns])

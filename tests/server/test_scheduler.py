@@ -19,7 +19,17 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import PREFILLS_PER_TURN, PROMPTS_PER_PREFILL, QUANTUM, Admit, Decode, Pause, Prefill, Scheduler, Step
+from skyrl_tx_server.engine.scheduler import (
+    PREFILLS_PER_TURN,
+    PROMPTS_PER_PREFILL,
+    QUANTUM,
+    Decode,
+    Pause,
+    Prefill,
+    PrefillRequest,
+    Scheduler,
+    Step,
+)
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -50,7 +60,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
     return order
 
 
-def next_turn(scheduler: Scheduler, *, free_slots: int, rows_decoding: int) -> Step | Admit | Decode | None:
+def next_turn(scheduler: Scheduler, *, free_slots: int, rows_decoding: int) -> Step | PrefillRequest | Decode | None:
     """Of an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
     assert not isinstance(turn, Pause)
@@ -100,12 +110,12 @@ def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
     first = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(first, Admit) and (first.ticket, first.first, first.count) == (1, 0, 2)
+    assert isinstance(first, PrefillRequest) and (first.ticket, first.first, first.count) == (1, 0, 2)
     assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
     rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(rest, Admit) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
+    assert isinstance(rest, PrefillRequest) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
     second = next_turn(scheduler, free_slots=1, rows_decoding=1)
-    assert isinstance(second, Admit) and (second.ticket, second.first, second.count) == (2, 0, 1)
+    assert isinstance(second, PrefillRequest) and (second.ticket, second.first, second.count) == (2, 0, 1)
 
 
 def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
@@ -132,14 +142,14 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
 def test_all_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
     turns = [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(9)]
-    assert [type(turn) for turn in turns] == [Admit] * 8 + [Decode]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * 8 + [Decode]
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
     turns = [next_turn(scheduler, free_slots=8, rows_decoding=0)]
     assert isinstance(turns[0], Step)
     scheduler.finish(turns[0])
     turns += [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
-    assert [type(turn) for turn in turns] == [Step] + [Admit] * PREFILLS_PER_TURN + [Decode, Step]
+    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_TURN + [Decode, Step]
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_training():
@@ -148,14 +158,17 @@ def test_requests_that_end_in_their_prefill_do_not_starve_training():
     assert isinstance(first, Step)
     scheduler.finish(first)
     turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
-    assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Step]
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Admit), "nor does training starve them"
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Step]
+    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), PrefillRequest), "nor does training starve them"
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
     scheduler = queue(*[sample() for _ in range(20)])
     turns = [next_turn(scheduler, free_slots=3, rows_decoding=1) for _ in range(2 * PREFILLS_PER_TURN + 3)]
-    assert [type(turn) for turn in turns] == [Admit] * PREFILLS_PER_TURN + [Decode] + [Admit] * PREFILLS_PER_TURN + [Decode, Admit]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Decode] + [PrefillRequest] * PREFILLS_PER_TURN + [
+        Decode,
+        PrefillRequest,
+    ]
 
 
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
@@ -164,19 +177,19 @@ def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass(
     assert isinstance(first, Step) and first.ticket == 1
     scheduler.finish(first)
     passing = next_turn(scheduler, free_slots=4, rows_decoding=0)
-    assert isinstance(passing, Admit) and passing.ticket == 4
+    assert isinstance(passing, PrefillRequest) and passing.ticket == 4
     next_turn(scheduler, free_slots=3, rows_decoding=1)
     save = next_turn(scheduler, free_slots=3, rows_decoding=1)
     assert isinstance(save, Step) and save.ticket == 2
     scheduler.finish(save)
     waited = next_turn(scheduler, free_slots=3, rows_decoding=1)
-    assert isinstance(waited, Admit) and waited.ticket == 3
+    assert isinstance(waited, PrefillRequest) and waited.ticket == 3
 
 
 def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
     assert next_turn(scheduler, free_slots=0, rows_decoding=0) is None
-    assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), Admit)
+    assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), PrefillRequest)
     drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
     assert isinstance(drop, Step) and drop.ticket == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
@@ -209,7 +222,7 @@ def test_what_is_put_back_keeps_its_order():
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     scheduler = queue(sample("s"), sample())
     admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
-    assert isinstance(admit, Admit)
+    assert isinstance(admit, PrefillRequest)
     scheduler.hold([admit])
     assert not scheduler.interrupts(free_slots=2)
     assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
@@ -222,14 +235,14 @@ def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block(
     scheduler = queue(sample(), sample())
     for _ in range(3):
         admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
-        assert isinstance(admit, Admit) and admit.ticket == 1
+        assert isinstance(admit, PrefillRequest) and admit.ticket == 1
         scheduler.resume(admit)
         assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
     admit = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(admit, Admit) and admit.ticket == 1
+    assert isinstance(admit, PrefillRequest) and admit.ticket == 1
     scheduler.resume(admit)
     last = next_turn(scheduler, free_slots=2, rows_decoding=0)  # nobody to wait for
-    assert isinstance(last, Admit) and last.ticket == 1
+    assert isinstance(last, PrefillRequest) and last.ticket == 1
 
 
 def test_a_dropped_request_does_not_enter():
@@ -307,7 +320,7 @@ class Simulation:
         assert len(self.rows) <= self.slots
         return True
 
-    def _prefill(self, admits: tuple[Admit, ...]) -> None:
+    def _prefill(self, admits: tuple[PrefillRequest, ...]) -> None:
         budget, taken = self.piece, 0
         for admit in admits:
             if not admit.paused and admit.first == 0:
@@ -479,7 +492,7 @@ def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
     assert scheduler.interrupts(free_slots=0)
     assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
-    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == Admit(ticket=2, op=sample(), first=0, count=1, tenant="b")
+    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(ticket=2, op=sample(), first=0, count=1, tenant="b")
 
 
 def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():

@@ -31,9 +31,9 @@ from skyrl_tx_server.engine.operations import (
     SaveWeights,
     UnloadModel,
 )
-from skyrl_tx_server.files.run_index import Ledger
-from skyrl_tx_server.http.app_state import Context
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.files.run_index import RunIndex
+from skyrl_tx_server.http.app_state import AppState
+from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
 from tests.fakes.server import fake_context, fake_engine, serving
 
@@ -45,18 +45,18 @@ pytestmark = [
 
 
 @pytest.fixture
-def context(tmp_path: Path, request: pytest.FixtureRequest) -> Context:
+def context(tmp_path: Path, request: pytest.FixtureRequest) -> AppState:
     return fake_context(tmp_path, retention=getattr(request, "param", None))
 
 
 @pytest.fixture
-def engine(context: Context) -> FakeEngine:
+def engine(context: AppState) -> FakeEngine:
     return fake_engine(context)
 
 
 @pytest.fixture
-def url(context: Context) -> Iterator[str]:
-    with serving(Lobby(context=context)) as url:
+def url(context: AppState) -> Iterator[str]:
+    with serving(StartupState(context=context)) as url:
         yield url
 
 
@@ -229,7 +229,7 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(client: tinker.Servi
 
 
 def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
-    client: tinker.ServiceClient, rest: tinker.RestClient, context: Context, tmp_path: Path
+    client: tinker.ServiceClient, rest: tinker.RestClient, context: AppState, tmp_path: Path
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("0001").result().path
@@ -237,7 +237,7 @@ def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
     for act in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
         act(path).result()
         marks.append([checkpoint.public for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints])
-        assert Ledger(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
+        assert RunIndex(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
     assert marks == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -430,7 +430,7 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
 def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
     """Its pending request is answered 410; what it does next names the way back, which then works."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
-    with serving(Lobby(context=first)) as url:
+    with serving(StartupState(context=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
         training = client.create_lora_training_client(MODEL, rank=4).result()
         training.optim_step(types.AdamParams()).result()
@@ -440,7 +440,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with pytest.raises((TimeoutError, concurrent.futures.TimeoutError)):
             step.result(0.5)
     second = fake_context(tmp_path)
-    with serving(Lobby(context=second), port=int(url.rsplit(":", 1)[1])):
+    with serving(StartupState(context=second), port=int(url.rsplit(":", 1)[1])):
         with pytest.raises(Exception, match="expired/broken") as raised:
             step.result(20)
         assert type(raised.value).__name__ == "RetryableException"

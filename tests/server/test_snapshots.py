@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError
 from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
-from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, SnapshotBank
+from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, AdapterCache
 from tests.fakes.tiny_model import CONFIG
 
 NOTHING = zero_adapter(CONFIG, 2)
@@ -19,24 +19,24 @@ def adapter(value: float) -> Adapter:
     return jax.tree.map(lambda leaf: np.full_like(leaf, value), NOTHING)
 
 
-def open_bank(free_host_bytes: Callable[[SnapshotBank], int] = lambda bank: 1 << 60) -> SnapshotBank:
+def open_bank(free_host_bytes: Callable[[AdapterCache], int] = lambda bank: 1 << 60) -> AdapterCache:
     """With room for two on the device; the checkpoint of every tinker:// path is lost."""
 
     def read(path: str):
         raise NotFoundError(f"no checkpoint {path}")
 
-    bank = SnapshotBank(
+    bank = AdapterCache(
         CONFIG, max_lora_rank=2, slots=2, dtype=np.dtype(np.float32), read=read, free_host_bytes=lambda: free_host_bytes(bank)
     )
     return bank
 
 
-def save(bank: SnapshotBank, *names: str) -> None:
+def save(bank: AdapterCache, *names: str) -> None:
     for name in names:
         bank.put(name, adapter(float(ord(name))))
 
 
-def found(bank: SnapshotBank, weights: str | None) -> set[float]:
+def found(bank: AdapterCache, weights: str | None) -> set[float]:
     """What a row that samples with `weights` would be given."""
     slot = bank.pin(weights)
     try:

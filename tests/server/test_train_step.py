@@ -12,7 +12,7 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
 from skyrl_tx_server.training.losses import select_loss, trained_positions
-from skyrl_tx_server.training.packing import PackedBatch, TrainShapes, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.training.packing import BucketShapes, PackedBatch, pack, train_shapes, unpack, with_sequence_ratios
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
@@ -30,7 +30,7 @@ CLIPS = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
 SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 
 
-def packed(data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: TrainShapes = SHAPES) -> list[PackedBatch]:
+def packed(data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES) -> list[PackedBatch]:
     return pack(data, [trained_positions(datum, loss_fn) for datum in data], shapes)
 
 

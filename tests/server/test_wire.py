@@ -13,7 +13,7 @@ from tinker.proto import request_conv, response_conv
 
 from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
-    Cells,
+    CsrMatrix,
     ForwardBackwardResult,
     LoraSpec,
     LossFn,
@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     WeightsSaved,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_proto
 from skyrl_tx_server.http.wire.requests import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
@@ -254,8 +254,8 @@ SAMPLED = SampleResult(
 
 
 TOPK = TopkLogprobs(token_ids=np.array([[0, 0], [5, 3]], np.int32), logprobs=np.array([[NO_LOGPROB, NO_LOGPROB], [-0.5, -1.0]], np.float32))
-SPARSE_CELLS = Cells(values=np.array([-1.5], np.float32), shape=(1, 3), crow_indices=np.array([0, 1]), col_indices=np.array([2]))
-DENSE_CELLS = Cells(values=np.array([-1.5, 0.0], np.float32), shape=(1, 2))
+SPARSE_CELLS = CsrMatrix(values=np.array([-1.5], np.float32), shape=(1, 3), crow_indices=np.array([0, 1]), col_indices=np.array([2]))
+DENSE_CELLS = CsrMatrix(values=np.array([-1.5, 0.0], np.float32), shape=(1, 2))
 
 
 def test_top_k_and_targets_reach_the_sdk() -> None:
@@ -410,11 +410,11 @@ def test_a_lora_this_server_cannot_make_is_refused(body: dict[str, object], mess
 
 
 def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
-    default = parse_adam(Fields({"adam_params": {}}, "optim_step"))
+    default = parse_adam(JsonReader({"adam_params": {}}, "optim_step"))
     assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
     assert (default.weight_decay, default.grad_clip_norm) == (0, 0)
     given = {"learning_rate": 1, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.5}
-    adam = parse_adam(Fields({"adam_params": given}, "optim_step"))
+    adam = parse_adam(JsonReader({"adam_params": given}, "optim_step"))
     assert {name: getattr(adam, name) for name in given} == given
 
 
@@ -429,7 +429,7 @@ def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
 )
 def test_an_optimizer_this_server_lacks_is_refused(body: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_adam(Fields(body, "optim_step"))
+        parse_adam(JsonReader(body, "optim_step"))
 
 
 def test_sampling_params_default_to_plain_sampling() -> None:

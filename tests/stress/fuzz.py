@@ -88,11 +88,11 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
     """Send a body to one route of the application, on the fake engine of the tests."""
     from skyrl_tx_server.engine.futures import Retention
     from skyrl_tx_server.http.app import ENDPOINTS, build_app
-    from skyrl_tx_server.http.http_handler import Lobby
+    from skyrl_tx_server.http.http_handler import StartupState
     from tests.fakes.server import fake_context
 
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
-    app = build_app(Lobby(context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))))
+    app = build_app(StartupState(context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))))
     loop = asyncio.new_event_loop()
     loop.set_debug(True)
     loop.slow_callback_duration = MAX_GAP_S
@@ -167,7 +167,7 @@ def route_seeds() -> list[bytes]:
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     """Every reader of a file that exists before the program starts, by name. Each is given the content of the file."""
     from skyrl_tx_server.files.checkpoints import CheckpointStore
-    from skyrl_tx_server.files.run_index import Ledger
+    from skyrl_tx_server.files.run_index import RunIndex
     from skyrl_tx_server.model.config_json import load_model_config
     from src.envs.sandbox.dockerfile import parse_dockerfile
     from src.envs.service.task_files import read_rows
@@ -197,7 +197,7 @@ def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
 
     return {
         "checkpoint record": checkpoint_record,
-        "ledger": lambda content: Ledger(at("ledger.jsonl", content)).expired(),
+        "ledger": lambda content: RunIndex(at("ledger.jsonl", content)).expired(),
         "model configuration": lambda content: load_model_config(at("model/config.json", content).parent),
         "journal": lambda content: Journal(at("run/journal.jsonl", content).parent).states_until(10),
         "checkpoints of a run": lambda content: checkpoints.last(at("run2/checkpoints.jsonl", content).parent),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
@@ -27,7 +27,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with serving(Lobby(context=fake_context(tmp_path / "checkpoints"))) as url:
+    with serving(StartupState(context=fake_context(tmp_path / "checkpoints"))) as url:
         yield url
 
 
@@ -92,7 +92,7 @@ async def test_a_checkpoint_that_is_not_there_is_named(url):
 
 async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
-    with serving(Lobby(context=fake_context(tmp_path))) as url:
+    with serving(StartupState(context=fake_context(tmp_path))) as url:
         connection = connect(settings(url))
         endpoint = await connection.__aenter__()
         await endpoint.open_training()
@@ -108,7 +108,7 @@ async def test_nothing_there_is_said_within_seconds():
 
 
 async def test_a_server_that_is_still_loading_is_not_taken_for_a_stranger():
-    with serving(Lobby()) as url, pytest.raises(BackendError, match="is not ready yet"):
+    with serving(StartupState()) as url, pytest.raises(BackendError, match="is not ready yet"):
         async with connect(settings(url)):
             pass
 

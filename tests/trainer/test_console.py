@@ -13,7 +13,7 @@ from src.cli.console import Display, Success, outcome, signals
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, block_of
 from src.records.rollout_log import record_groups
-from src.rollouts.group_rollout import FinishedGroup
+from src.rollouts.group_rollout import TimedGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -36,8 +36,8 @@ def evaluation(step, *groups, floors=None):
 def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
     def show(display):
         display.begin("step 1", num_groups=2, group_size=3)
-        display.group(FinishedGroup(group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345))
-        display.group(FinishedGroup(group=group("a[b]", failures=[failure()] * 3), duration_s=1))
+        display.group(TimedGroup(group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345))
+        display.group(TimedGroup(group=group("a[b]", failures=[failure()] * 3), duration_s=1))
 
     assert shown(show) == [
         "step 1: 2 tasks x 3 trials",
@@ -50,7 +50,7 @@ def test_partial_rewards_are_seen_where_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
     lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
     assert lines[1:] == [["walk", "0/2", "(0.12)", "0/2", "(0.62)"], ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"]]
-    (line,) = shown(lambda display: display.group(FinishedGroup(group=group("walk", 0.5, 0.75), duration_s=1)))
+    (line,) = shown(lambda display: display.group(TimedGroup(group=group("walk", 0.5, 0.75), duration_s=1)))
     assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
-from src.learning.curriculum import MEMORY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
+from src.learning.curriculum import DECAY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
 from tests.fakes.trials import failure, task, trajectory
 
 SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)
@@ -19,7 +19,7 @@ def group(name, *rewards):
 
 def test_evidence_adds_up_and_fades():
     state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
-    assert (state.of(task("a")).solved, state.of(task("a")).failed) == (MEMORY * 1 + 2, MEMORY * 3 + 2)
+    assert (state.of(task("a")).solved, state.of(task("a")).failed) == (DECAY * 1 + 2, DECAY * 3 + 2)
     assert state.of(task("b")).mean == 0.5
 
 

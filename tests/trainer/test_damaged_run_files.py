@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from src.core.errors import ConfigError, StorageError
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, say_a_token, task
@@ -36,7 +36,7 @@ class Resumable(FakeRun):
 
     def __init__(self, path: Path) -> None:
         source = FakeTasks(train=[task(f"say-{n}") for n in range(4)], eval=[task("held-0"), task("held-1")], play=say_a_token)
-        super().__init__(path, lambda config, settings: Parts(source=source, backend=BanditBackend()))
+        super().__init__(path, lambda config, settings: Dependencies(source=source, backend=BanditBackend()))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from src.cli.command_line import parse
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
-from src.envs.episodes import Domain, episodes
+from src.envs.episodes import EnvSpec, episodes
 from src.envs.registry import BUILT_IN, open_task_source
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
@@ -64,7 +64,7 @@ async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path, error)
 
     chat = byte_chat()
     tasks = [Task(id="a", path=Path(__file__), instruction="play"), Task(id="b", path=Path(__file__), instruction="again")]
-    source = episodes(parse(OPTIONS), chat, Domain(tasks=tasks, make=make))
+    source = episodes(parse(OPTIONS), chat, EnvSpec(tasks=tasks, make=make))
     result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(FakePolicy(chat, []))
     assert isinstance(result, TrialFailure)
     assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, f"{type(error).__name__}: no board")

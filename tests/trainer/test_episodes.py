@@ -17,14 +17,14 @@ from src.cli.command_line import parse, parse_as
 from src.cli.console import Display
 from src.core.errors import ConfigError
 from src.core.trajectory import StopReason, Task, Trajectory
-from src.envs.episodes import Domain, episodes
-from src.envs.message_env import Observation, Opening
+from src.envs.episodes import EnvSpec, episodes
+from src.envs.message_env import ResetResult, StepResult
 from src.envs.registry import known, open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.run import Evaluated
 from src.evaluate.run import run as run_evaluation
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from tests.fakes.backend import BanditBackend
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
@@ -41,12 +41,12 @@ class Say:
     def __init__(self, task: Task, seed: int) -> None:
         self.task, self.seed, self.num_answers = task, seed, 0
 
-    async def start(self) -> Opening:
-        return Opening(messages=[{"role": "user", "content": self.task.instruction}])
+    async def start(self) -> ResetResult:
+        return ResetResult(messages=[{"role": "user", "content": self.task.instruction}])
 
-    async def step(self, answer: str) -> Observation:
+    async def step(self, answer: str) -> StepResult:
         self.num_answers += 1
-        return Observation(
+        return StepResult(
             messages=[{"role": "user", "content": "again"}],
             reward=0.5 * (answer == self.task.row["wanted"]),
             is_done=self.num_answers == 2,
@@ -64,7 +64,7 @@ def rows(domain: str, split: str, number: int) -> list[Task]:
 
 def open_say(config, chat):
     tasks = [*rows("retail", "train", 2), *rows("airline", "train", 2)]
-    return episodes(config, chat, Domain(tasks=tasks, held_out=[*rows("retail", "test", 1), *rows("airline", "test", 1)], make=Say))
+    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=[*rows("retail", "test", 1), *rows("airline", "test", 1)], make=Say))
 
 
 def config(*options: str):
@@ -76,7 +76,7 @@ class Bench(FakeRun):
 
     def __init__(self, path: Path) -> None:
         backend = BanditBackend()
-        super().__init__(path / "run", lambda config, settings: Parts(source=open_task_source(config, toy_chat()), backend=backend))
+        super().__init__(path / "run", lambda config, settings: Dependencies(source=open_task_source(config, toy_chat()), backend=backend))
 
     async def trained(self, *options: str) -> list[dict]:
         await self.go(ENV, "batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options)
@@ -189,7 +189,7 @@ def test_a_test_split_of_its_own_is_what_is_held_out(options, held_out):
 
 
 def test_without_one_the_options_choose():
-    domain = Domain(tasks=rows("d", "x", 10), make=Say)
+    domain = EnvSpec(tasks=rows("d", "x", 10), make=Say)
     source = episodes(config("eval_split=0.2"), toy_chat(), domain)
     assert (len(source.train), len(source.eval)) == (8, 2)
     assert [task.id for task in episodes(config("eval_tasks=*-3"), toy_chat(), domain).eval] == ["d-x-3"]
@@ -199,7 +199,7 @@ def test_without_one_the_options_choose():
 
 def test_two_tasks_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="two tasks are called d-x-0"):
-        episodes(config(), toy_chat(), Domain(tasks=rows("d", "x", 1), held_out=rows("d", "x", 1), make=Say))
+        episodes(config(), toy_chat(), EnvSpec(tasks=rows("d", "x", 1), held_out=rows("d", "x", 1), make=Say))
 
 
 def test_rows_of_one_file_are_different_tasks():

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from src.cli.command_line import parse_as
 from src.cli.console import Display
-from src.core.errors import ConfigError, RubbleError
+from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
@@ -141,7 +141,7 @@ async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
 async def test_too_many_lost_trials_are_an_error_and_only_they_are_played_again(tmp_path):
     lost = {(task.id, member) for task in TASKS for member in (0, 1, 2)}
     bench = Bench(tmp_path, first_half, lost=lost)
-    with pytest.raises(RubbleError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"):
+    with pytest.raises(TooManyFailuresError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench._lost, bench.played = (), 0
     await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")  # wherever the server is by now

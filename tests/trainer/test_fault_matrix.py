@@ -14,7 +14,7 @@ import tinker
 
 from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
-from src.loop.run import Parts, end_state
+from src.loop.run import Dependencies, end_state
 from src.policy.sampling_policy import sdk_boundary
 from src.records.journal import RunState
 from src.rollouts.watchdog import WatchedPolicy
@@ -89,7 +89,7 @@ class Bench(FakeRun):
                 raise ServerLost("the server no longer knows this run's weights")
 
         backend.check = check
-        return Parts(source=self.source, backend=backend)
+        return Dependencies(source=self.source, backend=backend)
 
     def _before(self, name, method):
         async def call(*args, **kwargs):

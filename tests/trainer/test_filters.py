@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.filters import DropReason, FilterSettings, keep_groups, rewarded, trains, zeroed_metrics
+from src.learning.filters import DropReason, FilterSettings, apply_reward_rules, is_trainable, keep_groups, zeroed_metrics
 from src.train import quieten
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -44,9 +44,9 @@ def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_varia
 def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
     turns = [turn([1], [2])]
     before = TrajectoryGroup(task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))])
-    [after] = rewarded([before], settings(zero_reward_on_non_stop=True))
+    [after] = apply_reward_rules([before], settings(zero_reward_on_non_stop=True))
     assert after.rewards == [reward] and after.trajectories[0].turns == turns
-    assert trains(after.trajectories[0], settings())
+    assert is_trainable(after.trajectories[0], settings())
     assert before.rewards == [1]  # the raw reward stays what the metrics see
 
 
@@ -56,11 +56,13 @@ def test_one_answer_over_the_threshold_costs_the_reward(caplog):
 
     members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
     with caplog.at_level(logging.INFO):
-        [after] = rewarded([TrajectoryGroup(task=task("a"), trajectories=members)], settings(zero_reward_on_length_threshold=True))
+        [after] = apply_reward_rules(
+            [TrajectoryGroup(task=task("a"), trajectories=members)], settings(zero_reward_on_length_threshold=True)
+        )
     assert after.rewards == [1, 0, 1]
     assert "Length filtering (individual response): Set 1/3 responses to zero reward (>2048 tokens)" in caplog.text
     assert [member.turns for member in after.trajectories] == [member.turns for member in members]
-    assert rewarded([after], settings())[0] is after
+    assert apply_reward_rules([after], settings())[0] is after
 
 
 def test_a_group_without_a_grade_is_dropped_and_counted():
@@ -74,9 +76,9 @@ def test_a_group_that_failures_made_too_small_is_dropped():
 def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
     [kept], _ = keep_groups([group(1, failures=2)], settings())
     assert kept.rewards == [1]
-    [rewarded], _ = keep_groups([group(1, failures=2)], settings(failed_trial_reward=0))
-    assert rewarded.rewards == [1, 0, 0]
-    assert [member.turns for member in rewarded.trajectories[1:]] == [[], []]
+    [apply_reward_rules], _ = keep_groups([group(1, failures=2)], settings(failed_trial_reward=0))
+    assert apply_reward_rules.rewards == [1, 0, 0]
+    assert [member.turns for member in apply_reward_rules.trajectories[1:]] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -91,16 +93,16 @@ def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
     ],
 )
 def test_overlong_filtering_masks_what_a_limit_ended(stop, kept):
-    assert trains(trajectory(stop=stop), settings(apply_overlong_filtering="stop_reason")) is kept
-    assert trains(trajectory(stop=stop), settings())
+    assert is_trainable(trajectory(stop=stop), settings(apply_overlong_filtering="stop_reason")) is kept
+    assert is_trainable(trajectory(stop=stop), settings())
 
 
 def test_the_eos_rule_asks_only_how_the_last_answer_ended():
     eos = settings(apply_overlong_filtering="eos")
     ended, cut = turn([1], [2]), replace(turn([1], [2]), stop_reason=StopReason.LENGTH)
-    assert trains(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
-    assert not trains(trajectory(turns=[ended, cut], stop=StopReason.MAX_TURNS), eos)
-    assert not trains(trajectory(turns=[]), eos)
+    assert is_trainable(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
+    assert not is_trainable(trajectory(turns=[ended, cut], stop=StopReason.MAX_TURNS), eos)
+    assert not is_trainable(trajectory(turns=[]), eos)
 
 
 def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
@@ -120,7 +122,7 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     monkeypatch.setenv("DEBUG_LENGTH_FILTERING", "1")
     quieten()
     answers = TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2] * 9)])])
-    rewarded([answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4))
+    apply_reward_rules([answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4))
     assert "a: the longest answer has 8 tokens, 4 are allowed" in caplog.text
 
 

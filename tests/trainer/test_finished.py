@@ -5,11 +5,11 @@ import random
 import numpy as np
 
 from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
-from src.records.journal import Journal, Place
+from src.records.journal import Journal, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
 from tests.fakes.trials import failure, turn
 
-STEP = Place(purpose="step", step=1, task="a", member=2)
+STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
 
 
 def conversation(draw):

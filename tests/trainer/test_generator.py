@@ -16,9 +16,9 @@ import tinker
 from src.core.errors import SandboxError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
-from src.envs.message_env import EpisodeSettings, Observation, run_episode, turn_seed
+from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
-from src.learning.filters import FilterSettings, rewarded, trains, with_failures_rewarded
+from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 from tests.fakes.envs import ScriptedEnv, ending, saying
@@ -128,14 +128,14 @@ async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
     assert trajectory.metrics["cut_answers"] == 1
     trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.stop_reason == StopReason.LENGTH
-    assert not trains(trajectory, filters("stop_reason")) and not trains(trajectory, filters("eos"))
+    assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(trajectory, filters("eos"))
     assert trajectory.reward == 1 and response(trajectory).rewards[-1] == 1
 
 
 async def test_l8_a_cut_answer_in_the_middle_leaves_no_trace_in_the_mask():
     trajectory, policy, _ = await play([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
     assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["cut_answers"] == 1
-    assert trains(trajectory, filters("stop_reason"))
+    assert is_trainable(trajectory, filters("stop_reason"))
     # SkyRL's mask is [1]*8 + [0]*11 + [1]*2: it goes on without ending the cut message. Ours ends it, with one unweighted token, as the
     # template would; the model never sees a message that does not end.
     assert response(trajectory).mask == [1] * 8 + [0] * 12 + [1] * 2
@@ -146,15 +146,15 @@ async def test_l8_a_cut_answer_in_the_middle_leaves_no_trace_in_the_mask():
 async def test_l9_the_two_overlong_rules_differ_where_the_context_ran_out(rule, is_trained):
     trajectory, _, _ = await play([OB], ["AB"], limits(22))
     assert response(trajectory).ids == [65, 66, 2]
-    assert trains(trajectory, filters(rule)) is is_trained
+    assert is_trainable(trajectory, filters(rule)) is is_trained
 
 
 async def test_l10_a_cut_last_answer_may_cost_every_reward_and_no_mask():
     trajectory, _, _ = await play([replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.reward == 1.5
     group = TrajectoryGroup(task=task("a"), trajectories=[trajectory])
-    [zeroed] = rewarded([group], replace(filters("off"), zero_reward_on_non_stop=True))
-    assert zeroed.rewards == [0] and trains(zeroed.trajectories[0], filters("off"))
+    [zeroed] = apply_reward_rules([group], replace(filters("off"), zero_reward_on_non_stop=True))
+    assert zeroed.rewards == [0] and is_trainable(zeroed.trajectories[0], filters("off"))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ async def test_l10_a_cut_last_answer_may_cost_every_reward_and_no_mask():
 async def test_l11_only_a_stop_is_trained_under_the_stop_reason_rule(stop, is_trained):
     trajectory, _, _ = await play([ending()], ["AB"])
     before = response(trajectory)
-    assert trains(replace(trajectory, stop_reason=stop), filters("stop_reason")) is is_trained
+    assert is_trainable(replace(trajectory, stop_reason=stop), filters("stop_reason")) is is_trained
     assert response(trajectory) == before
 
 
@@ -208,7 +208,7 @@ async def test_s3_what_comes_after_the_last_answer_is_dropped():
 
 
 async def test_s4_without_an_observation_the_agent_goes_on_from_a_generation_prompt():
-    trajectory, _, _ = await play([Observation(), ending()], ["AB", "C"])
+    trajectory, _, _ = await play([StepResult(), ending()], ["AB", "C"])
     # SkyRL inserts [1, 97, 3] alone; ours also has the newline (3) that the template puts after every message.
     assert response(trajectory).ids == [65, 66, 2, 3, 1, 97, 3, 67, 2]
     assert response(trajectory).mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
@@ -247,7 +247,7 @@ async def test_step_by_step_the_history_is_shown_as_the_template_shows_it():
         assert ("hm" in shown) is not step_wise and "one" in shown
 
 
-@pytest.mark.parametrize("observation", [saying("ok"), Observation()])
+@pytest.mark.parametrize("observation", [saying("ok"), StepResult()])
 async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
     chat = byte_chat()
     _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)
@@ -308,12 +308,12 @@ async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only
     assert isinstance(failure, TrialFailure) and policy.calls == []
     assert (failure.kind, failure.message) == (FailureKind.ENV_INIT_FAILED, "RuntimeError: no user simulator")
     [stand_in] = with_failures_rewarded(TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure]), 0).trajectories
-    assert (stand_in.turns, stand_in.reward) == ([], 0) and not trains(stand_in, filters("stop_reason"))
+    assert (stand_in.turns, stand_in.reward) == ([], 0) and not is_trainable(stand_in, filters("stop_reason"))
 
 
 async def test_an_answer_that_makes_the_environment_raise_is_worth_0_and_the_log_says_on_which_line(caplog):
-    rewarded = Observation(messages=OB.messages, reward=0.5)
-    trajectory, _, _ = await play([rewarded, ValueError("bad state")], ["AB", "C"])
+    apply_reward_rules = StepResult(messages=OB.messages, reward=0.5)
+    trajectory, _, _ = await play([apply_reward_rules, ValueError("bad state")], ["AB", "C"])
     assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (0.0, [0.0, 0.0], ZeroReason.ENV_ERROR)
     assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True], "the answer that did it is trained"
@@ -323,7 +323,7 @@ async def test_an_answer_that_makes_the_environment_raise_is_worth_0_and_the_log
 
 async def test_an_answer_that_makes_the_environment_end_the_process_is_worth_0():
     class Exiting(ScriptedEnv):
-        async def step(self, answer: str) -> Observation:
+        async def step(self, answer: str) -> StepResult:
             raise SystemExit("usage: ...")
 
     chat = toy_chat()
@@ -339,8 +339,8 @@ async def test_what_no_answer_can_cause_is_a_failure(error):
 
 async def test_what_cannot_be_written_down_is_a_failure():
     class Broken(ScriptedEnv):
-        async def step(self, answer: str) -> Observation:
-            return Observation(messages=[{"role": "user", "content": "x", "extra": object()}], is_done=True)
+        async def step(self, answer: str) -> StepResult:
+            return StepResult(messages=[{"role": "user", "content": "x", "extra": object()}], is_done=True)
 
     chat = toy_chat()
     result = await run_episode(Broken([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
@@ -412,7 +412,7 @@ async def test_nothing_but_empty_answers_is_a_trajectory_without_tokens():
         async def sample(self, prompt_ids, **options) -> Turn:
             return replace(await super().sample(prompt_ids, **options), completion_ids=[], logprobs=[])
 
-    trajectory, policy, _ = await play([Observation()] * 100, [], limits(60), policy=Mute(toy_chat(), [""]))
+    trajectory, policy, _ = await play([StepResult()] * 100, [], limits(60), policy=Mute(toy_chat(), [""]))
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == ([], 0, StopReason.CONTEXT_LENGTH)
     assert len(policy.calls) < 20  # every turn costs context, so it ends
 

@@ -442,7 +442,7 @@ def test_an_environment_this_machine_lacks_is_refused_early(monkeypatch: pytest.
     assert resolve_environment_type("auto") == "docker"
 
 
-class Listener(logging.Handler):
+class StreamWatcher(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -452,7 +452,7 @@ class Listener(logging.Handler):
 
 
 async def test_harbor_stays_out_of_our_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    listener = Listener()
+    listener = StreamWatcher()
     logging.getLogger().addHandler(listener)
     try:
         await play(tmp_path, SOLUTION)

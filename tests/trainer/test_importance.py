@@ -3,7 +3,7 @@ import pytest
 
 from src.learning.datums import scaled, sequences_of
 from src.learning.examples import Example
-from src.learning.importance import ImportanceSettings, corrected, correction
+from src.learning.importance import ImportanceSettings, apply_tis, correction
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)
@@ -70,7 +70,7 @@ def test_each_correction_alone_is_one(option):
 
 def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_them():
     one = example(turn([1], [10, 11], logprob=-1.0))
-    _, metrics = corrected([[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5))  # e, exp(-2)
+    _, metrics = apply_tis([[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5))  # e, exp(-2)
     assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
 
 
@@ -86,7 +86,7 @@ def example(*turns, advantage=1.0):
 def test_a_correction_scales_advantages_and_replaces_logprobs_at_sampled_tokens_only():
     one = example(turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0)
     old = np.array([9.0, -1.0, -1.0, 9.0, -3.0], dtype=np.float32)
-    [[changed]], metrics = corrected([[one]], [old], settings(tis="token"))
+    [[changed]], metrics = apply_tis([[one]], [old], settings(tis="token"))
     [sequence] = changed.sequences
     assert sequence.logprobs.tolist() == [0, -1, -1, 0, -3]
     assert sequence.advantages.tolist() == pytest.approx([0, 2, 2, 0, 2 * np.exp(-2)])
@@ -97,7 +97,7 @@ def test_a_trajectory_in_two_sequences_has_one_product_of_ratios():
     broken = example(turn([1], [10], logprob=-1.0), turn([5], [50], logprob=-1.0))
     still = example(turn([1], [10]), advantage=0.0)
     olds = [np.array([0.0, -0.5], dtype=np.float32), np.array([0.0, -0.7], dtype=np.float32)]
-    [[_, changed]], _ = corrected([[still, broken]], olds, settings(tis="sequence"))
+    [[_, changed]], _ = apply_tis([[still, broken]], olds, settings(tis="sequence"))
     assert [sequence.advantages[1] for sequence in changed.sequences] == pytest.approx([np.exp(0.8)] * 2)
 
 
@@ -105,6 +105,6 @@ def test_a_positive_factor_commutes_with_the_loss_reduction():
     one = example(turn([1], [10], logprob=-1.0))
     halved = Example(trajectory=one.trajectory, advantage=1.0, sequences=[scaled(one.sequences[0], 0.5)])
     old = [np.array([0.0, -0.9], dtype=np.float32)]
-    [[whole]], _ = corrected([[one]], old, settings(tis="token"))
-    [[half]], _ = corrected([[halved]], old, settings(tis="token"))
+    [[whole]], _ = apply_tis([[one]], old, settings(tis="token"))
+    [[half]], _ = apply_tis([[halved]], old, settings(tis="token"))
     assert half.sequences[0].advantages.tolist() == pytest.approx((whole.sequences[0].advantages / 2).tolist())

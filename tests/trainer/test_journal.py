@@ -3,11 +3,11 @@ import os
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.journal import JOURNAL, Journal, Place, RunState
+from src.records.journal import JOURNAL, Journal, RolloutKey, RunState
 from tests.fakes.run import groups_trained
 from tests.fakes.run_files import records
 
-HERE = Place(purpose="step", step=1, task="a", member=0)
+HERE = RolloutKey(purpose="step", step=1, task="a", member=0)
 
 
 def test_a_successor_knows_what_its_predecessor_did(tmp_path):
@@ -61,14 +61,14 @@ def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
 
 
 def test_a_result_is_settled_by_the_step_that_learned_from_it_or_by_its_evaluation(tmp_path):
-    journal, late = Journal(tmp_path), Place(purpose="step", step=1, task="late", member=0)
+    journal, late = Journal(tmp_path), RolloutKey(purpose="step", step=1, task="late", member=0)
     journal.begun(1, [(1, "a")])
     journal.begun(2, [(1, "late")])
     journal.trained(1, groups=[(1, "a")], state={})
     assert journal.is_settled(HERE) and not journal.is_settled(late)
     journal.trained(2, groups=[(1, "late")], state={})
     assert journal.is_settled(late)
-    tested = Place(purpose="eval", step=2, task="a", member=0)
+    tested = RolloutKey(purpose="eval", step=2, task="a", member=0)
     assert not journal.is_settled(tested)
     journal.evaluated(2)
     assert journal.is_settled(tested)

@@ -128,12 +128,12 @@ def test_a_real_server_is_played(tmp_path):
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
+    from openenv.core.env_server.types import Action, State, StepResult
 
     class Say(Action):
         message: str
 
-    class Heard(Observation):
+    class Heard(StepResult):
         heard: str = ""
 
     class Parrot(Environment):

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from src.core.trajectory import TrajectoryGroup
-from src.rollouts.group_rollout import FinishedGroup
+from src.rollouts.group_rollout import TimedGroup
 from src.rollouts.pipeline import Pipeline, PipelineSettings, Scheduled, ScheduleSettings, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
@@ -61,7 +61,7 @@ class Stage:
         self.playing[scheduled.task.id] = asyncio.get_running_loop().create_future()
         await self.playing[scheduled.task.id]
         group = TrajectoryGroup(task=scheduled.task, trajectories=[], step=scheduled.step)
-        return FinishedGroup(group=group, duration_s=0.0)
+        return TimedGroup(group=group, duration_s=0.0)
 
     async def end(self, *names):
         for name in names:

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from skyrl_tx_server.http.http_handler import Lobby
+from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import ServerLost
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from src.policy.backend import connect
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.server import fake_context, reserved_port, serving
@@ -47,7 +47,7 @@ class Bench(FakeRun):
         self.source = FakeTasks(train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play)
 
     def start(self):
-        self.url = self._server.enter_context(serving(Lobby(context=fake_context(self._checkpoints)), port=self._port))
+        self.url = self._server.enter_context(serving(StartupState(context=fake_context(self._checkpoints)), port=self._port))
 
     def stop(self):
         self._server.close()
@@ -60,7 +60,7 @@ class Bench(FakeRun):
     @asynccontextmanager
     async def opened(self, config, settings, display, source):
         async with connect(settings) as endpoint:
-            yield Parts(source=self.source, backend=await endpoint.open_training())
+            yield Dependencies(source=self.source, backend=await endpoint.open_training())
 
     async def _play(self, trial, policy):
         turn = await policy.sample([1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[])

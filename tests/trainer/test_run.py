@@ -9,7 +9,7 @@ import pytest
 
 from src.core.errors import ConfigError, TrainerError
 from src.core.trajectory import FailureKind, Task
-from src.loop.run import Parts, logging_to_file
+from src.loop.run import Dependencies, logging_to_file
 from src.policy.openai_client import Reply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
@@ -35,7 +35,7 @@ class Bench(FakeRun):
 
     def _parts(self, config, settings):
         self.asked.append(settings)
-        return Parts(source=self.source, backend=self.backend)
+        return Dependencies(source=self.source, backend=self.backend)
 
 
 async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):

@@ -24,7 +24,7 @@ from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandb
 from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
 from src.envs.sandbox.environment import Network, SandboxEnvironment, network_of
 from src.envs.sandbox.resource_limits import Limits
-from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import root_directory, run_directory, sweep
 
 REASON = why_no_sandbox()
@@ -39,7 +39,7 @@ async def sandbox(*, share_network: bool = False, limits: Limits | None = None) 
     run = run_directory(LABEL)
     running = await Bubblewrap.start(
         run / secrets.token_hex(4),
-        skeleton=build_skeleton(run),
+        skeleton=build_rootfs(run),
         hostname="sandbox",
         share_network=share_network,
         limits=limits or Limits(),

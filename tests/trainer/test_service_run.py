@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.registry import open_task_source
-from src.loop.run import Parts
+from src.loop.run import Dependencies
 from src.policy.chat import load_chat
 from src.policy.openai_client import Reply
 from src.rollouts.judge import MODES
@@ -37,7 +37,7 @@ async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
-    run = FakeRun(tmp_path / "run", lambda config, settings: Parts(source=open_task_source(config, chat), backend=backend))
+    run = FakeRun(tmp_path / "run", lambda config, settings: Dependencies(source=open_task_source(config, chat), backend=backend))
     argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=held=toy_retail:test", "use_native_tool_calling=true"]
     argv += ["context_limit=2048", "max_tokens=4", "max_turns=2", "batch_size=2", "group_size=2", "max_steps=1", "n_parallel_envs=8"]
     argv += [f"eval_before_train={eval_before_train}", "taxonomy_feedback=true", "judge_model=j", "judge_base_url=http://h:1/v1"]

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from src.cli.console import Display
-from src.core.errors import ConfigError, RubbleError, ServerLost, TrainerError
+from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
 from src.learning.curriculum import CurriculumSettings
 from src.learning.dynamic_sampling import DynamicSamplingSettings
 from src.learning.filters import FilterSettings
 from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
-from src.rollouts.batch_collector import Gathered, GroupSettings, StepGroups
+from src.rollouts.batch_collector import GroupSettings, StepBatch, StepGroups
 from src.rollouts.group_rollout import Rollouts, RolloutSettings
 from src.rollouts.pipeline import Batch, PipelineSettings
 from src.rollouts.task_quarantine import FaultSettings
@@ -87,7 +87,7 @@ class Bench:
             return failure(trial.task.id)
         return trajectory(trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name)
 
-    async def gather(self, step: int, names: str) -> Gathered:
+    async def gather(self, step: int, names: str) -> StepBatch:
         return await asyncio.wait_for(self.groups.gather(batch(step, names), lambda group: self.heard.append(group.task.id)), 10)
 
     def settle(self, step: int) -> None:
@@ -123,16 +123,16 @@ async def test_a_strike_is_no_quarantine(tmp_path):
 async def test_a_batch_without_a_grade_ends_the_run_unless_one_task_is_all_of_it(tmp_path):
     bench = Bench(tmp_path, cursed="abc")
     assert not (await bench.gather(1, "a")).played[0].trajectories
-    with pytest.raises(RubbleError, match="none of the 6 trials of step 2"):
+    with pytest.raises(TooManyFailuresError, match="none of the 6 trials of step 2"):
         await bench.gather(2, "bc")
 
 
 async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_path):
-    with pytest.raises(RubbleError, match=r"9 of the last 12 trials could not be graded"):
+    with pytest.raises(TooManyFailuresError, match=r"9 of the last 12 trials could not be graded"):
         await Bench(tmp_path / "a", cursed="abc", max_failure_rate=0.7).gather(1, "abcd")
     bench = Bench(tmp_path / "b", "ab", cursed="ab")
     await bench.gather(1, "a")
-    with pytest.raises(RubbleError, match="every training task is quarantined"):
+    with pytest.raises(TooManyFailuresError, match="every training task is quarantined"):
         await bench.gather(2, "b")
 
 

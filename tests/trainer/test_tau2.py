@@ -21,7 +21,7 @@ from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
-from src.envs.message_env import Observation
+from src.envs.message_env import StepResult
 from src.envs.registry import open_task_source
 from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
 from src.envs.service.domain import DECLINES, ServiceEnv
@@ -132,7 +132,7 @@ async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_rewar
     source = tau_bench.episodes(
         config(home, "eval_split=0"),
         byte_chat(),
-        tau_bench.Domain(tasks=[task], make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)), close=pool.close),
+        tau_bench.EnvSpec(tasks=[task], make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)), close=pool.close),
     )
     found = await result(source, [SAVE, "Saved."])
     assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
@@ -279,7 +279,7 @@ class Script:
 
 async def episode(
     domain: str, task: str, answers: Sequence[str], *, customer: Customer, step_timeout_s: float = 60.0, judge: SaysVerdict | None = None
-) -> list[Observation]:
+) -> list[StepResult]:
     """What the real benchmark makes of the answers; the last one is repeated."""
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s)
     found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
@@ -287,7 +287,7 @@ async def episode(
         parts = tau2.Tau2Parts(pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge)
         env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
         await env.start()
-        observations: list[Observation] = []
+        observations: list[StepResult] = []
         while not observations or not observations[-1].is_done:
             observations.append(await env.step(answers[min(len(observations), len(answers) - 1)]))
         await env.close()

@@ -17,7 +17,7 @@ from src.cli.command_line import parse
 from src.core.errors import ConfigError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Task, Trajectory
-from src.envs.message_env import EpisodeSettings, MessageEnv, Observation, run_episode
+from src.envs.message_env import EpisodeSettings, MessageEnv, StepResult, run_episode
 from src.envs.registry import open_task_source
 from src.envs.service.domain import MAX_ERRORS, ServiceEnv, do_nothing
 from src.envs.service.toy_retail import (
@@ -62,7 +62,7 @@ def gold(row) -> list[str]:
     return [*(saying(action["name"], **action["arguments"]) for action in row["actions"]), f"Done. {' '.join(row['communicate'])}"]
 
 
-async def play(env: MessageEnv, answers: Sequence[str]) -> list[Observation]:
+async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
     """The last answer is repeated until the episode ends."""
     await env.start()
     observations = []

@@ -32,10 +32,10 @@ from skyrl_tx_server.engine.operations import SaveExternal
 from skyrl_tx_server.errors import NotFoundError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.requests import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
@@ -47,8 +47,8 @@ _SECRET = secrets.token_bytes(32)
 _ANY_TEXT = ("utf-8", "surrogatepass")  # what a URL may hold
 
 
-async def save_weights_external(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "save_weights_external")
+async def save_weights_external(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "save_weights_external")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -62,21 +62,21 @@ async def save_weights_external(context: Context, request: Request) -> Reply:
     return save_named(context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds)
 
 
-async def external_weights_urls(context: Context, request: Request) -> Reply:
+async def external_weights_urls(context: AppState, request: Request) -> Reply:
     path = checkpoint_path(request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"])
     info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return {"urls": {file: _url(request, info, file, expires) for file in FILES}, "expires": expires.isoformat()}
 
 
-async def archive(context: Context, request: Request) -> Reply:
+async def archive(context: AppState, request: Request) -> Reply:
     """A redirect to the tar, whatever the kind of checkpoint."""
     info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(_url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)})
 
 
-async def download(context: Context, request: Request) -> Reply:
+async def download(context: AppState, request: Request) -> Reply:
     path, file = path_of(request), request.path_params["file"]
     ends, generation, signature = (request.query_params.get(name, "") for name in ("ends", "generation", "signature"))
     is_time = re.fullmatch("[0-9]{1,12}", ends) is not None

@@ -9,15 +9,15 @@ from starlette.responses import JSONResponse, Response
 
 from skyrl_tx_server.engine.futures import Outcome
 from skyrl_tx_server.errors import FutureLostError
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, has_proto_form, result_to_proto
 from skyrl_tx_server.http.wire.results import result_to_json
 
 
-async def retrieve_future(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "retrieve_future")
+async def retrieve_future(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "retrieve_future")
     request_id = fields.text("request_id")
     # Asking is a sign of life, being answered is none: a client that dies while it waits is not seen to go.
     context.registry.touch(context.futures.session_of(request_id))
@@ -39,10 +39,10 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
     return result_to_json(outcome.kind, outcome.result, outcome.extra)
 
 
-async def cancel_future(context: Context, request: Request) -> Reply:
+async def cancel_future(context: AppState, request: Request) -> Reply:
     """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its next decode block; anything else
     that has begun finishes, and its result is not kept."""
-    fields = Fields(await read_json(context, request), "cancel_future")
+    fields = JsonReader(await read_json(context, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")
     fields.finish()

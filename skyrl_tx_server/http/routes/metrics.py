@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -118,7 +118,7 @@ METRICS = (
 )
 
 
-async def metrics(context: Context, request: Request) -> Reply:
+async def metrics(context: AppState, request: Request) -> Reply:
     statistics = context.engine.stats()
     lines = [line for metric in METRICS for line in _lines(metric, statistics)]
     for name, value in context.registry.stats().items():

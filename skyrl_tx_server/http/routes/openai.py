@@ -19,18 +19,18 @@ from starlette.responses import Response, StreamingResponse
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
 from skyrl_tx_server.http.streaming import follow, results_of
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.openai_replies import ChatDoor, Choices, Door, Header, TextDoor, error_json, new_header, usage
-from skyrl_tx_server.http.wire.openai_requests import Ask, parse_chat, parse_completion
+from skyrl_tx_server.http.wire.openai_replies import ChatDoor, Choices, CompletionFormat, Header, TextDoor, error_json, new_header, usage
+from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
 from skyrl_tx_server.http.wire.requests import check_tokens
 
 
-async def chat_completions(context: Context, request: Request) -> Reply:
+async def chat_completions(context: AppState, request: Request) -> Reply:
     chat = await read_parsed(context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits))
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
@@ -39,7 +39,7 @@ async def chat_completions(context: Context, request: Request) -> Reply:
     return await _reply(context, request, ChatDoor(chat, rendered, tokenizer), [op])
 
 
-async def completions(context: Context, request: Request) -> Reply:
+async def completions(context: AppState, request: Request) -> Reply:
     completion = await read_parsed(context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits))
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
 
@@ -51,11 +51,11 @@ async def completions(context: Context, request: Request) -> Reply:
     return await _reply(context, request, TextDoor(completion, tokenizer), ops)
 
 
-async def list_models(context: Context, request: Request) -> Reply:
+async def list_models(context: AppState, request: Request) -> Reply:
     return {"object": "list", "data": [_model_json(name, created) for name, created in (await _models(context)).items()]}
 
 
-async def get_model(context: Context, request: Request) -> Reply:
+async def get_model(context: AppState, request: Request) -> Reply:
     name, models = str(request.path_params["model"]), await _models(context)
     if name not in models:
         raise NotFoundError(_no_such_model(context, name))
@@ -65,7 +65,7 @@ async def get_model(context: Context, request: Request) -> Reply:
 # --- names ------------------------------------------------------------------------------------------------------
 
 
-async def _models(context: Context) -> dict[str, int]:
+async def _models(context: AppState) -> dict[str, int]:
     """Every name that can be asked for -> since when, in seconds since 1970."""
     names = {context.base_model: 0}
     for session in context.registry.sessions():
@@ -80,11 +80,11 @@ def _model_json(name: str, created: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx_server"}
 
 
-def _no_such_model(context: Context, name: str) -> str:
+def _no_such_model(context: AppState, name: str) -> str:
     return f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's path; see /v1/models"
 
 
-async def _weights(context: Context, name: str) -> str | None:
+async def _weights(context: AppState, name: str) -> str | None:
     """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a training checkpoint."""
     if name == context.base_model:
         return None
@@ -112,7 +112,7 @@ def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingS
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
 
 
-async def _sample(context: Context, ask: Ask, settings: SamplingSettings, prompt: np.ndarray) -> Sample:
+async def _sample(context: AppState, ask: SamplingRequest, settings: SamplingSettings, prompt: np.ndarray) -> Sample:
     limit = context.limits.max_context_length
     wanted = 1 if settings.max_tokens is None else settings.max_tokens
     if len(prompt) + wanted > limit:
@@ -129,11 +129,11 @@ async def _sample(context: Context, ask: Ask, settings: SamplingSettings, prompt
 # --- replies ----------------------------------------------------------------------------------------------------
 
 
-async def _reply(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+async def _reply(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:
     return await (_stream(context, door, ops[0]) if door.ask.stream else _whole(context, request, door, ops))
 
 
-async def _whole(context: Context, request: Request, door: Door, ops: Sequence[Sample]) -> Reply:
+async def _whole(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:
     header = new_header(door.prefix, door.whole_object, door.ask.model)
     results = await results_of(context, request, ops)
     if results is None:
@@ -158,7 +158,7 @@ async def _whole(context: Context, request: Request, door: Door, ops: Sequence[S
     return body
 
 
-async def _stream(context: Context, door: Door, op: Sample) -> Response:
+async def _stream(context: AppState, door: CompletionFormat, op: Sample) -> Response:
     """Waits for the first tokens, so that a request the engine refuses still gets its status."""
     results: list[SampleResult] = []
     news = follow(context, op, results)
@@ -185,7 +185,7 @@ async def _stream(context: Context, door: Door, op: Sample) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-def _opening_chunks(header: Header, door: Door, op: Sample) -> Iterable[dict[str, object]]:
+def _opening_chunks(header: Header, door: CompletionFormat, op: Sample) -> Iterable[dict[str, object]]:
     opening = door.opening()
     if opening is not None:
         for index in range(op.num_samples):

@@ -10,17 +10,17 @@ from starlette.requests import Request
 from skyrl_tx_server.engine.futures import RequestKey
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointKind
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
-from skyrl_tx_server.http.streaming import Listener
+from skyrl_tx_server.http.streaming import StreamWatcher
 from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.requests import SampleRequest, parse_sample
 
 
-async def create_sampling_session(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "create_sampling_session")
+async def create_sampling_session(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "create_sampling_session")
     session_id = fields.text("session_id")
     seq_id = fields.integer("sampling_session_seq_id")
     base_model = fields.optional_text("base_model")
@@ -33,7 +33,7 @@ async def create_sampling_session(context: Context, request: Request) -> Reply:
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
-def _weights(context: Context, *, base_model: str | None, model_path: str | None) -> str | None:
+def _weights(context: AppState, *, base_model: str | None, model_path: str | None) -> str | None:
     """What the engine samples from: a sampler checkpoint's path, or None for the base model."""
     if base_model is not None:
         context.check_base_model(base_model)
@@ -48,12 +48,12 @@ def _weights(context: Context, *, base_model: str | None, model_path: str | None
     return model_path
 
 
-async def get_sampler(context: Context, request: Request) -> Reply:
+async def get_sampler(context: AppState, request: Request) -> Reply:
     sampler = context.registry.sampler(request.path_params["sampler_id"])
     return {"sampler_id": sampler.sampler_id, "base_model": context.base_model, "model_path": sampler.model_path}
 
 
-async def asample(context: Context, request: Request) -> Reply:
+async def asample(context: AppState, request: Request) -> Reply:
     sample = await read_parsed(context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits))
     if sample.sampler_id is not None:
         sampler = context.registry.sampler(sample.sampler_id)
@@ -63,14 +63,14 @@ async def asample(context: Context, request: Request) -> Reply:
     return _submit(context, sample, weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path), session_id=None)
 
 
-def _submit(context: Context, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
+def _submit(context: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
     op = replace(sample.op, weights=weights)
     key = None
     name = f"sample-{uuid.uuid4().hex}"
     if sample.sampler_id is not None and sample.seq_id is not None:
         key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
         name = f"{sample.sampler_id}:{sample.seq_id}"
-    listener = Listener(follows=False)
+    listener = StreamWatcher(follows=False)
     request_id = context.futures.submit(
         lambda: context.engine.submit(op, listener), kind="sample", key=key, session_id=session_id, withdraw=listener.leave
     )

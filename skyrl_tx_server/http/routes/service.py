@@ -6,16 +6,16 @@ import logging
 
 from starlette.requests import Request
 
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
-async def healthz(context: Context, request: Request) -> Reply:
+async def healthz(context: AppState, request: Request) -> Reply:
     """Reached only once the engine can work; until then the border answers 503."""
     return {"status": "ok"}
 
 
-async def client_config(context: Context, request: Request) -> Reply:
+async def client_config(context: AppState, request: Request) -> Reply:
     """How the SDK should talk to us: chunks of one forward_backward in order, and no more samples in flight than is useful."""
     await read_body(context, request)
     return {
@@ -34,18 +34,18 @@ async def client_config(context: Context, request: Request) -> Reply:
     }
 
 
-async def dynamic_config(context: Context, request: Request) -> Reply:
+async def dynamic_config(context: AppState, request: Request) -> Reply:
     await read_body(context, request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
-async def telemetry(context: Context, request: Request) -> Reply:
+async def telemetry(context: AppState, request: Request) -> Reply:
     """Accepted and dropped: nothing leaves this machine."""
     await read_body(context, request)
     return {"status": "accepted"}
 
 
-async def capabilities(context: Context, request: Request) -> Reply:
+async def capabilities(context: AppState, request: Request) -> Reply:
     info = context.engine.info
     return {
         "supported_models": [
@@ -54,7 +54,7 @@ async def capabilities(context: Context, request: Request) -> Reply:
     }
 
 
-async def stats(context: Context, request: Request) -> Reply:
+async def stats(context: AppState, request: Request) -> Reply:
     """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
     return {"engine": context.engine.stats(), "registry": context.registry.stats(), "futures": context.futures.stats()}
 

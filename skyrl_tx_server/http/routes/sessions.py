@@ -7,15 +7,15 @@ import logging
 from starlette.requests import Request
 
 from skyrl_tx_server.engine.tenants import owner_of
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body, read_json
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 logger = logging.getLogger(__name__)
 
 
-async def create_session(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "create_session")
+async def create_session(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "create_session")
     session = context.registry.open_session(
         tags=fields.tags("tags"),
         user_metadata=fields.metadata("user_metadata"),
@@ -24,20 +24,20 @@ async def create_session(context: Context, request: Request) -> Reply:
     return {"type": "create_session", "session_id": session.session_id}
 
 
-async def heartbeat(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "session_heartbeat")
+async def heartbeat(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "session_heartbeat")
     context.registry.heartbeat(fields.text("session_id"))
     return {"type": "session_heartbeat"}
 
 
-async def finish(context: Context, request: Request) -> Reply:
+async def finish(context: AppState, request: Request) -> Reply:
     """Always a success: the SDK raises on anything else when a `with ServiceClient()` block ends."""
     await read_body(context, request)
     end_session(context, request.path_params["session_id"], "its client closed it")
     return None
 
 
-def end_session(context: Context, session_id: str, why: str) -> None:
+def end_session(context: AppState, session_id: str, why: str) -> None:
     """Forget a session and free what it held on the device."""
     if not context.registry.has_session(session_id):
         return
@@ -50,11 +50,11 @@ def end_session(context: Context, session_id: str, why: str) -> None:
         logger.info("session %s ended (%s): freed %d models and snapshots", session_id, why, len(ops))
 
 
-async def list_sessions(context: Context, request: Request) -> Reply:
+async def list_sessions(context: AppState, request: Request) -> Reply:
     return {"sessions": [session.session_id for session in context.registry.sessions()]}
 
 
-async def get_session(context: Context, request: Request) -> Reply:
+async def get_session(context: AppState, request: Request) -> Reply:
     session = context.registry.look_up(request.path_params["session_id"])
     return {
         "training_run_ids": list(session.models),

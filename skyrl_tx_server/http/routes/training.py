@@ -13,19 +13,19 @@ from skyrl_tx_server.engine.model_registry import Model
 from skyrl_tx_server.engine.operations import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
 from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.files.run_index import TrainingRun
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import TRAINING_BODY, TRAINING_JSON_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
 from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
 from skyrl_tx_server.http.wire.requests import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
 
 LOOPBACK = ("127.0.0.1", "::1")
 
 
-async def create_model(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "create_model")
+async def create_model(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "create_model")
     session_id = fields.text("session_id")
     model_seq_id = fields.integer("model_seq_id")
     context.check_base_model(fields.text("base_model"))
@@ -47,7 +47,7 @@ async def create_model(context: Context, request: Request) -> Reply:
 
 
 def begin_model(
-    context: Context,
+    context: AppState,
     *,
     op: CreateModel | LoadWeights,
     kind: str,
@@ -83,9 +83,9 @@ def begin_model(
     return {"request_id": request_id, "model_id": op.model_id}
 
 
-async def get_info(context: Context, request: Request) -> Reply:
+async def get_info(context: AppState, request: Request) -> Reply:
     """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub; others go by the name."""
-    fields = Fields(await read_json(context, request), "get_info")
+    fields = JsonReader(await read_json(context, request), "get_info")
     model = context.registry.model(fields.text("model_id"))
     model_dir = context.settings.model_dir
     is_local = request.client is not None and request.client.host in LOOPBACK
@@ -103,32 +103,32 @@ async def get_info(context: Context, request: Request) -> Reply:
     }
 
 
-async def forward_backward(context: Context, request: Request) -> Reply:
+async def forward_backward(context: AppState, request: Request) -> Reply:
     """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(context, await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)))
     return await _train_json(context, request, forward_only=False)
 
 
-async def forward(context: Context, request: Request) -> Reply:
+async def forward(context: AppState, request: Request) -> Reply:
     return await _train_json(context, request, forward_only=True)
 
 
-async def _train_json(context: Context, request: Request, *, forward_only: bool) -> Reply:
+async def _train_json(context: AppState, request: Request, *, forward_only: bool) -> Reply:
     def parse(body: bytes) -> TrainRequest:
         return parse_training_json(parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only)
 
     return _train(context, await read_parsed(context, request, parse, TRAINING_JSON_BODY))
 
 
-def _train(context: Context, train: TrainRequest) -> Reply:
+def _train(context: AppState, train: TrainRequest) -> Reply:
     model = context.registry.model(train.op.model_id)
     kind = "forward" if train.op.forward_only else "forward_backward"
     return submit(context, model, lambda: context.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
 
 
 def submit(
-    context: Context,
+    context: AppState,
     model: Model,
     start: Callable[[], Future[OpResult]],
     *,
@@ -143,8 +143,8 @@ def submit(
     return {"request_id": request_id, "model_id": model.model_id}
 
 
-async def optim_step(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "optim_step")
+async def optim_step(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "optim_step")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     adam = parse_adam(fields)
@@ -155,9 +155,9 @@ async def optim_step(context: Context, request: Request) -> Reply:
     return submit(context, model, lambda: context.engine.submit(op), kind="optim_step", seq_id=seq_id)
 
 
-async def unload_model(context: Context, request: Request) -> Reply:
+async def unload_model(context: AppState, request: Request) -> Reply:
     """Sent by SDK 0.25 and older only; newer clients end their session."""
-    fields = Fields(await read_json(context, request), "unload_model")
+    fields = JsonReader(await read_json(context, request), "unload_model")
     model = context.registry.model(fields.text("model_id"))
     context.registry.forget_model(model.model_id)
     op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}

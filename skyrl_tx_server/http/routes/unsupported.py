@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Handler, Reply, read_body
 
 
 def _refuse(message: str) -> Handler:
-    async def refuse(context: Context, request: Request) -> Reply:
+    async def refuse(context: AppState, request: Request) -> Reply:
         await read_body(context, request)
         raise UserError(message)
 

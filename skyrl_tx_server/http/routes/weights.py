@@ -16,10 +16,10 @@ from skyrl_tx_server.engine.operations import LoadWeights, LoraSpec, OpResult, S
 from skyrl_tx_server.errors import NotFoundError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
 from skyrl_tx_server.files.run_index import TrainingRun
-from skyrl_tx_server.http.app_state import Context
+from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.training import begin_model, submit
-from skyrl_tx_server.http.wire.json_reader import Fields
+from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
 
 CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
@@ -28,8 +28,8 @@ CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER:
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
-async def save_weights(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "save_weights")
+async def save_weights(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "save_weights")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -44,9 +44,9 @@ async def save_weights(context: Context, request: Request) -> Reply:
     return save_named(context, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds, overwrite=overwrite)
 
 
-async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
+async def save_weights_for_sampler(context: AppState, request: Request) -> Reply:
     """With a name, a checkpoint on disk; without, a snapshot in memory that only the sampler it makes can reach."""
-    fields = Fields(await read_json(context, request), "save_weights_for_sampler")
+    fields = JsonReader(await read_json(context, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.optional_text("path")
@@ -70,7 +70,7 @@ async def save_weights_for_sampler(context: Context, request: Request) -> Reply:
 
 
 def _save_snapshot(
-    context: Context, model: Model, sampling_session_seq_id: int, seq_id: int | None, user_metadata: dict[str, str]
+    context: AppState, model: Model, sampling_session_seq_id: int, seq_id: int | None, user_metadata: dict[str, str]
 ) -> Reply:
     sampler_id = context.registry.sampler_id(model.session_id, sampling_session_seq_id)
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
@@ -98,7 +98,7 @@ def named(model_id: str, kind: CheckpointKind, name: str) -> str:
 
 
 def save_named(
-    context: Context,
+    context: AppState,
     model: Model,
     op: SaveWeights | SaveSampler | SaveExternal,
     path: str,
@@ -134,9 +134,9 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
-async def load_weights(context: Context, request: Request) -> Reply:
+async def load_weights(context: AppState, request: Request) -> Reply:
     """Either into a live model (`model_id`) or as the first request of a new one (`session_id` and `model_seq_id`)."""
-    fields = Fields(await read_json(context, request), "load_weights")
+    fields = JsonReader(await read_json(context, request), "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
     session_id = fields.optional_text("session_id")
@@ -167,7 +167,7 @@ async def load_weights(context: Context, request: Request) -> Reply:
     )
 
 
-def _training_checkpoint(context: Context, path: str) -> LoraSpec:
+def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
     """The LoRA of a checkpoint that this server can train on."""
     info = context.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
@@ -181,7 +181,7 @@ def _training_checkpoint(context: Context, path: str) -> LoraSpec:
     return info.lora
 
 
-def _load_into(context: Context, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None) -> Reply:
+def _load_into(context: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None) -> Reply:
     if (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) != (
         model.lora.rank,
         model.lora.train_attn,
@@ -193,8 +193,8 @@ def _load_into(context: Context, model: Model, path: str, lora: LoraSpec, *, opt
     return submit(context, model, lambda: context.engine.submit(op), kind="load_weights", seq_id=seq_id, extra={"path": path})
 
 
-async def weights_info(context: Context, request: Request) -> Reply:
-    fields = Fields(await read_json(context, request), "weights_info")
+async def weights_info(context: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(context, request), "weights_info")
     info = context.checkpoints.info(fields.text("tinker_path"))
     return {
         "base_model": info.base_model,
@@ -209,7 +209,7 @@ async def weights_info(context: Context, request: Request) -> Reply:
 # --- training runs and their checkpoints ------------------------------------------------------------------------
 
 
-async def list_training_runs(context: Context, request: Request) -> Reply:
+async def list_training_runs(context: AppState, request: Request) -> Reply:
     by_run: dict[str, list[CheckpointInfo]] = {}
     for info in await asyncio.to_thread(context.checkpoints.list):
         by_run.setdefault(info.run_id, []).append(info)
@@ -218,7 +218,7 @@ async def list_training_runs(context: Context, request: Request) -> Reply:
     return {"training_runs": page, "cursor": cursor}
 
 
-def _runs(context: Context, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
+def _runs(context: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
     """Every run of the ledger, and those that only their checkpoints tell of (a directory copied here)."""
     runs = context.ledger.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
@@ -228,7 +228,7 @@ def _run_of(info: CheckpointInfo) -> TrainingRun:
     return TrainingRun(run_id=info.run_id, base_model=info.base_model, lora=info.lora, created_at=info.created_at)
 
 
-async def get_training_run(context: Context, request: Request) -> Reply:
+async def get_training_run(context: AppState, request: Request) -> Reply:
     run_id = request.path_params["run_id"]
     infos = await asyncio.to_thread(context.checkpoints.list, run_id)
     run = context.ledger.run(run_id) or (_run_of(infos[0]) if infos else None)
@@ -237,7 +237,7 @@ async def get_training_run(context: Context, request: Request) -> Reply:
     return _run_to_json(context, run, infos)
 
 
-def _run_to_json(context: Context, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
+def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
     last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # oldest first, so the newest stays
     last_request = context.registry.last_request_at.get(run.run_id) or max([run.created_at, *(info.created_at for info in infos)])
     training, sampler = last.get(CheckpointKind.TRAINING), last.get(CheckpointKind.SAMPLER)
@@ -255,7 +255,7 @@ def _run_to_json(context: Context, run: TrainingRun, infos: Sequence[CheckpointI
     }
 
 
-def _checkpoint_to_json(context: Context, info: CheckpointInfo) -> dict[str, object]:
+def _checkpoint_to_json(context: AppState, info: CheckpointInfo) -> dict[str, object]:
     expires_at = context.ledger.expiry(info.path, info.generation)
     return {
         "checkpoint_id": f"{info.kind}/{info.name}",
@@ -279,41 +279,41 @@ def _page(request: Request, rows: list[dict[str, object]]) -> tuple[list[dict[st
     return rows[offset : offset + limit], {"limit": limit, "offset": offset, "total_count": len(rows)}
 
 
-async def list_run_checkpoints(context: Context, request: Request) -> Reply:
+async def list_run_checkpoints(context: AppState, request: Request) -> Reply:
     infos = await asyncio.to_thread(context.checkpoints.list, request.path_params["run_id"])
     return {"checkpoints": [_checkpoint_to_json(context, info) for info in infos]}
 
 
-async def list_checkpoints(context: Context, request: Request) -> Reply:
+async def list_checkpoints(context: AppState, request: Request) -> Reply:
     infos = await asyncio.to_thread(context.checkpoints.list)
     page, cursor = _page(request, [_checkpoint_to_json(context, info) for info in reversed(infos)])
     return {"checkpoints": page, "cursor": cursor}
 
 
-async def delete_checkpoint(context: Context, request: Request) -> Reply:
+async def delete_checkpoint(context: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await asyncio.to_thread(context.checkpoints.delete, path)
     context.ledger.forget(path, generation)
     return None
 
 
-async def publish(context: Context, request: Request) -> Reply:
+async def publish(context: AppState, request: Request) -> Reply:
     """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without tenants it is a mark only."""
     return _mark(context, path_of(request), public=True)
 
 
-async def unpublish(context: Context, request: Request) -> Reply:
+async def unpublish(context: AppState, request: Request) -> Reply:
     return _mark(context, path_of(request), public=False)
 
 
-def _mark(context: Context, path: str, *, public: bool) -> None:
+def _mark(context: AppState, path: str, *, public: bool) -> None:
     context.checkpoints.own(path)  # refuses a path that does not exist
     context.ledger.set_public(path, public)
 
 
-async def set_ttl(context: Context, request: Request) -> Reply:
+async def set_ttl(context: AppState, request: Request) -> Reply:
     path = path_of(request)
-    fields = Fields(await read_json(context, request), "ttl")
+    fields = JsonReader(await read_json(context, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
     info = context.checkpoints.own(path)  # refuses a path that does not exist

@@ -16,7 +16,7 @@ MAX_NAMES_IN_MESSAGE = 5
 MAX_QUOTED_LENGTH = 80
 
 
-class Fields:
+class JsonReader:
     """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be refused."""
 
     def __init__(self, body: object, where: str) -> None:

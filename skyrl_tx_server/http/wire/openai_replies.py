@@ -12,11 +12,11 @@ from skyrl_tx_server.engine.operations import Sample, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.http.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
 from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
-from skyrl_tx_server.http.wire.output_parser import Answer, AnswerParser, Content, Part, Piece, Reasoning, ToolCall
+from skyrl_tx_server.http.wire.output_parser import Answer, AnswerParser, Content, ParsedDelta, Part, ReasoningText, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class News:
+class TokenDelta:
     """Tokens that sample `index` has gained; `ended` with the last of them."""
 
     index: int
@@ -39,13 +39,13 @@ class ChatDoor:
     def answer(self) -> Answer:
         return Answer(self._decode, self.ask.settings.stop_strings, AnswerParser(calls=self._calls, part=self._part))
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+    def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"message": message_json(pieces)}
 
     def opening(self) -> dict[str, object]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def delta(self, pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+    def delta(self, pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
         return {"delta": delta_json(pieces, calls_before)}
 
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
@@ -64,33 +64,33 @@ class TextDoor:
     def answer(self) -> Answer:
         return Answer(self._decode, self.ask.settings.stop_strings, None)
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+    def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"text": text_of(pieces)}
 
     def opening(self) -> dict[str, object] | None:
         return None
 
-    def delta(self, pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+    def delta(self, pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
         return {"text": text_of(pieces)}
 
     def logprobs(self) -> Callable[[Sequence[int], Sequence[float]], dict[str, object]]:
         return TextLogprobs(self._decode).add
 
 
-type Door = ChatDoor | TextDoor
+type CompletionFormat = ChatDoor | TextDoor
 
 
 class Choices:
     """The choices of one stream as far as they have come."""
 
-    def __init__(self, header: Header, door: Door, op: Sample) -> None:
+    def __init__(self, header: Header, door: CompletionFormat, op: Sample) -> None:
         self._header = header
         self._door = door
         self._answers = [door.answer() for _ in range(op.num_samples)]
         self._logprobs = [door.logprobs() for _ in range(op.num_samples)]
         self._calls = [0] * op.num_samples
 
-    def chunks(self, news: News) -> Iterable[dict[str, object]]:
+    def chunks(self, news: TokenDelta) -> Iterable[dict[str, object]]:
         """At most one chunk with what is new, and one more with the reason when the choice is over."""
         index, answer = news.index, self._answers[news.index]
         pieces = answer.add(news.tokens) if news.ended is None else answer.finish(news.tokens, news.ended)
@@ -135,13 +135,13 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def text_of(pieces: Sequence[Piece], kind: type[Content] | type[Reasoning] = Content) -> str:
+def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningText] = Content) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
-def message_json(pieces: Sequence[Piece]) -> dict[str, object]:
+def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
     """A whole assistant message."""
-    content, reasoning = text_of(pieces), text_of(pieces, Reasoning)
+    content, reasoning = text_of(pieces), text_of(pieces, ReasoningText)
     calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
     message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
     if reasoning:
@@ -149,12 +149,12 @@ def message_json(pieces: Sequence[Piece]) -> dict[str, object]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def delta_json(pieces: Sequence[Piece], calls_before: int) -> dict[str, object]:
+def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
     """What a stream adds to a message that has `calls_before` tool calls already."""
     delta: dict[str, object] = {}
     if content := text_of(pieces):
         delta["content"] = content
-    if reasoning := text_of(pieces, Reasoning):
+    if reasoning := text_of(pieces, ReasoningText):
         delta["reasoning_content"] = reasoning
     calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
     if calls:

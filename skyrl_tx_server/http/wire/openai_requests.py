@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_tx_server.engine.operations import SamplingSettings
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.json_reader import Fields, quoted
+from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
 from skyrl_tx_server.http.wire.requests import Limits, check_tokens, integers, parse_sampling_params
 
 MAX_CHOICES = 128
@@ -24,7 +24,7 @@ _NOT_SAMPLED_SO = "this server samples from the model's distribution as temperat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class SamplingRequest:
     """What both doors share."""
 
     model: str
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    ask: Ask
+    ask: SamplingRequest
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = ()
     template_kwargs: dict[str, object] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    ask: Ask
+    ask: SamplingRequest
     prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
 
 
@@ -54,7 +54,7 @@ class CompletionRequest:
 
 
 def parse_chat(body: object, limits: Limits) -> ChatRequest:
-    fields = Fields(body, "chat/completions")
+    fields = JsonReader(body, "chat/completions")
     logprobs = fields.flag("logprobs", False)
     if fields.optional_integer("top_logprobs"):
         raise UserError("chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled tokens")
@@ -94,7 +94,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
 
 
 def parse_completion(body: object, limits: Limits) -> CompletionRequest:
-    fields = Fields(body, "completions")
+    fields = JsonReader(body, "completions")
     count = fields.optional_integer("logprobs")
     if count:
         raise UserError("completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the sampled tokens'")
@@ -110,7 +110,7 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     return CompletionRequest(ask=ask, prompts=prompts)
 
 
-def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | None) -> Ask:
+def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int | None) -> SamplingRequest:
     stop = fields.anything("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
@@ -129,12 +129,12 @@ def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | No
     num_samples = 1 if (n := fields.optional_integer("n")) is None else n
     if not 1 <= num_samples <= MAX_CHOICES:
         raise UserError(f"n={num_samples} must lie between 1 and {MAX_CHOICES}")
-    options = Fields(fields.mapping("stream_options"), "stream_options")
+    options = JsonReader(fields.mapping("stream_options"), "stream_options")
     include_usage = options.flag("include_usage", False)
     options.ignore("include_obfuscation")
     options.finish()
     fields.ignore(*HARMLESS)
-    return Ask(
+    return SamplingRequest(
         model=fields.text("model"),
         # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
         settings=replace(settings, stop_strings=tuple(str(text) for text in stops), stop_token_ids=tuple(stop_token_ids.tolist())),
@@ -146,7 +146,7 @@ def _ask(fields: Fields, limits: Limits, *, logprobs: bool, max_tokens: int | No
     )
 
 
-def _max_tokens(fields: Fields) -> int | None:
+def _max_tokens(fields: JsonReader) -> int | None:
     old, new = fields.optional_integer("max_tokens"), fields.optional_integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise UserError(f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one")
@@ -156,7 +156,7 @@ def _max_tokens(fields: Fields) -> int | None:
 def _message(index: int, message: object) -> dict[str, object]:
     """A message as chat templates take it: text content, and tool calls whose arguments are objects."""
     where = f"messages[{index}]"
-    fields = Fields(message, where)
+    fields = JsonReader(message, where)
     role = fields.text("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise UserError(f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool")
@@ -178,7 +178,7 @@ def _message(index: int, message: object) -> dict[str, object]:
     return made
 
 
-def _reasoning(fields: Fields, where: str) -> str | None:
+def _reasoning(fields: JsonReader, where: str) -> str | None:
     """What clients send back of an answer's reasoning, under the names that they give it."""
     text, same = (fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning"))
     if text is not None and same is not None and text != same:
@@ -203,7 +203,7 @@ def _content(content: object, where: str) -> str:
 
 
 def _past_call(call: object, where: str) -> dict[str, object]:
-    function = Fields(Fields(call, where).mapping("function"), f"{where}.function")
+    function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.anything("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was

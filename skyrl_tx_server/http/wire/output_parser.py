@@ -27,7 +27,7 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reasoning:
+class ReasoningText:
     text: str
 
 
@@ -42,7 +42,7 @@ class ToolCall:
     arguments: str  # JSON, as OpenAI's clients expect it
 
 
-type Piece = Reasoning | Content | ToolCall
+type ParsedDelta = ReasoningText | Content | ToolCall
 
 
 class Part(StrEnum):
@@ -65,20 +65,20 @@ class AnswerParser:
         self._held = ""
         self._opening = ""  # of the call under way: its tag and the white space before it
 
-    def add(self, text: str) -> list[Piece]:
+    def add(self, text: str) -> list[ParsedDelta]:
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[ParsedDelta] = []
         while (step := self._next()) is not None:
             pieces += step
         return pieces
 
-    def flush(self) -> list[Piece]:
+    def flush(self) -> list[ParsedDelta]:
         """The text is over: whatever was held back is what it looks like."""
-        pieces: list[Piece] = []
+        pieces: list[ParsedDelta] = []
         held, self._held = self._held, ""
         match self._part:
             case Part.REASONING:
-                pieces.append(Reasoning(text=held))
+                pieces.append(ReasoningText(text=held))
             case Part.CALL:
                 pieces.append(Content(text=self._opening + held))
             case Part.AFTER_CALL | Part.AFTER_REASONING:
@@ -87,7 +87,7 @@ class AnswerParser:
                 pieces.append(Content(text=held))
         return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
 
-    def _next(self) -> list[Piece] | None:
+    def _next(self) -> list[ParsedDelta] | None:
         """Take one step through what is held; None when it takes more text to know."""
         match self._part:
             case Part.BEGINNING:
@@ -98,8 +98,8 @@ class AnswerParser:
             case Part.REASONING:
                 before, closed, after = self._held.partition(THINK_CLOSE)
                 if closed:
-                    return self._go(Part.AFTER_REASONING, after, Reasoning(text=before.rstrip()))
-                return self._release(Reasoning, (THINK_CLOSE,))
+                    return self._go(Part.AFTER_REASONING, after, ReasoningText(text=before.rstrip()))
+                return self._release(ReasoningText, (THINK_CLOSE,))
             case Part.AFTER_REASONING:
                 return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
             case Part.CONTENT:
@@ -120,11 +120,11 @@ class AnswerParser:
             case Part.AFTER_CALL:
                 return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
 
-    def _go(self, part: Part, held: str, piece: Piece | None = None) -> list[Piece]:
+    def _go(self, part: Part, held: str, piece: ParsedDelta | None = None) -> list[ParsedDelta]:
         self._part, self._held = part, held
         return [] if piece is None or (not isinstance(piece, ToolCall) and not piece.text) else [piece]
 
-    def _release(self, kind: type[Reasoning] | type[Content], tags: Sequence[str]) -> list[Piece] | None:
+    def _release(self, kind: type[ReasoningText] | type[Content], tags: Sequence[str]) -> list[ParsedDelta] | None:
         """Let go of what no tag can begin in; the white space before a tag belongs to the tag."""
         safe = len(self._held) - longest_beginning(self._held, tags)
         text = self._held[:safe].rstrip() if tags else self._held
@@ -173,12 +173,12 @@ class Answer:
         self._parser = parser
         self._called = False
 
-    def add(self, ids: Sequence[int]) -> list[Piece]:
+    def add(self, ids: Sequence[int]) -> list[ParsedDelta]:
         return self._parse(self._cutter.add(self._text.add(ids)))
 
-    def finish(self, ids: Sequence[int], reason: StopReason) -> list[Piece]:
+    def finish(self, ids: Sequence[int], reason: StopReason) -> list[ParsedDelta]:
         """The last tokens, of a sample that ended for `reason`."""
-        pieces: list[Piece] = []
+        pieces: list[ParsedDelta] = []
         if reason is StopReason.STOP:
             pieces += self.add(ids[:-1])
             last = self._text.add(ids[-1:])
@@ -193,7 +193,7 @@ class Answer:
     def finish_reason(self, reason: StopReason) -> str:
         return "tool_calls" if self._called and reason is StopReason.STOP else str(reason)
 
-    def _parse(self, text: str) -> list[Piece]:
+    def _parse(self, text: str) -> list[ParsedDelta]:
         if self._parser is None:
             return [Content(text=text)] if text else []
         pieces = self._parser.add(text)

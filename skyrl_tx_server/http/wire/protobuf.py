@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tx_server.engine.operations import (
-    Cells,
+    CsrMatrix,
     ForwardBackward,
     ForwardBackwardResult,
     LossFn,
@@ -225,7 +225,7 @@ def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
     )
 
 
-def _float_cells(cells: Cells) -> pb.Tensor:
+def _float_cells(cells: CsrMatrix) -> pb.Tensor:
     tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=cells.shape)
     values = cells.values.astype("<f4").tobytes()
     if cells.crow_indices is None or cells.col_indices is None:

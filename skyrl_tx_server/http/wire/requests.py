@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
-    Cells,
+    CsrMatrix,
     ForwardBackward,
     LoraSpec,
     LossFn,
@@ -23,7 +23,7 @@ from skyrl_tx_server.engine.operations import (
     TrainDatum,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import Fields, is_finite_number, quoted
+from skyrl_tx_server.http.wire.json_reader import JsonReader, is_finite_number, quoted
 
 MAX_SAMPLES_PER_REQUEST = 4096
 MAX_SEED = 2**63 - 1
@@ -97,9 +97,9 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
     return ttl_seconds
 
 
-def check_optimizer_config(fields: Fields) -> None:
+def check_optimizer_config(fields: JsonReader) -> None:
     """Only AdamW exists here; dimuon is refused when the model is made rather than at its first step."""
-    config = Fields(fields.mapping("optimizer_config"), "optimizer_config")
+    config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
     kind = config.optional_text("type")
     if kind not in (None, "adamw"):
         raise UserError(f"optimizer {kind!r} is not supported by this server; use AdamW (tinker.AdamParams)")
@@ -107,7 +107,7 @@ def check_optimizer_config(fields: Fields) -> None:
 
 
 def parse_lora(body: object, limits: Limits) -> LoraSpec:
-    fields = Fields(body, "lora_config")
+    fields = JsonReader(body, "lora_config")
     rank = fields.optional_integer("rank")
     spec = LoraSpec(
         rank=32 if rank is None else rank,
@@ -131,12 +131,12 @@ def parse_lora(body: object, limits: Limits) -> LoraSpec:
     return spec
 
 
-def parse_adam(fields: Fields) -> AdamSettings:
+def parse_adam(fields: JsonReader) -> AdamSettings:
     """The optimizer settings of an optim_step body."""
     other = fields.mapping("optimizer_params")
     if other:
         raise UserError(f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW (tinker.AdamParams)")
-    params = Fields(fields.mapping("adam_params"), "adam_params")
+    params = JsonReader(fields.mapping("adam_params"), "adam_params")
     default = AdamSettings()
     adam = AdamSettings(
         learning_rate=params.number("learning_rate", default.learning_rate),
@@ -197,10 +197,10 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
 
 def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
     """The chunks of a ModelInput as one [P] int32 array."""
-    fields = Fields(body, where)
+    fields = JsonReader(body, where)
     parts = [np.zeros(0, np.int64)]
     for chunk_body in fields.items("chunks"):
-        chunk = Fields(chunk_body, f"{where} chunk")
+        chunk = JsonReader(chunk_body, f"{where} chunk")
         kind = chunk.optional_text("type") or "encoded_text"
         if kind != "encoded_text":
             raise UserError(f"{where}: {kind} chunks are not supported by this text-only server; send encoded_text tokens")
@@ -230,7 +230,7 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
-    fields = Fields(body, "sampling_params")
+    fields = JsonReader(body, "sampling_params")
     settings = replace(
         parse_stop(fields.anything("stop")),
         max_tokens=fields.optional_integer("max_tokens"),
@@ -257,7 +257,7 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
-    fields = Fields(body, "asample")
+    fields = JsonReader(body, "asample")
     fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
     # Stability records are read by stable_reinforce alone, which is refused by name.
     fields.ignore("type", "record_stability_info")
@@ -297,7 +297,7 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     return SampleRequest(sampler_id=sampler_id, seq_id=seq_id, base_model=base_model, model_path=model_path, op=op)
 
 
-def _check_prompt_targets(targets: Cells, prompt_length: int, limits: Limits) -> Cells:
+def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
     """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is asked."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
@@ -401,7 +401,7 @@ def check_request_cells(num_targets: int) -> None:
         raise UserError(f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
 
 
-def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str) -> Cells:
+def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str) -> CsrMatrix:
     """A checked sparse matrix; crow_indices and col_indices are int64."""
     wrong = UserError(f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape {list(shape)}")
     if len(shape) != 2 or min(shape) < 0 or shape[1] >= 1 << 31 or crow_indices.ndim != 1 or len(crow_indices) != shape[0] + 1:
@@ -411,34 +411,34 @@ def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np
         raise wrong
     if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
         raise wrong
-    cells = Cells(values=values, shape=(int(shape[0]), int(shape[1])), crow_indices=crow_indices, col_indices=col_indices)
+    cells = CsrMatrix(values=values, shape=(int(shape[0]), int(shape[1])), crow_indices=crow_indices, col_indices=col_indices)
     places = cells.rows() * shape[1] + col_indices
     if len(np.unique(places)) != len(places):
         raise UserError(f"{where}: a cell is listed twice")
     return cells
 
 
-def dense_array(cells: Cells, where: str) -> np.ndarray:
+def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
         raise UserError(f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a smaller one")
     return cells.dense()
 
 
-def parse_cells(body: object, where: str) -> Cells:
+def parse_cells(body: object, where: str) -> CsrMatrix:
     """A JSON TensorData of two dimensions, dense or sparse."""
     tensor = parse_tensor(body, where)
-    if isinstance(tensor, Cells):
+    if isinstance(tensor, CsrMatrix):
         return tensor
     if tensor.ndim != 2:
         raise UserError(f"{where}: expected a matrix, got the shape {list(tensor.shape)}")
-    return Cells(values=tensor.reshape(-1), shape=(tensor.shape[0], tensor.shape[1]))
+    return CsrMatrix(values=tensor.reshape(-1), shape=(tensor.shape[0], tensor.shape[1]))
 
 
-def parse_tensor(body: object, where: str) -> np.ndarray | Cells:
-    """A JSON TensorData; `Cells` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
+def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
+    """A JSON TensorData; `CsrMatrix` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
     if isinstance(body, list):
         body = {"data": body}
-    fields = Fields(body, where)
+    fields = JsonReader(body, where)
     is_sparse = fields.anything("sparse_crow_indices") is not None
     crow_indices = integers(fields.items("sparse_crow_indices"), f"{where}: sparse_crow_indices")
     col_indices = integers(fields.items("sparse_col_indices"), f"{where}: sparse_col_indices")
@@ -461,17 +461,17 @@ def parse_tensor(body: object, where: str) -> np.ndarray | Cells:
 
 def _parse_dense_tensor(body: object, where: str) -> np.ndarray:
     tensor = parse_tensor(body, where)
-    return dense_array(tensor, where) if isinstance(tensor, Cells) else tensor
+    return dense_array(tensor, where) if isinstance(tensor, CsrMatrix) else tensor
 
 
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
     """The JSON body of forward_backward and forward, as SDK 0.24 and older send it."""
-    fields = Fields(body, "forward" if forward_only else "forward_backward")
-    inner = Fields(fields.mapping("forward_input" if forward_only else "forward_backward_input"), "forward_backward_input")
+    fields = JsonReader(body, "forward" if forward_only else "forward_backward")
+    inner = JsonReader(fields.mapping("forward_input" if forward_only else "forward_backward_input"), "forward_backward_input")
     loss_fn = parse_loss_fn(inner.text("loss_fn"))
     data, num_targets = [], 0
     for index, datum_body in enumerate(inner.items("data")):
-        datum = Fields(datum_body, f"datum {index}")
+        datum = JsonReader(datum_body, f"datum {index}")
         tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
         inputs = {name: _parse_dense_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
         datum.finish()

@@ -9,7 +9,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
-    Cells,
+    CsrMatrix,
     Done,
     ForwardBackwardResult,
     OpResult,
@@ -87,7 +87,7 @@ def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]
     ]
 
 
-def _json_cells(cells: Cells) -> dict[str, object]:
+def _json_cells(cells: CsrMatrix) -> dict[str, object]:
     sparse: dict[str, object] = {}
     if cells.crow_indices is not None and cells.col_indices is not None:
         sparse = {"sparse_crow_indices": cells.crow_indices.tolist(), "sparse_col_indices": cells.col_indices.tolist()}

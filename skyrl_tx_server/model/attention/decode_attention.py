@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.kv_splits import Stretches
-from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.attention.kv_splits import KVSplits
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
 from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
-from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
@@ -26,7 +26,7 @@ def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Seque
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = [_scores(grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
-    highest = jnp.stack([whole_maximum(score) for score in scores]).max(axis=0)[..., None]
+    highest = jnp.stack([ceil_max(score) for score in scores]).max(axis=0)[..., None]
     weights = [jnp.exp2(score - highest) for score in scores]
     total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(
@@ -45,7 +45,7 @@ def attend_over_pages(
     layer: int,
     q: jax.Array,
     tables_BW: jax.Array,
-    stretches: Stretches,
+    stretches: KVSplits,
     recent: Segment,
     visible: jax.Array,
     *,
@@ -56,7 +56,7 @@ def attend_over_pages(
     attend = partial(_attend_over_own_pages, config, layer, interpret)
     if config.mesh is not None:
         rows = PartitionSpec(BATCH)
-        attend = on_each(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
+        attend = shard_map_over(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
     return attend(cache, q, tables_BW, stretches, recent, visible)
 
 
@@ -67,7 +67,7 @@ def _attend_over_own_pages(
     cache: KVCache,
     q: jax.Array,
     tables_BW: jax.Array,
-    stretches: Stretches,
+    stretches: KVSplits,
     recent: Segment,
     visible: jax.Array,
 ) -> jax.Array:
@@ -83,7 +83,7 @@ def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = _scores(grouped, recent, visible)
-    highest = whole_maximum(scores)
+    highest = ceil_max(scores)
     weights = jnp.exp2(scores - highest[..., None])
     out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32)
     by_head = (batch, heads)

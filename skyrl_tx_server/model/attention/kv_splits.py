@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 
-from skyrl_tx_server.model.lora.lora_math import Leaf
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.shapes import PAGE
 
 MIN_PART, MAX_PARTS = 8, 16
@@ -24,15 +24,15 @@ MIN_QUERIES, MIN_TOGETHER = 16, 4
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretches:
+class KVSplits:
     """Each of the batch's devices has N: one part of up to R of the rows that lie there, which have its pages in common."""
 
-    rows: Leaf  # [devices * N, R] int32, by place on the device; -1 where there are no more
-    part: Leaf  # [devices * N] int32, the part's number
-    first: Leaf  # [devices * N] int32, its first page, by place in the rows' tables
-    end: Leaf  # [devices * N] int32, the position before which it ends
-    counts: Leaf  # [devices] int32, how many stretches count
-    num_parts: Leaf  # [B] int32, the parts of each row
+    rows: ArrayLike  # [devices * N, R] int32, by place on the device; -1 where there are no more
+    part: ArrayLike  # [devices * N] int32, the part's number
+    first: ArrayLike  # [devices * N] int32, its first page, by place in the rows' tables
+    end: ArrayLike  # [devices * N] int32, the position before which it ends
+    counts: ArrayLike  # [devices] int32, how many stretches count
+    num_parts: ArrayLike  # [B] int32, the parts of each row
 
 
 def queries_per_row(group: int) -> int:
@@ -62,7 +62,7 @@ def max_parts(pages: int) -> int:
     return min(MAX_PARTS, -(-pages // MIN_PART))
 
 
-def stretches_of(tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE) -> Stretches:
+def stretches_of(tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE) -> KVSplits:
     """The stretches of rows with these pages and positions, an equal share of the rows on each device; `group` queries per key-value head.
 
     >>> found = stretches_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
@@ -71,10 +71,10 @@ def stretches_of(tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, de
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
     each = [_on_one_device(tables, lengths, rows_together(group), page) for tables, lengths in shares]
-    return Stretches(**{field.name: np.concatenate([getattr(own, field.name) for own in each]) for field in fields(Stretches)})
+    return KVSplits(**{field.name: np.concatenate([getattr(own, field.name) for own in each]) for field in fields(KVSplits)})
 
 
-def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, page: int) -> Stretches:
+def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, page: int) -> KVSplits:
     batch, width = tables_BW.shape
     num_parts, readers = np.zeros(batch, np.int32), defaultdict[tuple[int, int, int, bytes], list[int]](list)
     for row, length in enumerate(lengths_B.tolist()):
@@ -93,7 +93,7 @@ def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, 
     for at, (*span, own) in enumerate(found):
         rows[at, : len(own)], spans[:, at] = own, span
     part, first, end = spans
-    return Stretches(rows=rows, part=part, first=first, end=end, counts=np.array([len(found)], np.int32), num_parts=num_parts)
+    return KVSplits(rows=rows, part=part, first=first, end=end, counts=np.array([len(found)], np.int32), num_parts=num_parts)
 
 
 def _pages_of_part(pages: int) -> int:

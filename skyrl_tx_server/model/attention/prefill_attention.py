@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
-from skyrl_tx_server.model.lora.lora_math import Leaf
-from skyrl_tx_server.model.mesh import BATCH, on_each
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
+from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE
 
@@ -29,17 +29,17 @@ PAGES_AT_ONCE = 4
 class Blocks:
     """N blocks of T tokens of one or several prompts."""
 
-    starts: Leaf  # [N] int32, the position of a block's first token
-    lengths: Leaf  # [N] int32, how many of its tokens count
-    tables: Leaf  # [N, W] int32, the pages of its prompt
+    starts: ArrayLike  # [N] int32, the position of a block's first token
+    lengths: ArrayLike  # [N] int32, how many of its tokens count
+    tables: ArrayLike  # [N, W] int32, the pages of its prompt
 
 
-def attend_to_pages(config: ModelConfig, cache: KVCache, layer: Leaf, blocks: Blocks, q: jax.Array) -> jax.Array:
+def attend_to_pages(config: ModelConfig, cache: KVCache, layer: ArrayLike, blocks: Blocks, q: jax.Array) -> jax.Array:
     """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
     if config.mesh is None:
         return _attend_here(cache, jnp.asarray(layer), blocks, q)
     heads = PartitionSpec(None, None, "tensor")
-    attend = on_each(config, partial(_attend_where_pages_lie, config), (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
+    attend = shard_map_over(config, partial(_attend_where_pages_lie, config), (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
     return attend(cache, jnp.asarray(layer), blocks, q)
 
 
@@ -109,7 +109,7 @@ class _Attended:
         """More positions; q [M, K, T, G, hd], `visible` broadcasts to [M, K, T, G, n]."""
         scores = jnp.einsum("mktgh,mkhs->mktgs", q, segment.keys, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores * (q.shape[-1] ** -0.5 * LOG2E), MASKED)
-        highest = jnp.maximum(self.highest, whole_maximum(scores))
+        highest = jnp.maximum(self.highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - highest[..., None]), jnp.exp2(self.highest - highest)
         new = jnp.einsum("mktgs,mksh->mktgh", weights.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
         return _Attended(highest=highest, total=shrink * self.total + weights.sum(axis=-1), values=shrink[..., None] * self.values + new)

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
-from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
-from skyrl_tx_server.model.mesh import on_each, rows_axes
+from skyrl_tx_server.model.mesh import rows_axes, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
@@ -39,7 +39,7 @@ def tree_attention(config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax
         return _attend(layout, q, k, v)
     rows = rows_axes(config, q.shape[0])
     heads = PartitionSpec(rows, None, "tensor")
-    return on_each(config, _attend, (PartitionSpec(rows), heads, heads, heads), heads)(layout, q, k, v)
+    return shard_map_over(config, _attend, (PartitionSpec(rows), heads, heads, heads), heads)(layout, q, k, v)
 
 
 @jax.custom_vjp
@@ -94,7 +94,7 @@ def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
             highest, total, attended = state
             j = layout.key_blocks[i, at]
             scores = _scores(layout, q, heads.k[j], i, j)
-            higher = jnp.maximum(highest, whole_maximum(scores))
+            higher = jnp.maximum(highest, ceil_max(scores))
             weights, shrink = jnp.exp2(scores - higher[..., None]), jnp.exp2(highest - higher)
             new = _product("kgqs,ksh->kgqh", weights.astype(q.dtype), heads.v[j])
             return higher, shrink * total + weights.sum(axis=-1), shrink[..., None] * attended + new

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from skyrl_tx_server.model.lora.lora_math import Leaf
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 
 @jax.tree_util.register_dataclass
@@ -14,6 +14,6 @@ from skyrl_tx_server.model.lora.lora_math import Leaf
 class TreeLayout:
     """As `packing.PackedBatch` has it: every array has a leading axis of streams R, each cut into N blocks."""
 
-    ends: Leaf  # [R, T] int32
-    key_blocks: Leaf  # [R, N, N] int32
-    num_key_blocks: Leaf  # [R, N] int32
+    ends: ArrayLike  # [R, T] int32
+    key_blocks: ArrayLike  # [R, N, N] int32
+    num_key_blocks: ArrayLike  # [R, N] int32

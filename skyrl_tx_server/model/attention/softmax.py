@@ -14,6 +14,6 @@ MASKED = -1e30
 """The score of a key that is not seen."""
 
 
-def whole_maximum(scores: jax.Array) -> jax.Array:
+def ceil_max(scores: jax.Array) -> jax.Array:
     """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
     return jnp.ceil(scores.max(axis=-1))

@@ -19,10 +19,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.experts import add_experts, expert_weights
-from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Split, Switch, Weight, add_mlp, mlp_weights, module_of
+from skyrl_tx_server.model.families.layer_spec import (
+    Attend,
+    Family,
+    LayerParams,
+    LoraTarget,
+    ShardAxis,
+    Weight,
+    add_mlp,
+    mlp_weights,
+    module_of,
+)
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
-from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank, by_adapter, project
-from skyrl_tx_server.model.mesh import by_rows
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights, apply_lora, project
+from skyrl_tx_server.model.mesh import shard_batch
 from skyrl_tx_server.model.model_config import ExpertGroups, Experts, LatentAttention, ModelConfig, YarnScaling, yarn_mscale
 
 logger = logging.getLogger(__name__)
@@ -34,9 +44,13 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     latent, hidden, heads = _latent(config), config.hidden_size, config.num_heads
     query, compressed = _widths(config)
 
-    def matrix(*names: str, inputs: int, widths: tuple[int, ...], split: Split) -> Weight:
+    def matrix(*names: str, inputs: int, widths: tuple[int, ...], split: ShardAxis) -> Weight:
         return Weight(
-            names=tuple(f"self_attn.{name}.weight" for name in names), inputs=inputs, widths=widths, switch=Switch.ATTENTION, split=split
+            names=tuple(f"self_attn.{name}.weight" for name in names),
+            inputs=inputs,
+            widths=widths,
+            switch=LoraTarget.ATTENTION,
+            split=split,
         )
 
     def norm(name: str, width: int) -> Weight:
@@ -45,20 +59,20 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     first = "q_proj" if latent.query_rank is None else "q_a_proj"
     fields = {
         "attention_norm": norm("input_layernorm", hidden),
-        "q_kv": matrix(first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=Split.OUTPUTS),
+        "q_kv": matrix(first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=ShardAxis.OUTPUTS),
         "latent_norm": norm("self_attn.kv_a_layernorm", latent.width),
-        "kv_b": matrix("kv_b_proj", inputs=latent.width, widths=(heads * (latent.plain_dim + latent.value_dim),), split=Split.INPUTS),
-        "o": matrix("o_proj", inputs=heads * latent.value_dim, widths=(hidden,), split=Split.INPUTS),
+        "kv_b": matrix("kv_b_proj", inputs=latent.width, widths=(heads * (latent.plain_dim + latent.value_dim),), split=ShardAxis.INPUTS),
+        "o": matrix("o_proj", inputs=heads * latent.value_dim, widths=(hidden,), split=ShardAxis.INPUTS),
     }
     if latent.query_rank is not None:
         width = heads * (latent.plain_dim + latent.rope_dim)
         fields["query_norm"] = norm("self_attn.q_a_layernorm", latent.query_rank)
-        fields["q_b"] = matrix("q_b_proj", inputs=latent.query_rank, widths=(width,), split=Split.INPUTS)
+        fields["q_b"] = matrix("q_b_proj", inputs=latent.query_rank, widths=(width,), split=ShardAxis.INPUTS)
     return fields
 
 
 def add_latent_attention[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its heads attend to."""
     latent = _latent(config)
@@ -75,35 +89,35 @@ def add_latent_attention[Aux](
     attended, aux = attend(query * _score_scale(config), key, key)
     values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
     added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
-    return checkpoint_name(by_rows(config, x + added), "residual"), aux
+    return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
-def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
     """Queries [B, T, H, plain_dim] in the latent space [B, T, H, width]: each head's part of `kv_b` that makes keys, transposed."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.plain_dim])
     if module is None:
         return out
 
-    def delta(own: LowRank) -> tuple[jax.Array]:
+    def delta(own: LoraWeights) -> tuple[jax.Array]:
         inner = jnp.einsum("bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype))
         return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
 
-    return out + by_adapter(module, delta)[0]
+    return out + apply_lora(module, delta)[0]
 
 
-def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
     """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, width]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.plain_dim :])
     if module is None:
         return out
 
-    def delta(own: LowRank) -> tuple[jax.Array]:
+    def delta(own: LoraWeights) -> tuple[jax.Array]:
         inner = jnp.einsum("bthc,cr->bthr", attended, own.a.astype(attended.dtype)) * _scale(own, attended)
         return (jnp.einsum("bthr,rhv->bthv", inner, _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype)),)
 
-    return out + by_adapter(module, delta)[0]
+    return out + apply_lora(module, delta)[0]
 
 
 def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
@@ -111,12 +125,12 @@ def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
     return params["kv_b"].reshape(config.num_heads, -1, _latent(config).width)
 
 
-def _by_head(config: ModelConfig, columns: Leaf) -> jax.Array:
+def _by_head(config: ModelConfig, columns: ArrayLike) -> jax.Array:
     """[..., H * (plain_dim + value_dim)] -> [..., H, plain_dim + value_dim]."""
     return jnp.reshape(columns, (*columns.shape[:-1], config.num_heads, -1))
 
 
-def _scale(module: LowRank, like: jax.Array) -> jax.Array:
+def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.asarray(module.scale)).astype(like.dtype)
 
 
@@ -155,7 +169,7 @@ def first_weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_latent_attention(config, x, params, adapter, rope, attend)
     return (add_experts if "router" in params else add_mlp)(config, x, params, adapter), aux

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.layers import Rope, rms_norm
-from skyrl_tx_server.model.lora.lora_math import LowRank, project
-from skyrl_tx_server.model.mesh import Axes, by_rows
+from skyrl_tx_server.model.lora.lora_math import LoraWeights, project
+from skyrl_tx_server.model.mesh import Axes, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
@@ -28,7 +28,7 @@ type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, 
 """(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and rotated."""
 
 
-class Switch(StrEnum):
+class LoraTarget(StrEnum):
     """Which of the contract's switches trains a projection's adapter."""
 
     ATTENTION = "train_attn"
@@ -36,7 +36,7 @@ class Switch(StrEnum):
     UNEMBED = "train_unembed"
 
 
-class Split(StrEnum):
+class ShardAxis(StrEnum):
     """Which side of a weight the mesh's `tensor` axis divides."""
 
     NEITHER = "neither"
@@ -57,8 +57,8 @@ class Weight:
     inputs: int = 0  # 0: a vector
     experts: int = 0  # 0: no expert axis, which else leads
     exact: bool = False  # float32, whatever the model's dtype
-    switch: Switch | None = None  # None: it has no adapter
-    split: Split = Split.NEITHER
+    switch: LoraTarget | None = None  # None: it has no adapter
+    split: ShardAxis = ShardAxis.NEITHER
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,10 +69,10 @@ class Weight:
     def spec(self) -> PartitionSpec:
         """How it lies on a mesh, stacked over layers. `fsdp` always divides outputs: each is then summed on one device, as if alone."""
         lead = (None, "expert") if self.experts else (None,)
-        divided: dict[Split, tuple[Axes, Axes]] = {
-            Split.INPUTS: ("fsdp", "tensor"),
-            Split.OUTPUTS: (("tensor", "fsdp"), None),
-            Split.NEITHER: (None, None),
+        divided: dict[ShardAxis, tuple[Axes, Axes]] = {
+            ShardAxis.INPUTS: ("fsdp", "tensor"),
+            ShardAxis.OUTPUTS: (("tensor", "fsdp"), None),
+            ShardAxis.NEITHER: (None, None),
         }
         outputs, inputs = divided[self.split]
         return PartitionSpec(*lead, outputs, inputs) if self.inputs else PartitionSpec(*lead, outputs)
@@ -92,7 +92,7 @@ class Layer(Protocol):
         config: ModelConfig,
         x: jax.Array,
         params: LayerParams,
-        adapter: Mapping[str, LowRank] | None,
+        adapter: Mapping[str, LoraWeights] | None,
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
@@ -126,12 +126,16 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
             names=tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
             inputs=hidden,
             widths=config.qkv_widths,
-            switch=Switch.ATTENTION,
-            split=Split.OUTPUTS,
+            switch=LoraTarget.ATTENTION,
+            split=ShardAxis.OUTPUTS,
         ),
         **(heads or {}),
         "o": Weight(
-            names=("self_attn.o_proj.weight",), inputs=config.qkv_widths[0], widths=(hidden,), switch=Switch.ATTENTION, split=Split.INPUTS
+            names=("self_attn.o_proj.weight",),
+            inputs=config.qkv_widths[0],
+            widths=(hidden,),
+            switch=LoraTarget.ATTENTION,
+            split=ShardAxis.INPUTS,
         ),
     }
 
@@ -139,24 +143,24 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
 def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, Weight]:
     """`width` is the perceptron's where it is not `intermediate_size`."""
     norm = Weight(names=("post_attention_layernorm.weight",), widths=(config.hidden_size,))
-    return {"mlp_norm": norm, **perceptron_weights(config.hidden_size, width or config.intermediate_size, module="mlp")}
+    return {"mlp_norm": norm, **mlp_layer_weights(config.hidden_size, width or config.intermediate_size, module="mlp")}
 
 
-def perceptron_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
+def mlp_layer_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
     """Of Hugging Face's `module`; its fields begin with `prefix`."""
     gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
-        f"{prefix}gate_up": Weight(names=(gate, up), inputs=hidden, widths=(width, width), switch=Switch.MLP, split=Split.OUTPUTS),
-        f"{prefix}down": Weight(names=(down,), inputs=width, widths=(hidden,), switch=Switch.MLP, split=Split.INPUTS),
+        f"{prefix}gate_up": Weight(names=(gate, up), inputs=hidden, widths=(width, width), switch=LoraTarget.MLP, split=ShardAxis.OUTPUTS),
+        f"{prefix}down": Weight(names=(down,), inputs=width, widths=(hidden,), switch=LoraTarget.MLP, split=ShardAxis.INPUTS),
     }
 
 
-def module_of(adapter: Mapping[str, LowRank] | None, field: str) -> LowRank | None:
+def module_of(adapter: Mapping[str, LoraWeights] | None, field: str) -> LoraWeights | None:
     return None if adapter is None else adapter[field]
 
 
-def heads_of(
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, *, bias: jax.Array | None = None
+def qkv_proj(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, *, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normed nor rotated."""
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
@@ -169,23 +173,23 @@ def add_attention[Aux](
     config: ModelConfig,
     x: jax.Array,
     params: LayerParams,
-    adapter: Mapping[str, LowRank] | None,
+    adapter: Mapping[str, LoraWeights] | None,
     heads: tuple[jax.Array, jax.Array, jax.Array],
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
     added = project(config, attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
-    return checkpoint_name(by_rows(config, x + added), "residual"), aux
+    return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
-def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None) -> jax.Array:
+def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
     """x [B, T, D] plus its gated perceptron."""
-    return by_rows(config, x + perceptron(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter))
+    return shard_batch(config, x + mlp(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter))
 
 
-def perceptron(
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, *, prefix: str = ""
+def mlp(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, *, prefix: str = ""
 ) -> jax.Array:
     """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"

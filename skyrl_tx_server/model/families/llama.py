@@ -14,11 +14,11 @@ from skyrl_tx_server.model.families.layer_spec import (
     add_attention,
     add_mlp,
     attention_weights,
-    heads_of,
     mlp_weights,
+    qkv_proj,
 )
 from skyrl_tx_server.model.layers import Rope, rotate
-from skyrl_tx_server.model.lora.lora_math import LowRank
+from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
@@ -27,9 +27,9 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
-    q, k, v = heads_of(config, x, params, adapter)
+    q, k, v = qkv_proj(config, x, params, adapter)
     x, aux = add_attention(config, x, params, adapter, (rotate(q, rope), rotate(k, rope), v), attend)
     return add_mlp(config, x, params, adapter), aux
 

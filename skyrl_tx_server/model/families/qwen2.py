@@ -10,29 +10,29 @@ from skyrl_tx_server.model.families.layer_spec import (
     Attend,
     Family,
     LayerParams,
-    Split,
+    ShardAxis,
     Weight,
     add_attention,
     add_mlp,
     attention_weights,
-    heads_of,
     mlp_weights,
+    qkv_proj,
 )
 from skyrl_tx_server.model.layers import Rope, rotate
-from skyrl_tx_server.model.lora.lora_math import LowRank
+from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
     names = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-    bias = Weight(names=names, widths=config.qkv_widths, split=Split.OUTPUTS)
+    bias = Weight(names=names, widths=config.qkv_widths, split=ShardAxis.OUTPUTS)
     return attention_weights(config, heads={"qkv_bias": bias}) | mlp_weights(config)
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
-    q, k, v = heads_of(config, x, params, adapter, bias=params["qkv_bias"])
+    q, k, v = qkv_proj(config, x, params, adapter, bias=params["qkv_bias"])
     x, aux = add_attention(config, x, params, adapter, (rotate(q, rope), rotate(k, rope), v), attend)
     return add_mlp(config, x, params, adapter), aux
 

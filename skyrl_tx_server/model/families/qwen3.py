@@ -14,11 +14,11 @@ from skyrl_tx_server.model.families.layer_spec import (
     add_attention,
     add_mlp,
     attention_weights,
-    heads_of,
     mlp_weights,
+    qkv_proj,
 )
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
-from skyrl_tx_server.model.lora.lora_math import LowRank
+from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import ModelConfig
 
 EXPECTED = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
@@ -31,9 +31,9 @@ def normed_attention_weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def add_normed_attention[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
-    q, k, v = heads_of(config, x, params, adapter)
+    q, k, v = qkv_proj(config, x, params, adapter)
     q = rotate(rms_norm(q, params["q_norm"], config.rms_norm_eps), rope)
     k = rotate(rms_norm(k, params["k_norm"], config.rms_norm_eps), rope)
     return add_attention(config, x, params, adapter, (q, k, v), attend)
@@ -44,7 +44,7 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
     return add_mlp(config, x, params, adapter), aux

@@ -12,7 +12,7 @@ from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Weight
 from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, add_normed_attention, normed_attention_weights
 from skyrl_tx_server.model.layers import Rope
-from skyrl_tx_server.model.lora.lora_math import LowRank
+from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
 
 
@@ -21,7 +21,7 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LowRank] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
     return add_experts(config, x, params, adapter), aux

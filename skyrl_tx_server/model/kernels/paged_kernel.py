@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.attention.kv_splits import Stretches, max_parts, queries_per_row
-from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_row
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.prefix_tree_kernel import MAX_HEAD_DIM, MIN_DIM, compiler_params, padded_heads, product
 
 
@@ -49,7 +49,7 @@ def reads_as_they_lie(head_dim: int) -> bool:
 
 
 def paged_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, stretches: Stretches, *, interpret: bool = False
+    q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, stretches: KVSplits, *, interpret: bool = False
 ) -> Attended:
     """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values [N, K, P, hd]; P is a power
     of two, 64 or more for speed. What lies beyond a row's length may be anything, NaN too."""
@@ -204,7 +204,7 @@ def _over_pages(
         number, positions = page_of(index), index * page + jnp.arange(page)
         scores = product(queries, keys[number]) * (scale * LOG2E)
         scores = jnp.where(positions[None] < limit[:, None], scores, MASKED)
-        higher = jnp.maximum(highest, whole_maximum(scores))
+        higher = jnp.maximum(highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
         there = jnp.broadcast_to((positions < end)[:, None], values.shape[1:])
         found = triton.load(values.at[number], mask=there, other=0.0)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
-from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, whole_maximum
+from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 
 MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The least a matrix product takes of any axis, and the widest head of which a tile fits on chip."""
@@ -128,7 +128,7 @@ def _forward_kernel(
     def add_keys(here: Any, seen: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, attended = state
         scores = jnp.where(seen, product(queries, k[here], over=(1, 1)) * (scale * LOG2E), MASKED)
-        higher = jnp.maximum(highest, whole_maximum(scores))
+        higher = jnp.maximum(highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
         values = v[here]
         attended = shrink[:, None] * attended + product(weights.astype(values.dtype), values)

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
-from skyrl_tx_server.model.families.layer_spec import Stack, Switch, Weight
+from skyrl_tx_server.model.families.layer_spec import LoraTarget, Stack, Weight
 from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.lora.lora_math import Leaf, LowRank, Users
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices, LoraWeights
 from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
-type LayerAdapter = dict[str, LowRank]
+type LayerAdapter = dict[str, LoraWeights]
 """A layer's adapted projections by field. Stacked over layers every leaf has a leading axis of them, `scale` included."""
 
 
@@ -34,7 +34,7 @@ class Adapter:
     """A whole model's adapter: the layers of each of the family's stacks, and the output head."""
 
     layers: tuple[LayerAdapter, ...]
-    head: LowRank
+    head: LoraWeights
 
 
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
@@ -45,7 +45,7 @@ def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
     )
 
 
-def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Weight, LowRank]]:
+def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Weight, LoraWeights]]:
     """Every module of an adapter with what it adapts, stacked, the head last."""
     for stack, layers in zip(adapted_stacks(config), adapter.layers, strict=True):
         for field, weight in stack.weights.items():
@@ -55,7 +55,7 @@ def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Wei
 
 def head_weight(config: ModelConfig) -> Weight:
     """The output head as an adapted projection; in memory its weight is [vocabulary, hidden]."""
-    return Weight(names=("lm_head.weight",), inputs=config.hidden_size, widths=(config.vocab_size,), switch=Switch.UNEMBED)
+    return Weight(names=("lm_head.weight",), inputs=config.hidden_size, widths=(config.vocab_size,), switch=LoraTarget.UNEMBED)
 
 
 def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
@@ -66,11 +66,11 @@ def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
 def is_trained(spec: LoraSpec, weight: Weight) -> bool:
     """Whether an adapted projection belongs to a part that is switched on."""
     match weight.switch:
-        case Switch.ATTENTION:
+        case LoraTarget.ATTENTION:
             return spec.train_attn
-        case Switch.MLP:
+        case LoraTarget.MLP:
             return spec.train_mlp
-        case Switch.UNEMBED:
+        case LoraTarget.UNEMBED:
             return spec.train_unembed
     raise AssertionError(f"{weight.names} are not adapted")
 
@@ -82,7 +82,7 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     """
     seeds = np.random.SeedSequence(spec.seed)
 
-    def draw(weight: Weight, stack: tuple[int, ...]) -> LowRank:
+    def draw(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
         (stream,) = seeds.spawn(1)
         nothing = _zeros(weight, config, stack, max_rank)
         rank = rank_of(weight, config, spec.rank)
@@ -103,12 +103,12 @@ def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
     """Ones where the optimizer may write and zeros elsewhere, in host memory; leaves broadcast against an adapter's."""
 
-    def mask(weight: Weight, stack: tuple[int, ...]) -> LowRank:
+    def mask(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
         trained = rank_of(weight, config, spec.rank) if is_trained(spec, weight) else 0
         rank = (np.arange(rank_of(weight, config, max_rank)) < trained).astype(np.float32)
         stack = (1,) * len(stack)
         lead = (*stack, 1) if weight.experts else stack
-        return LowRank(
+        return LoraWeights(
             a=np.tile(rank, len(weight.names)).reshape(*lead, 1, -1),
             b=tuple(rank.reshape(*lead, -1, 1) for _ in weight.names),
             scale=np.zeros(stack, np.float32),
@@ -136,7 +136,7 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)))
 
 
-def bank_layers(bank: Adapter, users: Users) -> list[LayerAdapter]:
+def bank_layers(bank: Adapter, users: LoraIndices) -> list[LayerAdapter]:
     """What each layer of the model uses of a bank, whose every leaf has a leading axis of entries."""
     return [
         {field: replace(module, users=users, layer=np.int32(index)) for field, module in modules.items()}
@@ -152,14 +152,14 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
         return None
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def of(leaf: Leaf, experts: int) -> NamedSharding:
+    def of(leaf: ArrayLike, experts: int) -> NamedSharding:
         divided = experts and leaf.ndim > 3 and leaf.shape[-3] == experts
         return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None)) if divided else everywhere
 
     return _mapped(config, lambda weight, module: jax.tree.map(partial(of, experts=weight.experts), module), adapter)
 
 
-def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LowRank]) -> Adapter:
+def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
     """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has none, comes last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()} for stack in adapted_stacks(config)
@@ -167,7 +167,7 @@ def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LowRank
     return Adapter(layers=layers, head=make(head_weight(config), ()))
 
 
-def _mapped(config: ModelConfig, change: Callable[[Weight, LowRank], LowRank], adapter: Adapter) -> Adapter:
+def _mapped(config: ModelConfig, change: Callable[[Weight, LoraWeights], LoraWeights], adapter: Adapter) -> Adapter:
     layers = tuple(
         {field: change(weight, modules[field]) for field, weight in stack.weights.items()}
         for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True)
@@ -175,10 +175,10 @@ def _mapped(config: ModelConfig, change: Callable[[Weight, LowRank], LowRank], a
     return Adapter(layers=layers, head=change(head_weight(config), adapter.head))
 
 
-def _zeros(weight: Weight, config: ModelConfig, stack: tuple[int, ...], max_rank: int) -> LowRank:
+def _zeros(weight: Weight, config: ModelConfig, stack: tuple[int, ...], max_rank: int) -> LoraWeights:
     rank = rank_of(weight, config, max_rank)
     lead = (*stack, weight.experts) if weight.experts else stack
-    return LowRank(
+    return LoraWeights(
         a=np.zeros((*lead, weight.inputs, len(weight.names) * rank), np.float32),
         b=tuple(np.zeros((*lead, rank, width), np.float32) for width in weight.widths),
         scale=np.zeros(stack, np.float32),

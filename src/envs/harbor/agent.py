@@ -21,7 +21,7 @@ from harbor.models.agent.context import AgentContext
 from src.core.errors import SandboxError, TrainerError
 from src.core.trajectory import StopReason
 from src.envs.harbor.tinker_llm import EpisodeOver, TinkerLLM
-from src.envs.sandbox.environment import is_the_machines
+from src.envs.sandbox.environment import is_infrastructure_failure
 
 PROBE_TIMEOUT_S = 20
 
@@ -138,7 +138,7 @@ class TrainingTerminus2(Terminus2):
             raise error
         try:
             probe = await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)
-            if not is_the_machines(probe.return_code, environment):
+            if not is_infrastructure_failure(probe.return_code, environment):
                 raise SandboxError(" ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200])
         except Exception as dead:
             self.session.error = SandboxError(f"the sandbox stopped answering: {dead}")

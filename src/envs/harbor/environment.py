@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from src.config import TrainerConfig, narrow, pairs
+from src.config import TrainerConfig, pairs, subconfig
 from src.core.errors import ConfigError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Task
@@ -56,7 +56,7 @@ class HarborSettings:
 def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
     """env=harbor. ConfigError for a folder that holds no valid tasks."""
     assert config.tasks_dir is not None
-    settings = narrow(
+    settings = subconfig(
         config,
         HarborSettings,
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),

@@ -28,10 +28,10 @@ from harbor.models.task.config import EnvironmentConfig, NetworkMode
 from src.core.errors import ConfigError, SandboxError
 from src.envs.sandbox.bubblewrap import BASE_ENVIRONMENT, Bubblewrap, CommandTimeout, Completed, missing_programs
 from src.envs.sandbox.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
-from src.envs.sandbox.file_copy import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, lay_down
+from src.envs.sandbox.file_copy import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, write_untrusted_file
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.resource_limits import Limits
-from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
 DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
@@ -98,7 +98,7 @@ class SandboxEnvironment(BaseEnvironment):
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self.session_id)[:64]
         self._sandbox = await Bubblewrap.start(
             run / f"{next(_instances)}-{name}",
-            skeleton=build_skeleton(run),
+            skeleton=build_rootfs(run),
             hostname="sandbox",
             share_network=self.shares_network,
             limits=self._limits(),
@@ -198,7 +198,7 @@ class SandboxEnvironment(BaseEnvironment):
             left.files -= 1
             left.size -= received.tell()
             self._collection.take(str(source_path), given, left, is_whole=True)
-            await asyncio.to_thread(lay_down, received, Path(target_path))
+            await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
@@ -302,7 +302,7 @@ def _unpacking(archive: str, what: str, directory_wins: str | None) -> str:
     return f'if [ -d {place} ]; then tar -xOf {archive} > {place}/{name}; else mkdir -p "$(dirname {place})" && {script}; fi'
 
 
-def is_the_machines(status: int, environment: BaseEnvironment) -> bool:
+def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool:
     """Whether the status of `true` came from the machine itself. `docker compose exec` also ends with 1 where the container or the daemon
     is gone; our own sandbox raises SandboxError then."""
     return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)

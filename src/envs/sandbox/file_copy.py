@@ -159,7 +159,7 @@ def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
     return [(path, str(PurePosixPath(target, path.relative_to(source).as_posix()))) for path in sorted(source.rglob("*"))]
 
 
-def lay_down(received: IO[bytes], target: Path) -> None:
+def write_untrusted_file(received: IO[bytes], target: Path) -> None:
     """Write downloaded bytes to a file of their own, never through a link that is already there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
@@ -206,7 +206,7 @@ def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
             assert source is not None
             with tempfile.TemporaryFile() as received:
                 shutil.copyfileobj(source, received)
-                lay_down(received, target)
+                write_untrusted_file(received, target)
     except (OSError, SandboxError):
         raise
     except Exception as error:  # whatever a forged archive makes tarfile raise

@@ -58,7 +58,7 @@ esac
 """
 
 
-def build_skeleton(directory: Path) -> Path:
+def build_rootfs(directory: Path) -> Path:
     """Write the skeleton below `directory`, if it is not there yet; its path."""
     skeleton = directory / "skeleton"
     if skeleton.exists():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from src.core.trajectory import StopReason
-from src.envs.message_env import MessageEnv, Observation, Opening
+from src.envs.message_env import MessageEnv, ResetResult, StepResult
 from src.envs.service.tool_calls import ToolCall, parse
 from src.policy.chat import Message
 
@@ -40,7 +40,7 @@ class Grade:
 class ServiceEpisode(Protocol):
     """One attempt at one task of a domain, with its customer and its database."""
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         """The policy as system message and what is said before the agent's first turn, with the tools."""
         ...
 
@@ -65,12 +65,12 @@ class ServiceEnv:
         self._names: set[str] = set()
         self._counts: Counter[str] = Counter()
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         opening = await self._episode.start()
         self._names = names_of(opening.tools)
         return opening
 
-    async def step(self, answer: str) -> Observation:
+    async def step(self, answer: str) -> StepResult:
         parsed = parse(answer, self._names)
         self._counts.update(parsed.counts)
         if parsed.problem and not parsed.calls:
@@ -83,18 +83,16 @@ class ServiceEnv:
         if reaction.is_done:
             grade = await self._episode.grade()
             metrics = {**self._metrics(), **grade.metrics}
-            return Observation(
-                messages=reaction.messages, reward=grade.reward, is_done=True, stop_reason=grade.stop_reason, metrics=metrics
-            )
-        return Observation(messages=reaction.messages, is_done=self._is_hopeless(), metrics=self._metrics())
+            return StepResult(messages=reaction.messages, reward=grade.reward, is_done=True, stop_reason=grade.stop_reason, metrics=metrics)
+        return StepResult(messages=reaction.messages, is_done=self._is_hopeless(), metrics=self._metrics())
 
     async def close(self) -> None:
         await self._episode.close()
 
-    def _refused(self, text: str, *, role: str) -> Observation:
+    def _refused(self, text: str, *, role: str) -> StepResult:
         """An answer that reaches neither tools nor customer."""
         self._counts.update(unusable_answers=1)
-        return Observation(messages=[{"role": role, "content": text}], is_done=self._is_hopeless(), metrics=self._metrics())
+        return StepResult(messages=[{"role": role, "content": text}], is_done=self._is_hopeless(), metrics=self._metrics())
 
     def _is_hopeless(self) -> bool:
         return self._counts["tool_errors"] + self._counts["unusable_answers"] >= MAX_ERRORS

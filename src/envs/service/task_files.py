@@ -36,7 +36,7 @@ class Row:
     definition: Definition | None  # None: the domain knows the task
 
 
-class KnowsTasks(Protocol):
+class KnownTasks(Protocol):
     """What plays a domain, asked for the tasks it has."""
 
     def official(self, domain: str, split: str | None, /) -> list[Task]:
@@ -48,7 +48,7 @@ class KnowsTasks(Protocol):
         ...
 
 
-def tasks_of(rows: Sequence[Row], domains: Mapping[str, KnowsTasks], *, path: Path) -> list[Task]:
+def tasks_of(rows: Sequence[Row], domains: Mapping[str, KnownTasks], *, path: Path) -> list[Task]:
     """The tasks that rows stand for, in their order. ConfigError for one that its domain does not know."""
     found: dict[tuple[str, str], Task] = {}
     for domain in sorted({row.domain for row in rows}):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.service.task_files import KnowsTasks, Row, read_rows, tasks_of
+from src.envs.service.task_files import KnownTasks, Row, read_rows, tasks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class RowSource:
     def domains(self) -> set[str]:
         return {row.domain for row in self.rows}
 
-    def tasks(self, kinds: Mapping[str, KnowsTasks]) -> list[Task]:
+    def tasks(self, kinds: Mapping[str, KnownTasks]) -> list[Task]:
         return named(tasks_of(self.rows, kinds, path=self.path), self.name)
 
 
@@ -39,7 +39,7 @@ class SplitSource:
     def domains(self) -> set[str]:
         return {self.domain}
 
-    def tasks(self, kinds: Mapping[str, KnowsTasks]) -> list[Task]:
+    def tasks(self, kinds: Mapping[str, KnownTasks]) -> list[Task]:
         return named(kinds[self.domain].official(self.domain, self.split), self.name)
 
 

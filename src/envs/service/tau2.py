@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from src.core.errors import AgentFault, ConfigError, SandboxError, VerifierError
 from src.core.trajectory import StopReason, Task, ZeroReason
-from src.envs.message_env import Opening
+from src.envs.message_env import ResetResult
 from src.envs.service import tau2_worker
 from src.envs.service.domain import Grade, Reaction, names_of
 from src.envs.service.subprocess_pool import Reply, WorkerPool, WorkerSettings, WorkerTimeout
@@ -81,7 +81,7 @@ class Tau2Episode:
         self._num_tool_errors = self._num_customer_errors = self._num_writes = 0
         self._is_stuck = False
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         row, parts = self._task.row, self._parts
         limits = {"max_steps": parts.max_steps, "max_errors": parts.max_errors}
         opened = await self._ask("reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits)
@@ -91,7 +91,7 @@ class Tau2Episode:
         if state["turn"] == tau2_worker.OVER:
             raise SandboxError("the customer left before the agent had said anything")
         messages = [{"role": "system", "content": opened["agent_prompt"]}, *state["messages"]]
-        return Opening(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
+        return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
         """A call that never ends, for which two workers were killed, ends the episode instead."""

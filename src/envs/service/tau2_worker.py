@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 AGENT, CUSTOMER, OVER = "agent", "customer", "over"
 
 
-class Asked(Exception):
+class JudgeRequest(Exception):
     """The evaluator wants a language model's answer, which is got elsewhere."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
@@ -36,11 +36,11 @@ class Asked(Exception):
         self.messages = messages
 
 
-class Misjudged(Exception):
+class JudgeError(Exception):
     """The judge's answer is no verdict."""
 
 
-class Puppet:
+class ScriptedParticipant:
     """A participant whose next message is put into its mouth; stands for the agent and for the customer alike."""
 
     def __init__(self, stop_token: str | None) -> None:
@@ -69,7 +69,7 @@ class Episode:
         from tau2.user.user_simulator_base import STOP
 
         self.domain, self.task = domain, task
-        self._puppets = {AGENT: Puppet(STOP), CUSTOMER: Puppet(None)}
+        self._puppets = {AGENT: ScriptedParticipant(STOP), CUSTOMER: ScriptedParticipant(None)}
         self._num_shown = {AGENT: 0, CUSTOMER: 0}
         self._num_calls = 0
         self.num_writes = 0  # calls of the agent's that may change the database
@@ -198,7 +198,7 @@ class Player:
         graded: dict[str, Any] = {"reward": 0.0, "breakdown": {}, "termination": str(run.termination_reason.value), "eval_error": None}
         try:
             info = evaluated(playing, run, grading=grading, judged=judged)
-        except Asked as asked:
+        except JudgeRequest as asked:
             return {"ask": asked.messages}
         except ValueError as error:  # a replay that differs from what was played
             return graded | {"eval_error": str(error)}
@@ -222,7 +222,7 @@ def evaluated(playing: Episode, run: Any, *, grading: str, judged: str | None) -
 
     def generate(*, messages: Any, **_: Any) -> Any:
         if judged is None:
-            raise Asked([{"role": message.role, "content": message.content} for message in messages])
+            raise JudgeRequest([{"role": message.role, "content": message.content} for message in messages])
         require_verdicts(judged, num_assertions=len(playing.task.evaluation_criteria.nl_assertions))
         return AssistantMessage(role="assistant", content=judged)
 
@@ -238,9 +238,9 @@ def require_verdicts(judged: str, *, num_assertions: int) -> None:
         verdicts = json.loads(judged)["results"]
         fair = [type(verdict["metExpectation"]) is bool and verdict.keys() >= {"expectedOutcome", "reasoning"} for verdict in verdicts]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Misjudged(f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}") from error
+        raise JudgeError(f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}") from error
     if not all(fair) or len(fair) != num_assertions:
-        raise Misjudged(f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}")
+        raise JudgeError(f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}")
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:

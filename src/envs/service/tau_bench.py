@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import TrainerConfig, narrow, pairs
+from src.config import TrainerConfig, pairs, subconfig
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.episodes import Domain, episodes
+from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import MessageEnv
 from src.envs.service import tau2, toy_retail
 from src.envs.service.domain import ServiceEnv, do_nothing
@@ -36,8 +36,8 @@ Options = dict[str, str]  # a domain takes out what it honours; what is left ove
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """What knows and plays the tasks of some domains. Implements `KnowsTasks`."""
+class DomainProvider:
+    """What knows and plays the tasks of some domains. Implements `KnownTasks`."""
 
     official: Callable[[str, str | None], list[Task]]
     defined: Callable[[str, Mapping[str, Definition]], list[Task]]
@@ -78,14 +78,14 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
 
     has_judge = judge is not None
     gradable = [tau2.gradable(found, has_judge=has_judge) for found in (tasks, tests)]
-    return episodes(config, chat, Domain(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close))
+    return episodes(config, chat, EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close))
 
 
 def open_kinds(
     config: TrainerConfig, domains: set[str], options: Options, model: Model | None, judge: ChatEndpoint | None
-) -> dict[str, Kind]:
+) -> dict[str, DomainProvider]:
     """Domain -> what knows and plays it."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, DomainProvider] = {}
     if toy_retail.NAME in domains:
         kinds[toy_retail.NAME] = open_toy_retail(config, model)
     if benchmark := sorted(domains & tau2.SPLITS.keys()):
@@ -93,7 +93,7 @@ def open_kinds(
     return kinds
 
 
-def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
+def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvider:
     customer = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
     shop = toy_retail.read_shop(folder)
@@ -123,10 +123,10 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> Kind:
     async def close() -> None:
         """Its episodes share nothing."""
 
-    return Kind(official=official, defined=defined, make=domain.make, close=close)
+    return DomainProvider(official=official, defined=defined, make=domain.make, close=close)
 
 
-def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str) -> Kind:
+def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str) -> DomainProvider:
     """The benchmark's own domains."""
     if config.tasks_dir is not None:
         raise ConfigError(f"tasks_dir is not for domain={names}, whose tasks are the benchmark's own or train_data's; drop it")
@@ -141,7 +141,7 @@ def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judg
     is_parallel = one_of(options, "parallel_tool_calls", ("false", "true")) == "true"
     pool = WorkerPool(workers)
     parts = tau2.Tau2Parts(pool=pool, make_customer=tau2_customers(model), grading=grading, judge=judge)
-    return Kind(
+    return DomainProvider(
         official=lambda domain, split: tau2.graded_by(grading, tau2.official_tasks(workers, domain, split)),
         defined=lambda domain, definitions: tau2.graded_by(grading, tau2.defined_tasks(workers, domain, definitions)),
         make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel),
@@ -174,7 +174,7 @@ def customer_model(config: TrainerConfig, options: Options) -> Model | None:
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = narrow(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
+    settings = subconfig(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
     return TinkerModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.episodes import Domain
-from src.envs.message_env import Opening
+from src.envs.episodes import EnvSpec
+from src.envs.message_env import ResetResult
 from src.envs.service.domain import Grade, Reaction, ServiceEnv
 from src.envs.service.tool_calls import ToolCall
 from src.envs.service.user_simulator import STOP, Customer, Model, ModelCustomer, ScriptedCustomer, ends
@@ -170,10 +170,10 @@ class ToyRetailEpisode:
         self._conversation: list[Message] = []
         self._has_written = False
 
-    async def start(self) -> Opening:
+    async def start(self) -> ResetResult:
         request = await self._customer_says()
         messages: list[Message] = [{"role": "system", "content": self._policy}, {"role": "user", "content": request}]
-        return Opening(messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True)
+        return ResetResult(messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
         if calls:
@@ -230,8 +230,8 @@ class Shop:
     policy: str
     rows: Sequence[Mapping[str, Any]]
 
-    def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> Domain:
-        return Domain(
+    def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> EnvSpec:
+        return EnvSpec(
             tasks=self._tasks("train"), held_out=self._tasks("test"), make=lambda task, seed: self._env(task, customer(task.row, seed))
         )
 
