@@ -65,10 +65,14 @@ def main(config: Bf16Config) -> int:
         model_dir = make_model(config, Path(folder) / "model")
         worst = 0.0
         mesh = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel)
-        with running(model_dir, dtype=config.dtype, max_context_length=1024, train_tokens_per_batch=2048, mesh=mesh) as ours:
+        with running(
+            model_dir, dtype=config.dtype, max_context_length=1024, train_tokens_per_batch=2048, mesh=mesh
+        ) as ours:
             train(ours)
             for name, samples in sampled(ours, config).items():
-                differences = np.concatenate([recomputed(ours, *sample) for sample in samples]).astype(np.float64)
+                differences = np.concatenate([recomputed(ours, *sample) for sample in samples]).astype(
+                    np.float64
+                )
                 surprise = -np.concatenate([logprobs for _, _, logprobs in samples]).mean()
                 divergence = float(np.mean(np.expm1(differences) - differences))
                 figure(f"KL per token: {name}", divergence, at_most=BAR)
@@ -96,7 +100,9 @@ def make_model(config: Bf16Config, directory: Path) -> Path:
 def train(ours: Ours) -> None:
     for step in range(STEPS):
         ours.train(random_sequences([300] * 4, seed=100 + step))
-        ours.engine.submit(OptimStep(model_id="model", adam=AdamSettings(learning_rate=LEARNING_RATE))).result()
+        ours.engine.submit(
+            OptimStep(model_id="model", adam=AdamSettings(learning_rate=LEARNING_RATE))
+        ).result()
     ours.save()
 
 
@@ -117,7 +123,10 @@ def sampled(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
 
 def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int) -> list[Scored]:
     settings = SamplingSettings(max_tokens=new, seed=0, stop_at_eos=False)
-    ops = [Sample(weights=ours.weights, prompt=prompt, settings=settings, num_samples=num_samples) for prompt in prompts]
+    ops = [
+        Sample(weights=ours.weights, prompt=prompt, settings=settings, num_samples=num_samples)
+        for prompt in prompts
+    ]
     found: list[Scored] = []
     for op, future in [(op, ours.engine.submit(op)) for op in ops]:
         result = future.result()
@@ -130,7 +139,9 @@ def recomputed(ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs:
     """The trainer's log-probabilities of a completion minus the sampler's."""
     tokens = np.concatenate([prompt, completion])
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
-    result = ours.engine.submit(ForwardBackward(model_id="model", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result()
+    result = ours.engine.submit(
+        ForwardBackward(model_id="model", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)
+    ).result()
     assert isinstance(result, ForwardBackwardResult)
     return result.logprobs[0][len(prompt) - 1 :] - logprobs
 

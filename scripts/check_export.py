@@ -30,11 +30,17 @@ def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     from skyrl_tx_server.model.transformer import head_logits, hidden_states
     from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 
-    config, spec, random = load_model_config(base), LoraSpec(rank=RANK, train_mlp=train_mlp), np.random.default_rng(1)
+    config, spec, random = (
+        load_model_config(base),
+        LoraSpec(rank=RANK, train_mlp=train_mlp),
+        np.random.default_rng(1),
+    )
     arrays = adapter_to_arrays(init_adapter(config, spec, RANK), config, spec)
     arrays = {name: random.normal(0, 0.03, array.shape).astype(np.float32) for name, array in arrays.items()}
     path = "tinker://check/sampler_weights/one"
-    CheckpointStore(directory, "check/base", fingerprint(base)).write(path, arrays, lora=spec, step=0, user_metadata={})
+    CheckpointStore(directory, "check/base", fingerprint(base)).write(
+        path, arrays, lora=spec, step=0, user_metadata={}
+    )
     saved = [f"checkpoint={path}", f"checkpoints_dir={directory}"]
     status = main(["adapter", *saved, f"output={directory / 'adapter'}"])
     status |= main(["merge", *saved, f"base_model={base}", f"output={directory / 'merged'}", "dtype=float32"])
@@ -42,7 +48,10 @@ def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
     positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
     params, adapter = load_params(base, config, "float32"), adapter_from_arrays(arrays, config, spec, RANK)
     logits = head_logits(
-        config, params, adapter, hidden_states(config, params, adapter, tokens, positions, within_segments(np.ones_like(tokens)))
+        config,
+        params,
+        adapter,
+        hidden_states(config, params, adapter, tokens, positions, within_segments(np.ones_like(tokens))),
     )
     np.savez(directory / "ours.npz", tokens=tokens, logits=np.asarray(logits), base=str(base.resolve()))
     return status
@@ -57,16 +66,23 @@ def read(directory: Path) -> int:
     tokens = torch.tensor(ours["tokens"]).long()
 
     def load(model: str | Path) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     worst = 0.0
     with torch.no_grad():
         base = load(str(ours["base"]))(tokens).logits.numpy()
         adapted = PeftModel.from_pretrained(load(str(ours["base"])), directory / "adapter").eval()
-        for name, logits in (("peft", adapted(tokens).logits.numpy()), ("merged", load(directory / "merged")(tokens).logits.numpy())):
+        for name, logits in (
+            ("peft", adapted(tokens).logits.numpy()),
+            ("merged", load(directory / "merged")(tokens).logits.numpy()),
+        ):
             difference = float(np.abs(logits - ours["logits"]).max())
             worst = max(worst, difference)
-            print(f"{name:8} largest difference from ours {difference:.2e}, from the base model {np.abs(logits - base).max():.2e}")
+            print(
+                f"{name:8} largest difference from ours {difference:.2e}, from the base model {np.abs(logits - base).max():.2e}"
+            )
     return int(worst > TOLERANCE)
 
 

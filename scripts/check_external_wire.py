@@ -26,16 +26,25 @@ def write(directory: Path) -> int:
     from skyrl_tx_server.external.wire import DIALECTS, SamplingRequest
     from skyrl_tx_server.files.peft_files import write_adapter
 
-    plain = SamplingRequest(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings())
+    plain = SamplingRequest(
+        prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings()
+    )
     settings = SamplingSettings(temperature=0.7, top_k=40, top_p=0.9, seed=SEED, stop_strings=("ab",))
-    full = SamplingRequest(prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings)
-    bodies = {kind: [dialect.request(ask, "name", "name")[1] for ask in (plain, full)] for kind, dialect in DIALECTS.items()}
+    full = SamplingRequest(
+        prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings
+    )
+    bodies = {
+        kind: [dialect.request(ask, "name", "name")[1] for ask in (plain, full)]
+        for kind, dialect in DIALECTS.items()
+    }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "bodies.json").write_text(json.dumps(bodies))
     random, arrays = np.random.default_rng(0), {}
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
         for side, shape in (("A", (4, 16)), ("B", (24, 4))):
-            arrays[f"base_model.model.{module}.lora_{side}.weight"] = random.normal(size=shape).astype(np.float32)
+            arrays[f"base_model.model.{module}.lora_{side}.weight"] = random.normal(size=shape).astype(
+                np.float32
+            )
     write_adapter(directory / "adapter", arrays, LoraSpec(rank=4), "local/tiny", "float32")
     return 0
 
@@ -64,8 +73,23 @@ def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
         )
         if request.model_extra:
             wrong.append(f"vLLM does not know {sorted(request.model_extra)}")
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs")
-        wrong += [f"vLLM: {name} is {getattr(settings, name)}" for name in names if getattr(settings, name) != body[name]]
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "repetition_penalty",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "seed",
+            "n",
+            "logprobs",
+        )
+        wrong += [
+            f"vLLM: {name} is {getattr(settings, name)}"
+            for name in names
+            if getattr(settings, name) != body[name]
+        ]
     return wrong
 
 
@@ -78,7 +102,9 @@ def _vllm_adapter(directory: Path) -> list[str]:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # there may be no GPU to pin it for
     helper = PEFTHelper.from_local_dir(str(directory), None)
     modules = {"q_proj", "down_proj", "lm_head"}
-    loaded = LoRAModel.from_local_checkpoint(str(directory), modules, helper, lora_model_id=1, device="cpu", dtype=torch.float32).loras
+    loaded = LoRAModel.from_local_checkpoint(
+        str(directory), modules, helper, lora_model_id=1, device="cpu", dtype=torch.float32
+    ).loras
     tensors = load_file(directory / "adapter_model.safetensors")
     wrong = [] if 2 * len(loaded) == len(tensors) else [f"vLLM loaded {sorted(loaded)} of {sorted(tensors)}"]
     for name, module in loaded.items():

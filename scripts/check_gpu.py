@@ -45,7 +45,14 @@ from skyrl_tx_server.model.model_config import Experts, ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, PrefillBatch, decode_block, prefill
+from skyrl_tx_server.sampling.sample_step import (
+    MAX_STOP_TOKENS,
+    Carry,
+    DecodeBatch,
+    PrefillBatch,
+    decode_block,
+    prefill,
+)
 from skyrl_tx_server.sampling.sequences import row_settings
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import BucketShape, example
@@ -65,7 +72,14 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 
 MODELS = gpu.MODELS | {
-    "32b": replace(gpu.QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, tie_word_embeddings=False),
+    "32b": replace(
+        gpu.QWEN3,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_layers=64,
+        num_heads=64,
+        tie_word_embeddings=False,
+    ),
     "30b-a3b": replace(
         gpu.QWEN3,
         model_type="qwen3_moe",
@@ -93,11 +107,15 @@ class CheckConfig:
 def main(config: CheckConfig) -> None:
     jax.default_backend = lambda: "gpu"  # what the server asks before it chooses how to decode
     axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
-    devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{axes.devices}").devices
+    devices = topologies.get_topology_desc(
+        "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"
+    ).devices
     mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
     compile_for = partial(compiled, mesh)
     model = MODELS[config.model]
-    model = replace(model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None)
+    model = replace(
+        model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None
+    )
     params = param_shapes(model, np.dtype("bfloat16"))
     adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
     shape = BucketShape(rows=axes.batch, length=config.length)
@@ -115,7 +133,15 @@ def main(config: CheckConfig) -> None:
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
     stretches = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
-    compile_for(f"paged attention, {config.rows} rows of 2,048", jax.jit(paged_attention), queries, keys, values, tables, stretches)
+    compile_for(
+        f"paged attention, {config.rows} rows of 2,048",
+        jax.jit(paged_attention),
+        queries,
+        keys,
+        values,
+        tables,
+        stretches,
+    )
 
 
 def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
@@ -123,18 +149,29 @@ def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
     shardings = adapter_shardings(model, adapter)
     if shardings is None:
         return adapter
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding), adapter, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding),
+        adapter,
+        shardings,
+    )
 
 
-def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]) -> None:
+def sampling(
+    config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
+) -> None:
     """Both prefill passes and a decode block over rows of 2,048 positions."""
     width, copies = 2048 // PAGE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
-    cache = jax.eval_shape(partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16")))
+    cache = jax.eval_shape(
+        partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16"))
+    )
     if model.mesh is not None:
         lie = NamedSharding(model.mesh, PAGES)
         cache = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), cache)
-    bank = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), jnp.bfloat16), (4, *np.shape(leaf))), zero_adapter(model, RANK))
+    bank = jax.tree.map(
+        lambda leaf: np.broadcast_to(np.zeros((), jnp.bfloat16), (4, *np.shape(leaf))),
+        zero_adapter(model, RANK),
+    )
     bank, devices = laid(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
     settings = row_settings([None] * config.rows, model.vocab_size)
 
@@ -162,34 +199,63 @@ def sampling(config: CheckConfig, model: ModelConfig, params: Params, compile_fo
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
-        stretches=stretches_of(zeros(config.rows, width), zeros(config.rows), group=model.num_heads // model.num_kv_heads, devices=devices),
+        stretches=stretches_of(
+            zeros(config.rows, width),
+            zeros(config.rows),
+            group=model.num_heads // model.num_kv_heads,
+            devices=devices,
+        ),
         adapters=lora_indices(zeros(config.rows), bank=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"a decode block of 16 steps, {config.rows} rows"
-    compile_for(name, decode_block, cache, params, bank, rows, settings, config=model, steps=16, ends=None, tempered=False)
+    compile_for(
+        name,
+        decode_block,
+        cache,
+        params,
+        bank,
+        rows,
+        settings,
+        config=model,
+        steps=16,
+        ends=None,
+        tempered=False,
+    )
 
 
 def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:
     """Compile and report; an error is the report of what does not compile."""
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None) or whole), arguments
+        lambda leaf: jax.ShapeDtypeStruct(
+            np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None) or whole
+        ),
+        arguments,
     )
     began = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
         program = function.trace(*shapes, **options).lower(lowering_platforms=("cuda",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
-    print(f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs")
+    print(
+        f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs"
+    )
     loops = [line for line in text.splitlines() if " while(" in line]
     asked = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
     print(f"  the host is asked how to go on in {asked} places")
-    sent = re.findall(r"(\w+)\[([\d,]+)\]\S*\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    sent = re.findall(
+        r"(\w+)\[([\d,]+)\]\S*\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+        text,
+    )
     if sent:
         kind, longest = max(sent, key=lambda message: prod(map(int, message[1].split(","))))
         print(f"  {len(sent)} messages between devices, the longest {kind}[{longest}]")
-    kernels = {line.split('name = "')[1].split('"')[0] for line in text.splitlines() if "xla.gpu.triton" in line and 'name = "' in line}
+    kernels = {
+        line.split('name = "')[1].split('"')[0]
+        for line in text.splitlines()
+        if "xla.gpu.triton" in line and 'name = "' in line
+    }
     print(f"  kernels: {', '.join(sorted(kernels))}", flush=True)
 
 

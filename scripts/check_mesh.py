@@ -58,14 +58,22 @@ def main(families: list[str]) -> int:
     ok = True
     for family in families or ["llama", "qwen3_moe", "deepseek_v3"]:
         with tempfile.TemporaryDirectory() as directory:
-            model_dir = FIXTURES / family if family == "deepseek_v3" else make_model(family, Path(directory) / "model")
+            model_dir = (
+                FIXTURES / family
+                if family == "deepseek_v3"
+                else make_model(family, Path(directory) / "model")
+            )
             checkpoints_dir = Path(directory) / "checkpoints"
             alone = outputs_of(model_dir, MeshShape(), checkpoints_dir, saves=True)
             for shape in SHAPES.get(family, DENSE):
                 shared = outputs_of(model_dir, shape, checkpoints_dir, saves=False)
                 worst = differences(alone, shared)
                 ok &= all(worst[kind] <= bar for kind, bar in BARS.items())
-                print(f"{family:10} {shape!s:52}", "  ".join(f"{kind} {value:.1e}" for kind, value in worst.items()), flush=True)
+                print(
+                    f"{family:10} {shape!s:52}",
+                    "  ".join(f"{kind} {value:.1e}" for kind, value in worst.items()),
+                    flush=True,
+                )
     return 0 if ok else 1
 
 
@@ -86,11 +94,15 @@ def make_model(family: str, directory: Path) -> Path:
         experts=Experts(count=8, per_token=2, normalized=True) if family == "qwen3_moe" else None,
     )
     params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
-    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (5 if leaf.ndim > 1 else 1), params), config, directory)
+    save_model(
+        jax.tree.map(lambda leaf: np.asarray(leaf) * (5 if leaf.ndim > 1 else 1), params), config, directory
+    )
     return directory
 
 
-def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool) -> dict[str, np.ndarray]:
+def outputs_of(
+    model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool
+) -> dict[str, np.ndarray]:
     """Two models trained for two steps each, then groups sampled under both as they were saved and the base, one of them from a cached
     prompt."""
     settings = EngineSettings(
@@ -126,7 +138,9 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save
             result = run(ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY))
             found[f"logprobs/{model_id} {step}"] = np.concatenate(result.logprobs)
             found[f"loss/{model_id} {step}"] = np.array(result.metrics["loss:sum"])
-            norm = run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=1e-3))).metrics["grad_norm"]
+            norm = run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=1e-3))).metrics[
+                "grad_norm"
+            ]
             found[f"gradient norm/{model_id} {step}"] = np.array(norm)
         if saves:
             run(SaveSampler(model_id=model_id, weights=SAVED.format(model_id)))
@@ -141,10 +155,16 @@ def outputs_of(model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save
         result = future.result(600)
         hits += result.prompt_cache_hit_tokens
         for number, sequence in enumerate(result.sequences):
-            found[f"tokens/{request} {number}"], found[f"sampled logprobs/{request} {number}"] = sequence.tokens, sequence.logprobs
+            found[f"tokens/{request} {number}"], found[f"sampled logprobs/{request} {number}"] = (
+                sequence.tokens,
+                sequence.logprobs,
+            )
     engine.stop()
     programs = sum(compile_stats.programs().values()) - before
-    print(f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache", flush=True)
+    print(
+        f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache",
+        flush=True,
+    )
     return found
 
 

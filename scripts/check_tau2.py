@@ -22,7 +22,17 @@ from src.core.trajectory import StopReason, Task
 from src.envs.message_env import StepResult
 from src.envs.service.domain import DECLINES, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool, WorkerSettings, worker_pool
-from src.envs.service.tau2 import GRADINGS, SPLITS, Grading, Tau2Episode, Tau2Parts, gradable, graded_by, official_tasks, worker_settings
+from src.envs.service.tau2 import (
+    GRADINGS,
+    SPLITS,
+    Grading,
+    Tau2Episode,
+    Tau2Parts,
+    gradable,
+    graded_by,
+    official_tasks,
+    worker_settings,
+)
 from src.envs.service.user_simulator import STOP, Customer, Tools
 from src.policy.chat import Message
 
@@ -38,7 +48,11 @@ FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
     ("telecom", "all"): (0, 20),
 }
 # What a mock task wants in words beyond its gold actions.
-COMPLETES = {"requestor": "assistant", "name": "update_task_status", "arguments": {"task_id": "task_2", "status": "completed"}}
+COMPLETES = {
+    "requestor": "assistant",
+    "name": "update_task_status",
+    "arguments": {"task_id": "task_2", "status": "completed"},
+}
 UNWRITTEN = {"update_task_with_history_and_env_assertions": [COMPLETES]}
 # A mock task that contradicts itself: its assertion wants a notification read, its gold database wants it unread. Nothing earns 1.0.
 CONTRADICTORY = "mock/update_task_with_user_tools"
@@ -78,7 +92,9 @@ class Declined:
         self._patience = patience
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        said = [message for message in conversation if message["role"] == "user" and not message.get("tool_calls")]
+        said = [
+            message for message in conversation if message["role"] == "user" and not message.get("tool_calls")
+        ]
         return STOP if len(said) >= self._patience else HELP
 
 
@@ -86,11 +102,16 @@ def called(action: Mapping[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': action['name'], 'arguments': action['arguments']})}</tool_call>"
 
 
-async def play(task: Task, pool: WorkerPool, grading: Grading, customer: Customer, answer: Callable[[], str]) -> StepResult:
+async def play(
+    task: Task, pool: WorkerPool, grading: Grading, customer: Customer, answer: Callable[[], str]
+) -> StepResult:
     def make_customer(instructions: str, tools: Tools, seed: int) -> Customer:
         return customer
 
-    env = ServiceEnv(Tau2Episode(task, 0, Tau2Parts(pool=pool, make_customer=make_customer, grading=grading)), parallel_tool_calls=True)
+    env = ServiceEnv(
+        Tau2Episode(task, 0, Tau2Parts(pool=pool, make_customer=make_customer, grading=grading)),
+        parallel_tool_calls=True,
+    )
     try:
         await env.start()
         while True:
@@ -148,14 +169,20 @@ async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     return good
 
 
-async def check_floors(pool: WorkerPool, settings: WorkerSettings, domains: Mapping[str, Sequence[Task]]) -> bool:
+async def check_floors(
+    pool: WorkerPool, settings: WorkerSettings, domains: Mapping[str, Sequence[Task]]
+) -> bool:
     good = True
     for (domain, grading), (solved, total) in FLOORS.items():
         if domain not in domains:
             continue
         tasks = official_tasks(settings, domain, "small") if domain == "telecom" else domains[domain]
         found = await rewards(tasks, pool, grading, gold=False)
-        good &= say(f"do nothing {domain} reward_{grading}", f"{found.count(1.0)}/{len(found)}", wanted=f"{solved}/{total}")
+        good &= say(
+            f"do nothing {domain} reward_{grading}",
+            f"{found.count(1.0)}/{len(found)}",
+            wanted=f"{solved}/{total}",
+        )
     return good
 
 
@@ -166,14 +193,34 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
     unknown = called({"name": "no_such_tool", "arguments": {}})
     cases = {  # answers (the last one again and again), customer's patience -> reward, stop reason, metrics
         "unknown tool, ten times": ([unknown], 9, {"tool_errors": 10.0}, None),
-        "wrong arguments": ([called({"name": "get_order_details", "arguments": {"x": 1}}), DECLINES], 2, {"tool_errors": 1.0}, None),
-        "arguments are a list": ([called({"name": "get_order_details", "arguments": [1]}), DECLINES], 2, {"parse_failures": 1.0}, None),
-        "call cut inside a string": (['{"name": "get_order_details", "arguments": {"order', DECLINES], 2, {"parse_failures": 1.0}, None),
+        "wrong arguments": (
+            [called({"name": "get_order_details", "arguments": {"x": 1}}), DECLINES],
+            2,
+            {"tool_errors": 1.0},
+            None,
+        ),
+        "arguments are a list": (
+            [called({"name": "get_order_details", "arguments": [1]}), DECLINES],
+            2,
+            {"parse_failures": 1.0},
+            None,
+        ),
+        "call cut inside a string": (
+            ['{"name": "get_order_details", "arguments": {"order', DECLINES],
+            2,
+            {"parse_failures": 1.0},
+            None,
+        ),
         "empty, ten times": ([""], 9, {"unusable_answers": 10.0}, None),
         "text beside a call": (["One moment. " + unknown, DECLINES], 2, {"tool_errors": 1.0}, None),
         "two calls": ([unknown + unknown, DECLINES], 2, {"tool_errors": 2.0}, None),
         'calculate("9**9**9")': ([endless], 9, {"tool_timeouts": 1.0}, StopReason.TIMEOUT),
-        "transfer to a human": ([called({"name": "transfer_to_human_agents", "arguments": {"summary": "no"}}), DECLINES], 2, {}, None),
+        "transfer to a human": (
+            [called({"name": "transfer_to_human_agents", "arguments": {"summary": "no"}}), DECLINES],
+            2,
+            {},
+            None,
+        ),
         "the agent says ###STOP###": ([STOP], 9, {"eval_errors": 0.0}, None),
     }
     good = True
@@ -183,10 +230,18 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
             left = iter(answers)
             where = short_pool if stop_reason is StopReason.TIMEOUT else pool
             started = time.monotonic()
-            last = await play(task, where, "env", Declined(patience), lambda left=left, answers=answers: next(left, answers[-1]))
+            last = await play(
+                task,
+                where,
+                "env",
+                Declined(patience),
+                lambda left=left, answers=answers: next(left, answers[-1]),
+            )
             found = {name: last.metrics.get(name) for name in metrics}
             good &= say(
-                f"{what} ({time.monotonic() - started:.1f} s)", (last.reward, last.stop_reason, found), wanted=(0.0, stop_reason, metrics)
+                f"{what} ({time.monotonic() - started:.1f} s)",
+                (last.reward, last.stop_reason, found),
+                wanted=(0.0, stop_reason, metrics),
             )
     return good
 
@@ -201,7 +256,8 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
             await rewards(chosen[:NUM_WORKERS], pool, "all", gold=True)  # workers are up
             scripts, started = [Script(task) for task in chosen], time.monotonic()
             playing = [
-                asyncio.create_task(play(task, pool, "all", script, script.answer)) for task, script in zip(chosen, scripts, strict=True)
+                asyncio.create_task(play(task, pool, "all", script, script.answer))
+                for task, script in zip(chosen, scripts, strict=True)
             ]
             for number in range(num_kills):
                 await asyncio.sleep(0.5)
@@ -212,7 +268,9 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
             memory = sum(peak_mib(pid) for pid in pool.pids)
         what = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
         good &= say(what, num_right, wanted=NUM_EPISODES)
-        print(f"  {took:.1f} s, {NUM_EPISODES / took:.1f} episodes/s, workers' peak resident memory {memory:.0f} MiB")
+        print(
+            f"  {took:.1f} s, {NUM_EPISODES / took:.1f} episodes/s, workers' peak resident memory {memory:.0f} MiB"
+        )
     return good
 
 
@@ -226,7 +284,9 @@ async def main(argv: Sequence[str]) -> int:
     if home is None:
         print("set TAU2_HOME to the folder that scripts/setup_tau.sh made", file=sys.stderr)
         return 2
-    names = next((word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS))
+    names = next(
+        (word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS)
+    )
     checks = [word for word in argv if "=" not in word] or ["gold", "floors", "adversarial", "load"]
     settings = worker_settings(Path(home), num_workers=NUM_WORKERS, step_timeout_s=STEP_TIMEOUT_S)
     domains = {name: official_tasks(settings, name, "base") for name in names}

@@ -30,7 +30,17 @@ from transformers import (
 
 RANK, ALPHA = 3, 32.0
 LATENT_ADAPTED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", *LATENT_ADAPTED)
+ADAPTED = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "lm_head",
+    *LATENT_ADAPTED,
+)
 
 
 def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
@@ -56,7 +66,9 @@ LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
-SPARSE: dict[str, Any] = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, **HEADS, head_dim=16)
+SPARSE: dict[str, Any] = dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, **HEADS, head_dim=16
+)
 LATENT: dict[str, Any] = dict(
     num_attention_heads=4,
     num_key_value_heads=4,
@@ -74,18 +86,35 @@ SHARPER: dict[str, Any] = dict(mscale=1.0, mscale_all_dim=0.7)
 
 QWEN3: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e6), **COMMON),
-    "untied": Qwen3Config(num_attention_heads=4, num_key_value_heads=1, head_dim=8, rope_parameters=_rope(1e4), **COMMON),
-    "multi_head": Qwen3Config(
-        tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=3, head_dim=16, rope_parameters=_rope(1e5), **COMMON
+    "untied": Qwen3Config(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=8, rope_parameters=_rope(1e4), **COMMON
     ),
-    "yarn": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rope_parameters=_rope(1e4, **YARN), **COMMON),
+    "multi_head": Qwen3Config(
+        tie_word_embeddings=True,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=16,
+        rope_parameters=_rope(1e5),
+        **COMMON,
+    ),
+    "yarn": Qwen3Config(
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters=_rope(1e4, **YARN),
+        **COMMON,
+    ),
 }
 FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(tie_word_embeddings=True, **HEADS, rope_parameters=_rope(1e6), **COMMON),
     "llama": LlamaConfig(**HEADS, rope_parameters=_rope(5e5), **COMMON),
-    "llama3": LlamaConfig(tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e4, **LLAMA3), **COMMON),
+    "llama3": LlamaConfig(
+        tie_word_embeddings=True, **HEADS, head_dim=16, rope_parameters=_rope(1e4, **LLAMA3), **COMMON
+    ),
     "qwen3_moe": Qwen3MoeConfig(norm_topk_prob=True, rope_parameters=_rope(1e6), **SPARSE, **COMMON),
-    "qwen3_moe_unnormalized": Qwen3MoeConfig(tie_word_embeddings=True, rope_parameters=_rope(1e4), **SPARSE, **COMMON),
+    "qwen3_moe_unnormalized": Qwen3MoeConfig(
+        tie_word_embeddings=True, rope_parameters=_rope(1e4), **SPARSE, **COMMON
+    ),
     "deepseek_v3": DeepseekV3Config(
         q_lora_rank=24,
         n_group=4,
@@ -119,7 +148,9 @@ def main(output: Path) -> None:
             make_model(config, directory, sharded=name == "untied")
             if name == "tied":
                 use_old_rope_keys(directory / "config.json")
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
             save_logits(model, directory)
             if name in ("tied", "deepseek_v3"):
                 save_lora_gradients(model, directory)
@@ -130,7 +161,9 @@ def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> N
 
     def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
-        yield from ((key, buffer) for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias"))
+        yield from (
+            (key, buffer) for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
+        )
 
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -140,7 +173,9 @@ def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> N
             elif parameter.dim() == 1:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
-                parameter.copy_(torch.randn_like(parameter) * (1.0 if "embed" in key else parameter.shape[-1] ** -0.5))
+                parameter.copy_(
+                    torch.randn_like(parameter) * (1.0 if "embed" in key else parameter.shape[-1] ** -0.5)
+                )
     model.save_pretrained(directory, max_shard_size="60KB" if sharded else "1GB")
     (directory / "generation_config.json").unlink(missing_ok=True)
 
@@ -150,7 +185,12 @@ def save_logits(model: PreTrainedModel, directory: Path) -> None:
     tokens = torch.randint(0, model.config.vocab_size, (2, 160))
     with torch.no_grad():
         logits = model(tokens).logits
-    np.savez_compressed(directory / "expected.npz", tokens=tokens.int().numpy(), logits=logits[:, ::8].numpy(), stride=np.int32(8))
+    np.savez_compressed(
+        directory / "expected.npz",
+        tokens=tokens.int().numpy(),
+        logits=logits[:, ::8].numpy(),
+        stride=np.int32(8),
+    )
 
 
 def use_old_rope_keys(path: Path) -> None:
@@ -172,8 +212,13 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
         b = torch.randn(module.out_features, RANK) * 0.02
         a.requires_grad_()
         b.requires_grad_()
-        adapter[f"base_model.model.{name}.lora_A.weight"], adapter[f"base_model.model.{name}.lora_B.weight"] = a, b
-        module.register_forward_hook(lambda _, args, out, a=a, b=b: out + ALPHA / RANK * (args[0] @ a.T @ b.T))
+        (
+            adapter[f"base_model.model.{name}.lora_A.weight"],
+            adapter[f"base_model.model.{name}.lora_B.weight"],
+        ) = a, b
+        module.register_forward_hook(
+            lambda _, args, out, a=a, b=b: out + ALPHA / RANK * (args[0] @ a.T @ b.T)
+        )
     for name, module in list(model.named_modules()):
         if name.endswith(".experts"):
             adapter |= adapt_experts(name, module, RANK // model.config.num_experts_per_tok)
@@ -185,9 +230,20 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
     loss.backward()
     arrays = {f"adapter.{name}": tensor.detach().numpy() for name, tensor in adapter.items()}
     arrays |= {f"gradient.{name}": tensor.grad.numpy() for name, tensor in adapter.items()}
-    arrays |= {"tokens": tokens.int().numpy(), "weights": weights.numpy(), "logprobs": logprobs.detach().numpy()}
-    arrays |= {"loss": loss.detach().numpy().reshape(1), "rank": np.array([RANK], np.int32), "alpha": np.array([ALPHA], np.float32)}
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, directory / "lora_gradients.safetensors")
+    arrays |= {
+        "tokens": tokens.int().numpy(),
+        "weights": weights.numpy(),
+        "logprobs": logprobs.detach().numpy(),
+    }
+    arrays |= {
+        "loss": loss.detach().numpy().reshape(1),
+        "rank": np.array([RANK], np.int32),
+        "alpha": np.array([ALPHA], np.float32),
+    }
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
+        directory / "lora_gradients.safetensors",
+    )
 
 
 class Adapted(torch.nn.Module):
@@ -216,7 +272,9 @@ def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, to
                 factors[-1].append((a, b))
                 prefix = f"base_model.model.{name}.{expert}.{part}"
                 found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = a, b
-        torch.nn.utils.parametrize.register_parametrization(module, field, Adapted(factors, rank), unsafe=True)
+        torch.nn.utils.parametrize.register_parametrization(
+            module, field, Adapted(factors, rank), unsafe=True
+        )
     return found
 
 

@@ -52,7 +52,12 @@ QUICKSTART_OPTIONS = {
     "trial_timeout_sec": "120",
     "save_every": "100",
 }
-QUICKSTART_SERVER = ("max_lora_rank=16", "decode_slots=32", "max_context_length=2048", "train_tokens_per_batch=2048")
+QUICKSTART_SERVER = (
+    "max_lora_rank=16",
+    "decode_slots=32",
+    "max_context_length=2048",
+    "train_tokens_per_batch=2048",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,14 +135,21 @@ def quick_start(given: dict[str, str]) -> int:
     started = time.monotonic()
     kind = given.get("env", "harbor")
     if kind not in QUICKSTARTS:
-        return fail(f"env={kind} has no quick start; give model_name=MODEL, or one of env={', env='.join(QUICKSTARTS)}")
+        return fail(
+            f"env={kind} has no quick start; give model_name=MODEL, or one of env={', env='.join(QUICKSTARTS)}"
+        )
     if "skyrl_tx_url" in given:
-        return fail("the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for a run on that one")
+        return fail(
+            "the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for a run on that one"
+        )
     chosen = QUICKSTARTS[kind]
     say(f"quick start: {chosen.says}")
     options = {**QUICKSTART_OPTIONS, "tokenizer": str(chosen.folder / "model"), **chosen.options, **given}
     options.setdefault("seed", "0")
-    options.setdefault("log_path", f"{options['logs_dir']}/{chosen.folder.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}")
+    options.setdefault(
+        "log_path",
+        f"{options['logs_dir']}/{chosen.folder.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}",
+    )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     check_options(options)
     side_files = Path(options["log_path"] + ".server")
@@ -154,7 +166,9 @@ def quick_start(given: dict[str, str]) -> int:
         key=key,
     )
     status = train(options, server, key=key)
-    say(f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}")
+    say(
+        f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}"
+    )
     return status
 
 
@@ -162,7 +176,9 @@ def full_recipe(given: dict[str, str]) -> int:
     kind = given.get("env", "harbor")
     options = {**RECIPE_OPTIONS, **RECIPE_OF_KIND.get(kind, {}), **given}
     if kind == "harbor" and "tasks_dir" not in options:
-        return fail("model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2")
+        return fail(
+            "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2"
+        )
     url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
     base_model = options["model_name"]
     if Path(base_model).expanduser().is_dir():  # clients ask for org/name, never for a path
@@ -172,9 +188,13 @@ def full_recipe(given: dict[str, str]) -> int:
     if healthy(url):
         say(f"using the server at {url}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
-        return fail(f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}")
+        return fail(
+            f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}"
+        )
     elif httpx.URL(url).scheme != "http":
-        return fail(f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set SSL_CERT_FILE=CERT.pem")
+        return fail(
+            f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set SSL_CERT_FILE=CERT.pem"
+        )
     else:
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
         check_options(options)
@@ -185,7 +205,9 @@ def full_recipe(given: dict[str, str]) -> int:
             "stretch_context=true",
         )
         key = new_key()
-        server = start_server(url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}", key=key)
+        server = start_server(
+            url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}", key=key
+        )
     return train(options, server, key=key)
 
 
@@ -232,7 +254,9 @@ def say_programs(url: str, *, key: str) -> None:
     except (httpx.HTTPError, ValueError, KeyError):
         return  # the server is gone, and the trainer has said so
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
-    say(f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} from the cache")
+    say(
+        f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} from the cache"
+    )
 
 
 def new_key() -> str:
@@ -240,7 +264,9 @@ def new_key() -> str:
     return f"tml-{secrets.token_urlsafe(32)}"
 
 
-def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key: str) -> subprocess.Popen[bytes]:
+def start_server(
+    url: str, arguments: tuple[str, ...], side_files: Path, *, key: str
+) -> subprocess.Popen[bytes]:
     """Start the server and wait until it can work; exits with the server's own error when it cannot. Its log and its key are in
     `side_files`, which this user alone can read; it gets the key by its environment, because every user can read arguments."""
     try:
@@ -254,7 +280,14 @@ def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key:
     with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays
         starts_at = log.tell()
         server = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tx_server", f"host={address.host}", f"port={address.port}", *arguments],
+            [
+                sys.executable,
+                "-m",
+                "skyrl_tx_server",
+                f"host={address.host}",
+                f"port={address.port}",
+                *arguments,
+            ],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"SKYRL_TX_API_KEY": key},
@@ -265,7 +298,11 @@ def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key:
     while not healthy(url):
         if server.poll() is not None:
             lines = [line for line in said(log_file, starts_at) if line.strip()]
-            sys.exit(fail(f"the server stopped with status {server.returncode}: {lines[-1] if lines else 'no output'}"))
+            sys.exit(
+                fail(
+                    f"the server stopped with status {server.returncode}: {lines[-1] if lines else 'no output'}"
+                )
+            )
         if time.monotonic() - started > START_TIMEOUT_S:
             server.kill()
             sys.exit(fail(f"the server did not come up within {START_TIMEOUT_S:.0f} s; see {log_file}"))

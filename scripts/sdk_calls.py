@@ -53,7 +53,9 @@ class Calls:
 
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def required[T](self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True) -> T | None:
+    def required[T](
+        self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True
+    ) -> T | None:
         """A call that must succeed, with a property its result must have."""
         began = time.perf_counter()
         try:
@@ -79,7 +81,11 @@ class Calls:
 
     def _note(self, name: str, required: bool, succeeded: bool, began: float, detail: str) -> None:
         outcome = Outcome(
-            name=name, required=required, succeeded=succeeded, seconds=time.perf_counter() - began, detail=" ".join(detail.split())
+            name=name,
+            required=required,
+            succeeded=succeeded,
+            seconds=time.perf_counter() - began,
+            detail=" ".join(detail.split()),
         )
         self.outcomes.append(outcome)
         print(_row(outcome), flush=True)
@@ -120,7 +126,9 @@ def datum(length: int = 6) -> types.Datum:
     tokens = np.arange(1, length + 1)
     weights = np.ones(length, np.float32)
     weights[0] = 0
-    return make_datum([types.EncodedTextChunk(tokens=tokens.tolist())], target_tokens=np.roll(tokens, -1), weights=weights)
+    return make_datum(
+        [types.EncodedTextChunk(tokens=tokens.tolist())], target_tokens=np.roll(tokens, -1), weights=weights
+    )
 
 
 def rl_datum(**others: np.ndarray) -> types.Datum:
@@ -159,14 +167,23 @@ def data_of(tensor: types.TensorData | None) -> list[float]:
 
 
 def with_image() -> types.Datum:
-    chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]
+    chunks = [
+        types.EncodedTextChunk(tokens=[1, 2]),
+        types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2),
+    ]
     return make_datum(chunks, target_tokens=np.ones(4, np.int64), weights=np.ones(4, np.float32))
 
 
 def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
     finite = lambda output: all(np.isfinite(entry["logprobs"].data).all() for entry in output.loss_fn_outputs)  # noqa: E731
-    calls.required("TrainingClient.get_info", lambda: Ready(value=training.get_info()), lambda info: info.lora_rank == 8)
-    calls.required("TrainingClient.get_tokenizer", lambda: Ready(value=training.get_tokenizer()), lambda tokenizer: len(tokenizer) > 0)
+    calls.required(
+        "TrainingClient.get_info", lambda: Ready(value=training.get_info()), lambda info: info.lora_rank == 8
+    )
+    calls.required(
+        "TrainingClient.get_tokenizer",
+        lambda: Ready(value=training.get_tokenizer()),
+        lambda tokenizer: len(tokenizer) > 0,
+    )
     calls.required("forward(cross_entropy)", lambda: training.forward([datum()], "cross_entropy"), finite)
     calls.required(
         "forward_backward(cross_entropy, 2 datums)",
@@ -175,21 +192,41 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
     )
     clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     rl = [rl_datum()]
-    calls.required("forward_backward(importance_sampling)", lambda: training.forward_backward(rl, "importance_sampling"), finite)
+    calls.required(
+        "forward_backward(importance_sampling)",
+        lambda: training.forward_backward(rl, "importance_sampling"),
+        finite,
+    )
     calls.required("forward_backward(ppo)", lambda: training.forward_backward(rl, "ppo", dict(clips)), finite)
-    calls.required("forward_backward(cispo)", lambda: training.forward_backward(rl, "cispo", dict(clips)), finite)
-    calls.required("forward_backward(dro)", lambda: training.forward_backward(rl, "dro", {"beta": 0.05}), finite)
+    calls.required(
+        "forward_backward(cispo)", lambda: training.forward_backward(rl, "cispo", dict(clips)), finite
+    )
+    calls.required(
+        "forward_backward(dro)", lambda: training.forward_backward(rl, "dro", {"beta": 0.05}), finite
+    )
     calls.required(
         "optim_step(AdamParams, every field)",
         lambda: training.optim_step(
-            types.AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
+            types.AdamParams(
+                learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0
+            )
         ),
         lambda response: "grad_norm" in (response.metrics or {}),
     )
     gspo = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
-    calls.required("forward_backward(gspo)", lambda: training.forward_backward(gspo, "gspo", dict(clips)), finite)
-    calls.refused("forward_backward(gspo without mask)", lambda: training.forward_backward(rl, "gspo"), "sequence_ratio_mask")
-    calls.refused("forward_backward(stable_reinforce)", lambda: training.forward_backward(rl, "stable_reinforce"), "use one of")
+    calls.required(
+        "forward_backward(gspo)", lambda: training.forward_backward(gspo, "gspo", dict(clips)), finite
+    )
+    calls.refused(
+        "forward_backward(gspo without mask)",
+        lambda: training.forward_backward(rl, "gspo"),
+        "sequence_ratio_mask",
+    )
+    calls.refused(
+        "forward_backward(stable_reinforce)",
+        lambda: training.forward_backward(rl, "stable_reinforce"),
+        "use one of",
+    )
     calls.refused(
         "forward_backward(ppo, unknown setting)",
         lambda: training.forward_backward(rl, "ppo", {**clips, "tag": "x"}),
@@ -201,8 +238,16 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         lambda: training.forward_backward([two_dimensional(), datum(4), sparse()], "cross_entropy"),
         lambda output: finite(output) and shape_of(output) == [[4, 2], [4], [4, 3]],
     )
-    calls.refused("forward_backward(image chunk)", lambda: training.forward_backward([with_image()], "cross_entropy"), "text-only")
-    calls.refused("optim_step(DimuonParams)", lambda: training.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW")
+    calls.refused(
+        "forward_backward(image chunk)",
+        lambda: training.forward_backward([with_image()], "cross_entropy"),
+        "text-only",
+    )
+    calls.refused(
+        "optim_step(DimuonParams)",
+        lambda: training.optim_step(types.DimuonParams(learning_rate=1e-3)),
+        "use AdamW",
+    )
     calls.required(
         "save_weights_external",
         lambda: training.save_weights_external("e1", ttl_seconds=3600),
@@ -218,7 +263,9 @@ def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
         return
     calls.required(
         "forward_backward_custom",
-        lambda: training.forward_backward_custom([datum(), datum(4)], lambda data, logprobs: ((logprobs[0] ** 2).sum(), {"custom": 1.0})),
+        lambda: training.forward_backward_custom(
+            [datum(), datum(4)], lambda data, logprobs: ((logprobs[0] ** 2).sum(), {"custom": 1.0})
+        ),
     )
 
 
@@ -232,20 +279,32 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(stop strings, prompt logprobs)",
-        lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=3, stop=["\n"]), include_prompt_logprobs=True),
-        lambda response: len(response.prompt_logprobs or []) == 4 and (response.prompt_logprobs or [0])[0] is None,
+        lambda: named.sample(
+            prompt, 1, types.SamplingParams(max_tokens=3, stop=["\n"]), include_prompt_logprobs=True
+        ),
+        lambda response: (
+            len(response.prompt_logprobs or []) == 4 and (response.prompt_logprobs or [0])[0] is None
+        ),
     )
-    calls.required("compute_logprobs", lambda: named.compute_logprobs(prompt), lambda logprobs: logprobs[0] is None and len(logprobs) == 4)
+    calls.required(
+        "compute_logprobs",
+        lambda: named.compute_logprobs(prompt),
+        lambda logprobs: logprobs[0] is None and len(logprobs) == 4,
+    )
     calls.required("SamplingClient.get_base_model", lambda: Ready(value=named.get_base_model()))
     one = types.SamplingParams(max_tokens=1)
     calls.required(
         "sample(topk_prompt_logprobs)",
         lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2),
-        lambda response: [entry and len(entry) for entry in response.topk_prompt_logprobs or []] == [None, 2, 2, 2],
+        lambda response: (
+            [entry and len(entry) for entry in response.topk_prompt_logprobs or []] == [None, 2, 2, 2]
+        ),
     )
     calls.required(
         "sample(topk_sample_logprobs)",
-        lambda: named.sample(prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3),
+        lambda: named.sample(
+            prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3
+        ),
         lambda response: (
             [s.topk_logprobs and s.topk_logprobs[0] and s.topk_logprobs[0][0][0] for s in response.sequences]
             == [s.tokens[0] for s in response.sequences]
@@ -255,24 +314,38 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     calls.required(
         "sample(target_prompt_logprobs)",
         lambda: named.sample(prompt, 1, one, target_prompt_logprobs=dense),
-        lambda response: [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False],
+        lambda response: (
+            [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False]
+        ),
     )
     own = types.TensorData(
-        data=[6, 8], dtype="int64", shape=[3, 50], sparse_crow_indices=[0, 1, 1, 2], sparse_col_indices=[40, 2]
+        data=[6, 8],
+        dtype="int64",
+        shape=[3, 50],
+        sparse_crow_indices=[0, 1, 1, 2],
+        sparse_col_indices=[40, 2],
     )  # the prompt's own tokens, so that its logprobs are the answer
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
         lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=own),
         lambda response: np.allclose(
-            data_of(response.target_prompt_logprobs), np.take(np.array(response.prompt_logprobs, float), (1, 3)), atol=1e-3
+            data_of(response.target_prompt_logprobs),
+            np.take(np.array(response.prompt_logprobs, float), (1, 3)),
+            atol=1e-3,
         ),
     )
     calls.required(
         "sample(prompt_logprobs_last_n)",
         lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, prompt_logprobs_last_n=2),
-        lambda response: [logprob is None for logprob in response.prompt_logprobs or []] == [True, True, False, False],
+        lambda response: (
+            [logprob is None for logprob in response.prompt_logprobs or []] == [True, True, False, False]
+        ),
     )
-    calls.refused("sample(prompt_alt_tokens_k)", lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2), "not supported")
+    calls.refused(
+        "sample(prompt_alt_tokens_k)",
+        lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2),
+        "not supported",
+    )
     calls.refused(
         "sample(prompt too long)",
         lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
@@ -280,40 +353,91 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
 
 
-def rest_calls(calls: Calls, rest: tinker.RestClient, run_id: str, state: str, sampler: str, session_id: str, sampler_id: str) -> None:
-    calls.required("rest.list_training_runs", lambda: rest.list_training_runs(), lambda page: len(page.training_runs) > 0)
-    calls.required("rest.get_training_run", lambda: rest.get_training_run(run_id), lambda run: run.user_metadata == {"k": "v"})
-    calls.required("rest.get_training_run_by_tinker_path", lambda: rest.get_training_run_by_tinker_path(state))
+def rest_calls(
+    calls: Calls,
+    rest: tinker.RestClient,
+    run_id: str,
+    state: str,
+    sampler: str,
+    session_id: str,
+    sampler_id: str,
+) -> None:
+    calls.required(
+        "rest.list_training_runs", lambda: rest.list_training_runs(), lambda page: len(page.training_runs) > 0
+    )
+    calls.required(
+        "rest.get_training_run",
+        lambda: rest.get_training_run(run_id),
+        lambda run: run.user_metadata == {"k": "v"},
+    )
+    calls.required(
+        "rest.get_training_run_by_tinker_path", lambda: rest.get_training_run_by_tinker_path(state)
+    )
     calls.required(
         "rest.get_weights_info_by_tinker_path",
         lambda: rest.get_weights_info_by_tinker_path(state),
         lambda info: info.train_unembed is False,
     )
-    calls.required("rest.list_checkpoints", lambda: rest.list_checkpoints(run_id), lambda page: len(page.checkpoints) == 3)
+    calls.required(
+        "rest.list_checkpoints",
+        lambda: rest.list_checkpoints(run_id),
+        lambda page: len(page.checkpoints) == 3,
+    )
     calls.required("rest.list_user_checkpoints", lambda: rest.list_user_checkpoints())
-    calls.required("rest.set_checkpoint_ttl_from_tinker_path", lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200))
-    calls.required("rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions)
-    calls.required("rest.get_session", lambda: rest.get_session(session_id), lambda session: run_id in session.training_run_ids)
+    calls.required(
+        "rest.set_checkpoint_ttl_from_tinker_path",
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200),
+    )
+    calls.required(
+        "rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions
+    )
+    calls.required(
+        "rest.get_session",
+        lambda: rest.get_session(session_id),
+        lambda session: run_id in session.training_run_ids,
+    )
     calls.required("rest.get_sampler", lambda: rest.get_sampler(sampler_id))
-    calls.required("rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state))
+    calls.required(
+        "rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state)
+    )
     calls.required(
         "rest.list_checkpoints (public)",
         lambda: rest.list_checkpoints(run_id),
         lambda page: [checkpoint.public for checkpoint in page.checkpoints] == [False, True, False],
     )
-    calls.required("rest.unpublish_checkpoint_from_tinker_path", lambda: rest.unpublish_checkpoint_from_tinker_path(state))
+    calls.required(
+        "rest.unpublish_checkpoint_from_tinker_path",
+        lambda: rest.unpublish_checkpoint_from_tinker_path(state),
+    )
     external = f"tinker://{run_id}/external_weights/e1"
     calls.required(
         "rest.get_external_weights_urls",
         lambda: rest.get_external_weights_urls(external),
         lambda found: sorted(found.urls) == ["adapter_config.json", "adapter_model.safetensors"],
     )
-    calls.required("rest.delete_checkpoint_from_tinker_path (external)", lambda: rest.delete_checkpoint_from_tinker_path(external))
-    calls.refused("rest.copy_weights", lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"), "no accounts")
-    calls.refused("rest.assign_session_project", lambda: rest.assign_session_project(session_id, "project"), "no accounts")
-    calls.refused("rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces")
-    calls.required("rest.delete_checkpoint_from_tinker_path", lambda: rest.delete_checkpoint_from_tinker_path(sampler))
-    calls.required("rest.delete_checkpoint_from_tinker_path (2)", lambda: rest.delete_checkpoint_from_tinker_path(state))
+    calls.required(
+        "rest.delete_checkpoint_from_tinker_path (external)",
+        lambda: rest.delete_checkpoint_from_tinker_path(external),
+    )
+    calls.refused(
+        "rest.copy_weights",
+        lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"),
+        "no accounts",
+    )
+    calls.refused(
+        "rest.assign_session_project",
+        lambda: rest.assign_session_project(session_id, "project"),
+        "no accounts",
+    )
+    calls.refused(
+        "rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces"
+    )
+    calls.required(
+        "rest.delete_checkpoint_from_tinker_path", lambda: rest.delete_checkpoint_from_tinker_path(sampler)
+    )
+    calls.required(
+        "rest.delete_checkpoint_from_tinker_path (2)", lambda: rest.delete_checkpoint_from_tinker_path(state)
+    )
 
 
 def make_calls(url: str, calls: Calls) -> None:
@@ -322,40 +446,72 @@ def make_calls(url: str, calls: Calls) -> None:
     if capabilities is None:
         return
     model = capabilities.supported_models[0].model_name or ""
-    service = tinker.ServiceClient(base_url=url, api_key=API_KEY, user_metadata={"u": "1"}, display_name="sdk_calls")
+    service = tinker.ServiceClient(
+        base_url=url, api_key=API_KEY, user_metadata={"u": "1"}, display_name="sdk_calls"
+    )
     training = calls.required(
         "create_lora_training_client(rank=8, seed=1)",
-        lambda: service.create_lora_training_client(model, rank=8, seed=1, train_unembed=False, user_metadata={"k": "v"}),
+        lambda: service.create_lora_training_client(
+            model, rank=8, seed=1, train_unembed=False, user_metadata={"k": "v"}
+        ),
     )
     if training is None:
         return
     calls.refused(
-        "create_lora_training_client(rank=100000)", lambda: service.create_lora_training_client(model, rank=100000), "max_lora_rank"
+        "create_lora_training_client(rank=100000)",
+        lambda: service.create_lora_training_client(model, rank=100000),
+        "max_lora_rank",
     )
     calls.refused(
-        "create_lora_training_client(other model)", lambda: service.create_lora_training_client("other/model"), "this server runs"
+        "create_lora_training_client(other model)",
+        lambda: service.create_lora_training_client("other/model"),
+        "this server runs",
     )
     training_calls(calls, training)
-    state = calls.required("save_state(ttl, metadata)", lambda: training.save_state("0001", ttl_seconds=3600, user_metadata={"a": "b"}))
-    calls.required("save_state(overwrite)", lambda: training.save_state("0001", ttl_seconds=3600, overwrite=True))
-    saved = calls.required("save_weights_for_sampler(name)", lambda: training.save_weights_for_sampler("s1", ttl_seconds=3600))
-    ephemeral = calls.required("save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client())
-    calls.required("save_weights_and_get_sampling_client(inflight)", lambda: training.save_weights_and_get_sampling_client(kind="inflight"))
+    state = calls.required(
+        "save_state(ttl, metadata)",
+        lambda: training.save_state("0001", ttl_seconds=3600, user_metadata={"a": "b"}),
+    )
+    calls.required(
+        "save_state(overwrite)", lambda: training.save_state("0001", ttl_seconds=3600, overwrite=True)
+    )
+    saved = calls.required(
+        "save_weights_for_sampler(name)", lambda: training.save_weights_for_sampler("s1", ttl_seconds=3600)
+    )
+    ephemeral = calls.required(
+        "save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client()
+    )
+    calls.required(
+        "save_weights_and_get_sampling_client(inflight)",
+        lambda: training.save_weights_and_get_sampling_client(kind="inflight"),
+    )
     if state is None or saved is None or ephemeral is None:
         return
     calls.required("load_state", lambda: training.load_state(state.path))
     calls.required("load_state_with_optimizer", lambda: training.load_state_with_optimizer(state.path))
-    calls.required("create_training_client_from_state", lambda: service.create_training_client_from_state(state.path))
+    calls.required(
+        "create_training_client_from_state", lambda: service.create_training_client_from_state(state.path)
+    )
     restored = calls.required(
-        "create_training_client_from_state_with_optimizer", lambda: service.create_training_client_from_state_with_optimizer(state.path)
+        "create_training_client_from_state_with_optimizer",
+        lambda: service.create_training_client_from_state_with_optimizer(state.path),
     )
     if restored is not None:
-        calls.required("optim step of the restored client", lambda: restored.optim_step(types.AdamParams(learning_rate=1e-3)))
+        calls.required(
+            "optim step of the restored client",
+            lambda: restored.optim_step(types.AdamParams(learning_rate=1e-3)),
+        )
     calls.refused(
-        "sampling client of a training checkpoint", lambda: service.create_sampling_client(model_path=state.path), "no sampler checkpoint"
+        "sampling client of a training checkpoint",
+        lambda: service.create_sampling_client(model_path=state.path),
+        "no sampler checkpoint",
     )
-    calls.required("create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model))
-    named = calls.required("create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path))
+    calls.required(
+        "create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model)
+    )
+    named = calls.required(
+        "create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path)
+    )
     if named is not None:
         sampling_calls(calls, ephemeral, named)
     session_id = training.model_id.split(":")[0]
@@ -365,13 +521,17 @@ def make_calls(url: str, calls: Calls) -> None:
 
 def main(url: str) -> int:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # deprecated calls are made on purpose: they are part of the SDK
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # deprecated calls are made on purpose: they are part of the SDK
     calls = Calls()
     print(f"tinker {tinker.__version__} against {url}\n")
     make_calls(url, calls)
     failed = [outcome for outcome in calls.outcomes if not outcome.as_it_should_be]
     required = sum(outcome.required for outcome in calls.outcomes)
-    print(f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they should be")
+    print(
+        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they should be"
+    )
     for outcome in failed:
         print(f"  {outcome.name}: {outcome.detail}")
     return 1 if failed else 0

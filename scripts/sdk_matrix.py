@@ -25,7 +25,21 @@ from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # each of them changed something that a server can see
-VERSIONS = ("0.6.0", "0.9.0", "0.16.1", "0.18.0", "0.19.0", "0.22.7", "0.24.1", "0.25.0", "0.27.2", "0.29.1", "0.32.0", "0.36.0", "0.38.0")
+VERSIONS = (
+    "0.6.0",
+    "0.9.0",
+    "0.16.1",
+    "0.18.0",
+    "0.19.0",
+    "0.22.7",
+    "0.24.1",
+    "0.25.0",
+    "0.27.2",
+    "0.29.1",
+    "0.32.0",
+    "0.36.0",
+    "0.38.0",
+)
 TIMEOUT_S = 300
 
 
@@ -34,7 +48,10 @@ def main(argv: list[str]) -> int:
     versions = [argument for argument in argv if "=" not in argument] or VERSIONS
     unknown = options.keys() - {"venvs", "url"}
     if unknown:
-        print(f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; see the top of this file", file=sys.stderr)
+        print(
+            f"sdk_matrix: unknown option {', '.join(sorted(unknown))}; see the top of this file",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="sdk_matrix-") as scratch:
         venvs = Path(options.get("venvs", f"{scratch}/venvs")).absolute()
@@ -96,14 +113,27 @@ def package_index_problem() -> str | None:
 
 def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
     """The server on a model that takes no time; its log stays quiet unless something is wrong."""
-    options = {"base_model": make_model(directory / "model"), "model_alias": "local/tiny", "max_lora_rank": 8, "decode_slots": 4}
-    return serve(**options, train_tokens_per_batch=1024, checkpoints_dir=directory / "checkpoints", log_level="warning")
+    options = {
+        "base_model": make_model(directory / "model"),
+        "model_alias": "local/tiny",
+        "max_lora_rank": 8,
+        "decode_slots": 4,
+    }
+    return serve(
+        **options, train_tokens_per_batch=1024, checkpoints_dir=directory / "checkpoints", log_level="warning"
+    )
 
 
 @contextlib.contextmanager
 def serve(**options: object) -> Iterator[str]:
     """The address of a server of its own, with these options."""
-    command = [sys.executable, "-m", "skyrl_tx_server", "port=0", *(f"{name}={value}" for name, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        "port=0",
+        *(f"{name}={value}" for name, value in options.items()),
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ready = process.stdout.readline()
@@ -131,7 +161,9 @@ def make_model(directory: Path) -> Path:
     )
     save_model(init_params(config, jax.random.key(0), jnp.float32), config, directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 

@@ -31,14 +31,19 @@ TOLERANCE = 2e-3
 def datum(tokens: list[int]) -> types.Datum:
     weights = [0.0] + [1.0] * (len(tokens) - 1)
     return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": weights}
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": weights},
     )
 
 
 def rl_datum(tokens: list[int], logprobs: list[float]) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "logprobs": logprobs, "advantages": [1.0] * len(tokens)},
+        loss_fn_inputs={
+            "target_tokens": [*tokens[1:], 0],
+            "logprobs": logprobs,
+            "advantages": [1.0] * len(tokens),
+        },
     )
 
 
@@ -65,10 +70,16 @@ def smoke(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
     (model, *_) = service.get_server_capabilities().supported_models
     name = model.model_name or ""
-    training = ready(service.create_lora_training_client(base_model=name, rank=4, seed=1, user_metadata={"renderer_name": "none"}))
+    training = ready(
+        service.create_lora_training_client(
+            base_model=name, rank=4, seed=1, user_metadata={"renderer_name": "none"}
+        )
+    )
     check("create", training.get_info().lora_rank == 4, training.get_info().model_id)
 
-    many = [datum([1 + at % 30, *TOKENS]) for at in range(300)]  # several chunks, with every version's chunk size up to 0.6
+    many = [
+        datum([1 + at % 30, *TOKENS]) for at in range(300)
+    ]  # several chunks, with every version's chunk size up to 0.6
     forward = training.forward(many, "cross_entropy").result(timeout=TIMEOUT_S)
     check("forward", len(forward.loss_fn_outputs) == 300 and "loss:sum" in forward.metrics, forward.metrics)
 
@@ -80,7 +91,11 @@ def smoke(url: str) -> None:
     after, logprobs = output.metrics["loss:sum"], list(output.loss_fn_outputs[0]["logprobs"].data)
     check("forward_backward + optim_step", after < before, f"loss {before:.3f} -> {after:.3f}")
     ratio_one = training.forward_backward([rl_datum(TOKENS, logprobs)], "ppo").result(timeout=TIMEOUT_S)
-    check("forward_backward(ppo)", math.isclose(ratio_one.metrics["loss:sum"], -len(TOKENS), abs_tol=TOLERANCE), ratio_one.metrics)
+    check(
+        "forward_backward(ppo)",
+        math.isclose(ratio_one.metrics["loss:sum"], -len(TOKENS), abs_tol=TOLERANCE),
+        ratio_one.metrics,
+    )
 
     state = training.save_state("smoke").result(timeout=TIMEOUT_S).path
     check("save_state", state.endswith("/weights/smoke"), state)
@@ -95,15 +110,24 @@ def smoke(url: str) -> None:
     again = restored.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
     check("restore", close_to(list(again.loss_fn_outputs[0]["logprobs"].data), logprobs))
 
-    prompt, settings = types.ModelInput.from_ints(TOKENS), types.SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+    prompt, settings = (
+        types.ModelInput.from_ints(TOKENS),
+        types.SamplingParams(max_tokens=6, temperature=1.0, seed=3),
+    )
     samplers = {
         "named": ready(service.create_sampling_client(model_path=sampler_path)),
         "ephemeral": ready(training.save_weights_and_get_sampling_client()),
         "base model": ready(service.create_sampling_client(base_model=name)),
     }
     for kind, sampler in samplers.items():
-        sampled = sampler.sample(prompt=prompt, num_samples=2, sampling_params=settings).result(timeout=TIMEOUT_S).sequences
-        whole = all(sequence.tokens and len(sequence.tokens) == len(sequence.logprobs or []) for sequence in sampled)
+        sampled = (
+            sampler.sample(prompt=prompt, num_samples=2, sampling_params=settings)
+            .result(timeout=TIMEOUT_S)
+            .sequences
+        )
+        whole = all(
+            sequence.tokens and len(sequence.tokens) == len(sequence.logprobs or []) for sequence in sampled
+        )
         check(f"sample ({kind})", whole and len(sampled) == 2, [sequence.stop_reason for sequence in sampled])
     scored = samplers["named"].compute_logprobs(prompt).result(timeout=TIMEOUT_S)
     check("compute_logprobs", scored[0] is None and close_to(scored[1:], logprobs[:-1]))
@@ -111,8 +135,15 @@ def smoke(url: str) -> None:
         for path in (state, sampler_path):
             rest = service.create_rest_client()
             address = rest.get_checkpoint_archive_url_from_tinker_path(path).result(timeout=TIMEOUT_S).url  # pyright: ignore[reportAttributeAccessIssue]
-            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply, tarfile.open(fileobj=reply, mode="r|") as tar:
-                check("checkpoint archive", sorted(tar.getnames()) == ["adapter_config.json", "adapter_model.safetensors"], path)
+            with (
+                urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply,
+                tarfile.open(fileobj=reply, mode="r|") as tar,
+            ):
+                check(
+                    "checkpoint archive",
+                    sorted(tar.getnames()) == ["adapter_config.json", "adapter_model.safetensors"],
+                    path,
+                )
     if VERSION >= (0, 27):
         service.close("success").result(timeout=TIMEOUT_S)
         check("close", True)

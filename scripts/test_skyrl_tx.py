@@ -21,7 +21,14 @@ from src.core.process import leave
 from src.probe.__main__ import main
 from src.train import load_environment
 
-CHECKS = ("loss cross_entropy", "loss ppo", "logprobs agree", "samplers are fresh", "seeds", "loads with optimizer")
+CHECKS = (
+    "loss cross_entropy",
+    "loss ppo",
+    "logprobs agree",
+    "samplers are fresh",
+    "seeds",
+    "loads with optimizer",
+)
 
 if __name__ == "__main__":
     load_environment(["backend=skyrl-tx"])

@@ -46,9 +46,13 @@ BACKLOG = 2048
 POLLS_LET_GO_S = 5
 FUTURES_SETTLE_S = 4  # of those five: the turn under way may be a long compilation
 ENGINE_STOP_S = 15
-SAMPLES_ELSEWHERE = 1024  # requests a client may have under way when another server has to make a batch of them
+SAMPLES_ELSEWHERE = (
+    1024  # requests a client may have under way when another server has to make a batch of them
+)
 THREADS_PER_DEVICE = 4
-KEEP_ALIVE_S = 120  # longer than any client's idle pool, so that no request meets a connection just being closed
+KEEP_ALIVE_S = (
+    120  # longer than any client's idle pool, so that no request meets a connection just being closed
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,10 +93,14 @@ def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # to go at once, as with SIGTERM, is what process 0 understands
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # to go at once, as with SIGTERM, is what process 0 understands
     settings = _engine_settings(config)
     follower = join(hosts, settings, lambda reason: _exit_now(_fail(HostLostError(reason), status=1)))
-    logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address)
+    logger.info(
+        "process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address
+    )
     try:
         follower.follow(lambda: DeviceExecutor(settings, follower))
     except HostLostError as error:
@@ -113,7 +121,9 @@ def _dry_run(config: ServerConfig) -> str:
 
     settings, hosts = _engine_settings(config), config.hosts_settings()
     if hosts is not None:  # the devices are known only where all processes are there
-        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(hosts, settings, lambda _: None)
+        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(
+            hosts, settings, lambda _: None
+        )
     plan = plan_memory(settings)
     if not plan.fits:
         print(plan)
@@ -129,7 +139,9 @@ def _engine_settings(config: ServerConfig) -> EngineSettings:
     if settings.mesh.devices > 1:
         # Of a CPU's virtual devices each one's message holds a thread until all have come to it, and they come to two that do not depend
         # on each other in any order: with XLA's usual threads, one for each device, they wait for ever, and XLA aborts after 40 s.
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * settings.mesh.devices)))
+        os.environ.setdefault(
+            "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * settings.mesh.devices))
+        )
     return settings
 
 
@@ -163,19 +175,32 @@ class _StoppableServer(BoundedServer):
         self._loop.call_soon_threadsafe(self._stop.set)
 
 
-async def _serve(config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket) -> int:
+async def _serve(
+    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket
+) -> int:
     if config.sampler_url is None:
         return await _serve_until_stopped(config, ledger, keys, listener, None)
-    where = ServerSettings(url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key)
+    where = ServerSettings(
+        url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key
+    )
     async with connect(where, base_model=config.alias(), adapters=config.adapters_dir()) as sampler:
         return await _serve_until_stopped(config, ledger, keys, listener, sampler)
 
 
 async def _serve_until_stopped(
-    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket, sampler: ExternalServer | None
+    config: ServerConfig,
+    ledger: RunIndex,
+    keys: TenantKeys | None,
+    listener: socket.socket,
+    sampler: ExternalServer | None,
 ) -> int:
     tls = _tls_files(config)
-    lobby, stop, loaded, lost = StartupState(), asyncio.Event(), asyncio.Future[_Loaded](), asyncio.Future[str]()
+    lobby, stop, loaded, lost = (
+        StartupState(),
+        asyncio.Event(),
+        asyncio.Future[_Loaded](),
+        asyncio.Future[str](),
+    )
     server = _StoppableServer(
         uvicorn.Config(
             build_app(lobby),
@@ -265,7 +290,9 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         return _Loaded(error=error, leader=leader)
 
 
-def _context(config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, engine: Engine, model_dir: Path | None) -> AppState:
+def _context(
+    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, engine: Engine, model_dir: Path | None
+) -> AppState:
     return AppState(
         engine=engine,
         registry=Registry(session_timeout_s=config.session_timeout_s),
@@ -285,7 +312,9 @@ def _context(config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, en
             tenant_keys=keys,
             tenant_quota=config.tenant_quota(),
             # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
-            sample_max_concurrent_requests=max(64, 8 * config.decode_slots) if config.sampler_url is None else SAMPLES_ELSEWHERE,
+            sample_max_concurrent_requests=max(64, 8 * config.decode_slots)
+            if config.sampler_url is None
+            else SAMPLES_ELSEWHERE,
         ),
     )
 
@@ -318,7 +347,9 @@ def _open_ledger(config: ServerConfig) -> RunIndex:
     try:
         return RunIndex(root / "ledger.jsonl")
     except OSError as error:
-        raise ConfigError(f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to") from None
+        raise ConfigError(
+            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to"
+        ) from None
 
 
 def _tls_files(config: ServerConfig) -> tuple[Path, Path] | None:
@@ -329,7 +360,9 @@ def _tls_files(config: ServerConfig) -> tuple[Path, Path] | None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
     except OSError as error:
-        raise ConfigError(f"ssl_certfile={files[0]} ssl_keyfile={files[1]}: not a certificate and its key: {error}") from None
+        raise ConfigError(
+            f"ssl_certfile={files[0]} ssl_keyfile={files[1]}: not a certificate and its key: {error}"
+        ) from None
     return files
 
 
@@ -337,7 +370,9 @@ def _open_port(config: ServerConfig) -> socket.socket:
     """Bound and listening before the model is loaded. ConfigError when the address cannot be had."""
     where = f"host={config.host} port={config.port}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from None
     listener = socket.socket(family, kind, protocol)
@@ -347,12 +382,16 @@ def _open_port(config: ServerConfig) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"{where}: {error.strerror}; stop what listens there, or pass another port=") from None
+        raise ConfigError(
+            f"{where}: {error.strerror}; stop what listens there, or pass another port="
+        ) from None
     return listener
 
 
 def _set_up_logging(config: ServerConfig) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     logging.getLogger("skyrl_tx_server").setLevel(config.log_level.upper())
 
 
@@ -362,7 +401,9 @@ def _hide_secrets() -> None:
     if not shown:
         return
     for name in shown:
-        os.environ[SECRETS[name]] = [argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")][-1]
+        os.environ[SECRETS[name]] = [
+            argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")
+        ][-1]
         print(
             f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the environment instead",
             file=sys.stderr,

@@ -28,7 +28,13 @@ from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, parse_path
 from skyrl_tx_server.files.disk import check_room
 from skyrl_tx_server.files.merge import merged_bytes, write_merged
-from skyrl_tx_server.files.peft_files import adapter_tensors, deltas, optimizer_at_rest, read_adapter, write_adapter
+from skyrl_tx_server.files.peft_files import (
+    adapter_tensors,
+    deltas,
+    optimizer_at_rest,
+    read_adapter,
+    write_adapter,
+)
 
 
 @chz.chz
@@ -49,7 +55,9 @@ class MergeOptions:
     base_model: str = chz.field(doc="Directory of the base model that the checkpoint was trained on")
     output: str = chz.field(doc="Directory to make; it must not exist or be empty")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(default=None, doc="Of every tensor; none: as in the base model")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(
+        default=None, doc="Of every tensor; none: as in the base model"
+    )
 
 
 @chz.chz
@@ -58,9 +66,13 @@ class ImportOptions:
 
     adapter: str = chz.field(doc="Directory with adapter_config.json and adapter_model.safetensors")
     base_model: str = chz.field(doc="Directory of the base model that the server runs")
-    checkpoint: str = chz.field(doc="tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME to sample from; it must be free")
+    checkpoint: str = chz.field(
+        doc="tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME to sample from; it must be free"
+    )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
-    model_alias: str | None = chz.field(default=None, doc="The server's model_alias; default: local/<directory name>, as there")
+    model_alias: str | None = chz.field(
+        default=None, doc="The server's model_alias; default: local/<directory name>, as there"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
 
 def export_adapter(options: AdapterOptions) -> str:
     info, arrays = _read(options.checkpoints_dir, options.checkpoint, base_hash=None)
-    with _new_directory(options.output, sum(array.nbytes for array in adapter_tensors(arrays).values())) as directory:
+    with _new_directory(
+        options.output, sum(array.nbytes for array in adapter_tensors(arrays).values())
+    ) as directory:
         write_adapter(directory, arrays, info.lora, info.base_model, options.dtype)
     return f"{options.checkpoint} -> {options.output} (PEFT, rank {info.lora.rank}, {options.dtype})"
 
@@ -125,7 +139,9 @@ def _run(verb: str, argv: Sequence[str]) -> str:
     return run(parse(argv, options))
 
 
-def _read(checkpoints_dir: str, path: str, *, base_hash: str | None) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
+def _read(
+    checkpoints_dir: str, path: str, *, base_hash: str | None
+) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
     """A checkpoint of whatever base model, whose weights must be those of `base_hash` where that is given."""
     root = Path(checkpoints_dir).expanduser()
     try:

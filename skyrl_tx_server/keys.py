@@ -40,7 +40,12 @@ def main(argv: Sequence[str]) -> int:
 def _run(verb: str, arguments: Sequence[str]) -> int:
     files = [argument.removeprefix("file=") for argument in arguments if argument.startswith("file=")]
     names = [argument for argument in arguments if "=" not in argument]
-    if verb not in ("add", "remove", "list") or len(files) != 1 or len(names) != (verb != "list") or len(arguments) != 1 + len(names):
+    if (
+        verb not in ("add", "remove", "list")
+        or len(files) != 1
+        or len(names) != (verb != "list")
+        or len(arguments) != 1 + len(names)
+    ):
         raise ConfigError("expected add NAME file=KEYS, remove NAME file=KEYS or list file=KEYS; see --help")
     file = Path(files[0]).expanduser()
     match verb:

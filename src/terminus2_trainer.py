@@ -104,7 +104,9 @@ class Terminus2RLTrainer:
                 self._run_log.log(0, await self._evaluate(policy))
                 self._journal.evaluated(0)
             elif self.steps_done and not self._journal.is_evaluated(self.steps_done):
-                if self._is_evaluation_due(num_batches=len(batches)):  # the run was interrupted in the middle of it
+                if self._is_evaluation_due(
+                    num_batches=len(batches)
+                ):  # the run was interrupted in the middle of it
                     self._run_log.amend(self.steps_done, await self._evaluate(policy))
                     self._journal.evaluated(self.steps_done)
                 else:  # perhaps it was due then, by other options, and the line waits to be sent
@@ -141,7 +143,10 @@ class Terminus2RLTrainer:
         finally:
             if self.steps_done == batch.step:
                 is_whole = evaluated or not self._is_evaluation_due(num_batches=num_batches)
-                metrics |= {"time/total": time.monotonic() - started, "time/max_event_loop_gap_s": self._gaps.take()}
+                metrics |= {
+                    "time/total": time.monotonic() - started,
+                    "time/max_event_loop_gap_s": self._gaps.take(),
+                }
                 self._run_log.log(batch.step, metrics, is_whole=is_whole)
         if evaluated:
             self._journal.evaluated(batch.step)
@@ -156,13 +161,21 @@ class Terminus2RLTrainer:
         kept, examples_P_G, dropped = self._examples(gathered.to_learn)
         self._record(batch, gathered.played, examples_P_G)
         if settings.export_path is not None:
-            await asyncio.to_thread(dump_examples, settings.export_path, batch.step, gathered.played, self._source.text)
+            await asyncio.to_thread(
+                dump_examples, settings.export_path, batch.step, gathered.played, self._source.text
+            )
         learned = time.monotonic()
         metrics |= group_metrics(gathered.played, group_size=settings.groups.group_size) | gathered.metrics
         metrics |= zeroed_metrics(gathered.played, settings.groups.filters)
         metrics["time/rollouts"] = learned - played
-        metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(1e-9, learned - played)
-        trained = [(group.step, group.task.id) for group, examples in zip(kept, examples_P_G, strict=True) if examples]
+        metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(
+            1e-9, learned - played
+        )
+        trained = [
+            (group.step, group.task.id)
+            for group, examples in zip(kept, examples_P_G, strict=True)
+            if examples
+        ]
         self._groups.update_begins()
         await _uninterrupted(self._learn(batch, trained, examples_P_G, dropped, reference, metrics))
         metrics["time/update"] = time.monotonic() - learned
@@ -173,15 +186,23 @@ class Terminus2RLTrainer:
 
         def stream(group: TrajectoryGroup) -> None:
             for examples in self._examples([group])[1]:
-                self._learner.add(streamed(examples, settings, version=self.steps_done, num_groups=num_groups))
+                self._learner.add(
+                    streamed(examples, settings, version=self.steps_done, num_groups=num_groups)
+                )
 
         return stream if self._settings.groups.pipeline.stream_groups else lambda group: None
 
-    def _examples(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
+    def _examples(
+        self, groups: Sequence[TrajectoryGroup]
+    ) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
         """The groups that stay, their examples, and why the others go."""
         settings = self._settings
         kept, dropped = keep_groups(groups, settings.groups.filters)
-        return kept, examples_of_batch(kept, settings.preparation.advantages, settings.groups.filters), dropped
+        return (
+            kept,
+            examples_of_batch(kept, settings.preparation.advantages, settings.groups.filters),
+            dropped,
+        )
 
     async def _learn(
         self,
@@ -194,28 +215,40 @@ class Terminus2RLTrainer:
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
         self._is_in_doubt = True
-        metrics |= await self._watchdog.answer(self._update(examples_P_G, dropped, reference), f"training step {batch.step}")
+        metrics |= await self._watchdog.answer(
+            self._update(examples_P_G, dropped, reference), f"training step {batch.step}"
+        )
         self._journal.trained(batch.step, groups=trained, state=self._groups.state())
         self.steps_done += 1
         self._is_in_doubt = False
 
     async def _update(
-        self, examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], reference: Policy | None
+        self,
+        examples_P_G: Sequence[Sequence[Example]],
+        dropped: Counter[DropReason],
+        reference: Policy | None,
     ) -> dict[str, float]:
         settings, version = self._settings.preparation, self.steps_done
         if self._settings.groups.pipeline.stream_groups:  # their gradient is on its way
             metrics = streamed_metrics(examples_P_G, dropped, settings, version=version)
             return metrics | await self._learner.update(step=version + 1)
         learner = self._learner
-        prepared = await prepare(examples_P_G, dropped, reference=reference, learner=learner, settings=settings, version=version)
+        prepared = await prepare(
+            examples_P_G, dropped, reference=reference, learner=learner, settings=settings, version=version
+        )
         return prepared.metrics | await learner.update(prepared.datums_per_substep, step=version + 1)
 
     async def _policy(self) -> Policy:
-        policy = await self._watchdog.answer(self._backend.policy(self.steps_done), "preparing the weights for sampling")
+        policy = await self._watchdog.answer(
+            self._backend.policy(self.steps_done), "preparing the weights for sampling"
+        )
         return WatchedPolicy(policy, self._watchdog)
 
     async def _reference(self) -> Policy:
-        return WatchedPolicy(await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"), self._watchdog)
+        return WatchedPolicy(
+            await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"),
+            self._watchdog,
+        )
 
     def _is_evaluation_due(self, *, num_batches: int) -> bool:
         return self.steps_done == num_batches or _due(self.steps_done, self._settings.eval_every)
@@ -225,15 +258,27 @@ class Terminus2RLTrainer:
         if not tasks:
             return {}
         step = self.steps_done
-        self._display.begin(f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size)
+        self._display.begin(
+            f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size
+        )
         started = time.monotonic()
         directory = self._finished.job_directory("eval", step)
-        evaluating = evaluate(self._rollouts, tasks, policy, settings, step=step, directory=directory, on_group=self._display.group)
+        evaluating = evaluate(
+            self._rollouts,
+            tasks,
+            policy,
+            settings,
+            step=step,
+            directory=directory,
+            on_group=self._display.group,
+        )
         result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
         await asyncio.to_thread(self._source.batch_ended, directory)
         record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
         if (path := self._settings.export_path) is not None:
-            await asyncio.to_thread(dump_evaluation, path, step, result.groups, result.metrics, self._source.text)
+            await asyncio.to_thread(
+                dump_evaluation, path, step, result.groups, result.metrics, self._source.text
+            )
         self._display.evaluation(result, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or result.without_tokens()
         return result.metrics | {"time/evaluation": time.monotonic() - started}
@@ -263,24 +308,36 @@ class Terminus2RLTrainer:
         """For a failed or interrupted run. Its own failure must not hide the cause, nor may a dead server hold the process."""
         limit_s = self._settings.stop_timeout_sec
         if self._is_in_doubt:
-            self._display.say(f"no checkpoint is saved: nobody knows whether the server has trained step {self.steps_done + 1}")
+            self._display.say(
+                f"no checkpoint is saved: nobody knows whether the server has trained step {self.steps_done + 1}"
+            )
             return
         try:
             async with deadline(limit_s, BackendError, f"not saved within stop_timeout_sec={limit_s:g}"):
                 await self._backend.check()
                 await self._save(final=final)
         except asyncio.CancelledError:
-            self._display.say(f"no checkpoint was saved after step {self.steps_done}: not saved within stop_timeout_sec={limit_s:g}")
+            self._display.say(
+                f"no checkpoint was saved after step {self.steps_done}: not saved within stop_timeout_sec={limit_s:g}"
+            )
             raise
         except Exception as error:
-            self._display.say(f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip())
+            self._display.say(
+                f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip()
+            )
             logger.debug("saving on the way out failed", exc_info=True)
 
-    def _record(self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]) -> None:
+    def _record(
+        self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]
+    ) -> None:
         advantages = {
-            (example.trajectory.task_id, example.trajectory.trial_name): example.advantage for group in examples_P_G for example in group
+            (example.trajectory.task_id, example.trajectory.trial_name): example.advantage
+            for group in examples_P_G
+            for example in group
         }
-        record_groups(self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
+        record_groups(
+            self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -15,7 +15,10 @@ from src.cli.command_line import help_text, parse, print_help
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.process import ended_by_signals, leave, until_signalled
 
-DEBUG_SWITCHES = {"DEBUG_PARSER": "src.envs.service.tool_calls", "DEBUG_LENGTH_FILTERING": "src.learning.filters"}  # the seeds' -> who logs
+DEBUG_SWITCHES = {
+    "DEBUG_PARSER": "src.envs.service.tool_calls",
+    "DEBUG_LENGTH_FILTERING": "src.learning.filters",
+}  # the seeds' -> who logs
 STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 
 
@@ -34,7 +37,11 @@ def main(argv: Sequence[str]) -> int:
             quieten()
             display = Display(terminal())
             work = run(config, display)
-            return asyncio.run(until_signalled(work, display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_sec))
+            return asyncio.run(
+                until_signalled(
+                    work, display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_sec
+                )
+            )
     except KeyboardInterrupt:  # nothing has begun
         return INTERRUPTED
     except TrainerError as error:
@@ -52,7 +59,9 @@ def load_environment(argv: Sequence[str]) -> None:
         os.environ.setdefault("TINKER_TELEMETRY", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # there is no torch, on purpose
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else Harbor's import asks the network for prices
+    os.environ.setdefault(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # else Harbor's import asks the network for prices
 
 
 def with_server_from_environment(argv: Sequence[str]) -> list[str]:
@@ -68,7 +77,11 @@ def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")
     is_on = feedback.lower() == "true" and os.environ["SKYRL_MODE"] == "train"
-    return [*argv, *(["taxonomy_feedback=true"] if is_on else []), *([f"taxonomy_alpha={alpha}"] if alpha else [])]
+    return [
+        *argv,
+        *(["taxonomy_feedback=true"] if is_on else []),
+        *([f"taxonomy_alpha={alpha}"] if alpha else []),
+    ]
 
 
 def quieten() -> None:

@@ -18,7 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_of_the_sdk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left_of_the_sdk(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Sockets are collected here, where the mark forgives them, rather than in some later test of the same process, which would fail
     for them. What was there before the test is not looked at, so this takes milliseconds.
     """

@@ -49,7 +49,10 @@ def imports(path: Path) -> set[str]:
 
 def modules(package: str) -> dict[str, set[str]]:
     """Module of `package`, as `room.module` or on its own -> everything it imports."""
-    paths = {path.relative_to(ROOT / package).with_suffix(""): path for path in sorted((ROOT / package).rglob("*.py"))}
+    paths = {
+        path.relative_to(ROOT / package).with_suffix(""): path
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
     return {".".join(name.parts): imports(path) for name, path in paths.items() if name != Path("__init__")}
 
 
@@ -79,7 +82,9 @@ def test_every_trainer_module_has_a_layer_and_imports_only_layers_above_it() -> 
     for room, names in rooms("src").items():
         assert room in layer_of, f"src/{room} has no layer in docs/architecture.md"
         for sibling in siblings("src", names) - {room}:
-            assert layer_of[sibling] <= layer_of[room], f"src/{room} imports src/{sibling}, which lies below it"
+            assert layer_of[sibling] <= layer_of[room], (
+                f"src/{room} imports src/{sibling}, which lies below it"
+            )
 
 
 @pytest.mark.parametrize("package", sorted(THIRD_PARTY))
@@ -94,13 +99,19 @@ def test_http_modules_never_import_jax_and_jax_modules_never_import_http() -> No
     for room, names in found.items():
         if room in http | SERVER_FLOOR:
             assert not third_party(names) & {"jax", "flax", "optax"}, f"skyrl_tx_server/{room} imports jax"
-            assert not siblings("skyrl_tx_server", names) & jax, f"skyrl_tx_server/{room} imports the JAX side"
+            assert not siblings("skyrl_tx_server", names) & jax, (
+                f"skyrl_tx_server/{room} imports the JAX side"
+            )
         if room in jax | SERVER_FLOOR:
-            assert not third_party(names) & {"starlette", "uvicorn", "tinker"}, f"skyrl_tx_server/{room} imports HTTP"
+            assert not third_party(names) & {"starlette", "uvicorn", "tinker"}, (
+                f"skyrl_tx_server/{room} imports HTTP"
+            )
             assert not siblings("skyrl_tx_server", names) & (http - {"engine", "scheduler"}), (
                 f"skyrl_tx_server/{room} imports the HTTP side"
             )
-        assert room in http | jax | SERVER_FLOOR | {"__main__"}, f"skyrl_tx_server/{room} has no place in docs/architecture.md"
+        assert room in http | jax | SERVER_FLOOR | {"__main__"}, (
+            f"skyrl_tx_server/{room} has no place in docs/architecture.md"
+        )
 
 
 @pytest.mark.parametrize("column", [SERVER_HTTP, SERVER_JAX], ids=["http", "jax"])
@@ -109,7 +120,9 @@ def test_server_columns_import_only_upwards(column: list[set[str]]) -> None:
     for room, names in rooms("skyrl_tx_server").items():
         for sibling in siblings("skyrl_tx_server", names) - {room}:
             if room in layer_of and sibling in layer_of:
-                assert layer_of[sibling] <= layer_of[room], f"skyrl_tx_server/{room} imports {sibling}, which lies below it"
+                assert layer_of[sibling] <= layer_of[room], (
+                    f"skyrl_tx_server/{room} imports {sibling}, which lies below it"
+                )
 
 
 def test_the_page_names_no_module_that_is_gone() -> None:
@@ -118,4 +131,6 @@ def test_the_page_names_no_module_that_is_gone() -> None:
 
 
 def test_no_python_below_datasets() -> None:
-    assert not list((ROOT / "datasets").rglob("*.py")), "a .py file below datasets/ would shadow Hugging Face `datasets`"
+    assert not list((ROOT / "datasets").rglob("*.py")), (
+        "a .py file below datasets/ would shadow Hugging Face `datasets`"
+    )

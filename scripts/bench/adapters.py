@@ -17,7 +17,15 @@ import chz
 from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import LORA, Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.engine.operations import AdamSettings, CreateModel, ForwardBackward, LossFn, Op, OptimStep, SaveSampler
+from skyrl_tx_server.engine.operations import (
+    AdamSettings,
+    CreateModel,
+    ForwardBackward,
+    LossFn,
+    Op,
+    OptimStep,
+    SaveSampler,
+)
 
 MODELS, ACTIVE, ROWS, PROMPT, NEW = 32, 4, 16, 128, 128
 
@@ -39,7 +47,9 @@ def training(config: Peers, model_dir: Path) -> None:
             many.engine.submit(CreateModel(model_id=name, lora=LORA)).result()
         sides = {f"{MODELS} models": (many, itertools.cycle(names)), "one": (one, itertools.repeat("model"))}
 
-        def compared(title: str, what: str, op: Callable[[str], Op], *, repeats: int, between_s: float) -> None:
+        def compared(
+            title: str, what: str, op: Callable[[str], Op], *, repeats: int, between_s: float
+        ) -> None:
             turns = {
                 side: timed(lambda ours=ours, models=models: ours.engine.submit(op(next(models))).result())
                 for side, (ours, models) in sides.items()

@@ -28,7 +28,18 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import tinker
 from tinker import types
 
-from scripts.bench.compare import ROOT, Peers, Side, Timing, Took, figure, interleave, peers, random_sequences, report
+from scripts.bench.compare import (
+    ROOT,
+    Peers,
+    Side,
+    Timing,
+    Took,
+    figure,
+    interleave,
+    peers,
+    random_sequences,
+    report,
+)
 from scripts.bench.small_model import RANK, make_model
 
 TRAJECTORIES, TURNS, PROMPT, OBSERVED = 16, 12, 512, 48
@@ -113,7 +124,9 @@ async def _trajectories(sampler: tinker.SamplingClient, *, stateless: bool, seed
 
 def their_pass(each: Side, *, seed: int) -> Took:
     prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
-    observed = [random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row) for row in range(TRAJECTORIES)]
+    observed = [
+        random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row) for row in range(TRAJECTORIES)
+    ]
     tokens = [prompt] * TRAJECTORIES
     wall_s = cpu_s = 0.0
     for turn in range(TURNS):
@@ -128,8 +141,19 @@ def their_pass(each: Side, *, seed: int) -> Took:
 @contextmanager
 def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
     """Our server with a sampler of a fresh adapter."""
-    given = (f"base_model={model_dir}", "model_alias=local/bench", "port=0", f"max_lora_rank={RANK}", f"decode_slots={TRAJECTORIES}")
-    sizes = ("max_context_length=2048", f"checkpoints_dir={folder / 'checkpoints'}", "compilation_cache_dir=none", "log_level=warning")
+    given = (
+        f"base_model={model_dir}",
+        "model_alias=local/bench",
+        "port=0",
+        f"max_lora_rank={RANK}",
+        f"decode_slots={TRAJECTORIES}",
+    )
+    sizes = (
+        "max_context_length=2048",
+        f"checkpoints_dir={folder / 'checkpoints'}",
+        "compilation_cache_dir=none",
+        "log_level=warning",
+    )
     command = [sys.executable, "-m", "skyrl_tx_server", *given, *sizes, *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -139,8 +163,14 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
                 raise SystemExit(f"agent_loop: the server did not start: {ready}")
             url = ready.split()[3]
             with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
-                training = service.create_lora_training_client(base_model="local/bench", rank=RANK, train_unembed=False).result()
-                yield Server(url=url, pid=process.pid, sampler=training.save_weights_and_get_sampling_client("bench").result())
+                training = service.create_lora_training_client(
+                    base_model="local/bench", rank=RANK, train_unembed=False
+                ).result()
+                yield Server(
+                    url=url,
+                    pid=process.pid,
+                    sampler=training.save_weights_and_get_sampling_client("bench").result(),
+                )
         finally:
             process.terminate()
 

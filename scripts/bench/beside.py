@@ -39,8 +39,16 @@ def main(config: Peers) -> None:
         def beside() -> Took:
             return timed(lambda: generate(ours, seed=next(seeds), waits=waits))()
 
-        timings = interleave({"alone": lambda: timed(lambda: generate(ours, seed=next(seeds)))(), "beside": beside}, repeats=config.repeats)
-        report(f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s beside it", timings, {}, of="alone")
+        timings = interleave(
+            {"alone": lambda: timed(lambda: generate(ours, seed=next(seeds)))(), "beside": beside},
+            repeats=config.repeats,
+        )
+        report(
+            f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s beside it",
+            timings,
+            {},
+            of="alone",
+        )
         slowed = timings["beside"].wall_s / timings["alone"].wall_s
         figure("generation slowed to", slowed, at_most=1.1)
         block_s = timings["alone"].wall_s / (NEW / BLOCK)
@@ -70,7 +78,9 @@ def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None
 
 def forward(ours: Ours) -> None:
     data = (datum(random_sequences([65])[0]),)
-    ours.engine.submit(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result()
+    ours.engine.submit(
+        ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)
+    ).result()
 
 
 if __name__ == "__main__":

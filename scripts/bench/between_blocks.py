@@ -41,7 +41,11 @@ def main(config: BetweenBlocks) -> None:
             driver.admit(driver.fresh([config.context] * config.rows), new=new)
             driver.decode(go_on=False)
             waiting, following = zip(
-                *((between_ms(driver, go_on=False), between_ms(driver, go_on=True)) for _ in range(config.rounds)), strict=True
+                *(
+                    (between_ms(driver, go_on=False), between_ms(driver, go_on=True))
+                    for _ in range(config.rounds)
+                ),
+                strict=True,
             )
     figure("the host first, ms", median(waiting))
     figure("at once, ms", median(following))

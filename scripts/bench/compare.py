@@ -22,7 +22,9 @@ from statistics import median
 import chz
 
 ROOT = Path(__file__).resolve().parents[2]
-MALLOC = "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
+MALLOC = (
+    "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
+)
 """Keeps memory once it is had; page faults are a tenth of a training step otherwise. For every side alike."""
 
 
@@ -30,10 +32,18 @@ MALLOC = "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17
 class Peers:
     """Options of every bench that has peers."""
 
-    hf: str | None = chz.field(default=None, doc="Python with torch, transformers and peft; none: without this peer")
-    tx: str | None = chz.field(default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; none: without this peer")
-    tx_slots: int = chz.field(default=2, doc="Adapter slots of skyrl-tx: base and one model, its fastest; its default is 32")
-    layers: int = chz.field(default=8, doc="Layers of the model; the bars are set for 8, fewer are quicker to look at")
+    hf: str | None = chz.field(
+        default=None, doc="Python with torch, transformers and peft; none: without this peer"
+    )
+    tx: str | None = chz.field(
+        default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; none: without this peer"
+    )
+    tx_slots: int = chz.field(
+        default=2, doc="Adapter slots of skyrl-tx: base and one model, its fastest; its default is 32"
+    )
+    layers: int = chz.field(
+        default=8, doc="Layers of the model; the bars are set for 8, fewer are quicker to look at"
+    )
     repeats: int = chz.field(default=3, doc="Measured turns of each side")
 
 
@@ -68,7 +78,9 @@ class Side:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}: ended in {method} with status {self.process.wait()}; its log: {log_of(self.name)}")
+            raise SystemExit(
+                f"{self.name}: ended in {method} with status {self.process.wait()}; its log: {log_of(self.name)}"
+            )
         answer = json.loads(line)
         return Took(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
 
@@ -87,9 +99,22 @@ def log_of(name: str) -> Path:
 def side(name: str, module: str, *arguments: object, python: str = sys.executable) -> Iterator[Side]:
     """Start `python -m scripts.bench.sides.MODULE ARGUMENTS` and wait until it is ready."""
     command = [python, "-m", f"scripts.bench.sides.{module}", *(str(argument) for argument in arguments)]
-    environment = os.environ | {"GLIBC_TUNABLES": MALLOC, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "GLIBC_TUNABLES": MALLOC,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
     with log_of(name).open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
     assert process.stdin is not None and process.stdout is not None
     try:
         if not process.stdout.readline():
@@ -103,7 +128,9 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 
 
 @contextlib.contextmanager
-def peers(config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: int = 0) -> Iterator[dict[str, Side]]:
+def peers(
+    config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: int = 0
+) -> Iterator[dict[str, Side]]:
     """Those peers that the options name an interpreter for, by name."""
     from scripts.bench.small_model import RANK
 
@@ -111,7 +138,9 @@ def peers(config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: i
     with contextlib.ExitStack() as stack:
         found = {}
         if config.hf is not None:
-            found["HF"] = stack.enter_context(side("HF", "hugging_face", model_dir, RANK, threads, python=config.hf))
+            found["HF"] = stack.enter_context(
+                side("HF", "hugging_face", model_dir, RANK, threads, python=config.hf)
+            )
         if config.tx is not None:
             options = (model_dir, RANK, config.tx_slots, str(recompute).lower(), tx_rows)
             found["skyrl-tx"] = stack.enter_context(side("skyrl-tx", "skyrl_tx", *options, python=config.tx))
@@ -129,7 +158,9 @@ def timed(run: Callable[[], object]) -> Callable[[], Took]:
     return turn
 
 
-def interleave(turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3) -> dict[str, Timing]:
+def interleave(
+    turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3
+) -> dict[str, Timing]:
     """A first turn of each, then `repeats` rounds; between turns a pause in which the last one's threads go to sleep."""
     first = {name: turn() for name, turn in turns.items()}
     rounds: dict[str, list[Took]] = {name: [] for name in turns}
@@ -138,7 +169,11 @@ def interleave(turns: Mapping[str, Callable[[], Took]], *, repeats: int, between
             time.sleep(between_s)
             rounds[name].append(turn())
     return {
-        name: Timing(wall_s=median(t.wall_s for t in took), cpu_s=median(t.cpu_s for t in took), first_s=first[name].wall_s)
+        name: Timing(
+            wall_s=median(t.wall_s for t in took),
+            cpu_s=median(t.cpu_s for t in took),
+            first_s=first[name].wall_s,
+        )
         for name, took in rounds.items()
     }
 
@@ -157,9 +192,15 @@ def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float],
         print(line, flush=True)
 
 
-def figure(name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+def figure(
+    name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
+) -> None:
     """A figure that is not a ratio of a side's time to ours, and whether it reaches its bar where it has one."""
-    bar = "" if isinstance(value, str) or (at_least is None and at_most is None) else verdict(value, at_least=at_least, at_most=at_most)
+    bar = (
+        ""
+        if isinstance(value, str) or (at_least is None and at_most is None)
+        else verdict(value, at_least=at_least, at_most=at_most)
+    )
     print(f"  {name:56} {value if isinstance(value, str) else format(value, '.4g'):>10}  {bar}", flush=True)
 
 

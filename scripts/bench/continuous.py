@@ -28,7 +28,9 @@ def main(config: Peers) -> None:
     steps: dict[str, int] = {}
 
     def run(each: Side, *, at_once: int) -> Took:
-        prompts = random_sequences(prompt_lengths, seed=next(seeds))  # new ones, so that nothing comes from a cache
+        prompts = random_sequences(
+            prompt_lengths, seed=next(seeds)
+        )  # new ones, so that nothing comes from a cache
         wall_s = cpu_s = 0.0
         for first in range(0, REQUESTS, at_once):
             part = slice(first, first + at_once)
@@ -46,7 +48,10 @@ def main(config: Peers) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
-        with side("ours", "ours", model_dir, f"decode_slots={SLOTS}", f"decode_block={BLOCK}") as ours, peers(config, model_dir) as others:
+        with (
+            side("ours", "ours", model_dir, f"decode_slots={SLOTS}", f"decode_block={BLOCK}") as ours,
+            peers(config, model_dir) as others,
+        ):
             turns = {
                 "ours": lambda: counted("ours", ours, at_once=REQUESTS),
                 "static": lambda: counted("static", ours, at_once=SLOTS),

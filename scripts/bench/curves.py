@@ -29,7 +29,9 @@ NEW = 32
 
 @chz.chz
 class CurvesConfig:
-    only: str = chz.field(default="context,prefill,batch,adapters,turns,group", doc="Which curves, with commas")
+    only: str = chz.field(
+        default="context,prefill,batch,adapters,turns,group", doc="Which curves, with commas"
+    )
     layers: int = 8
     repeats: int = 2
 
@@ -52,13 +54,19 @@ def context(config: CurvesConfig, model_dir: Path) -> None:
 def prefill(config: CurvesConfig, model_dir: Path) -> None:
     lengths = [512, 1024, 2048, 4096, 8000]
     with running(model_dir, max_context_length=8192, decode_slots=1) as ours:
-        curve("prefill, tokens of one prompt", {length: fresh(ours, [length], 1) for length in lengths}, config)
+        curve(
+            "prefill, tokens of one prompt", {length: fresh(ours, [length], 1) for length in lengths}, config
+        )
 
 
 def batch(config: CurvesConfig, model_dir: Path) -> None:
     rows = [1, 2, 4, 8, 16, 32, 64]
     with running(model_dir, max_context_length=512, decode_slots=64) as ours:
-        curve(f"generation, rows of 64 + {NEW} tokens in 64 slots", {count: fresh(ours, [64] * count, NEW) for count in rows}, config)
+        curve(
+            f"generation, rows of 64 + {NEW} tokens in 64 slots",
+            {count: fresh(ours, [64] * count, NEW) for count in rows},
+            config,
+        )
         runs = {count: partial(ours.train, random_sequences([129] * count)) for count in rows}
         curve("training, sequences of 128 tokens", runs, config)
 
@@ -66,7 +74,9 @@ def batch(config: CurvesConfig, model_dir: Path) -> None:
 def adapters(config: CurvesConfig, model_dir: Path) -> None:
     """A training step of one model while so many are in training."""
     timings = {}
-    with running(model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, decode_slots=1) as ours:
+    with running(
+        model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, decode_slots=1
+    ) as ours:
         for count in (1, 2, 4, 8, 16, 32):
             for number in range(count // 2, count if count > 1 else 0):  # the first is there from the start
                 ours.engine.submit(CreateModel(model_id=f"model-{number}", lora=LORA)).result()
@@ -82,33 +92,60 @@ def turns(config: CurvesConfig, model_dir: Path) -> None:
     def play(ours: Ours, count: int) -> None:
         tokens = random_sequences([128] * 4, seed=next(seeds))
         for _ in range(count):
-            tokens = [known + new for known, new in zip(tokens, random_sequences([16] * 4, seed=next(seeds)), strict=True)]
+            tokens = [
+                known + new
+                for known, new in zip(tokens, random_sequences([16] * 4, seed=next(seeds)), strict=True)
+            ]
             tokens = [known + new for known, new in zip(tokens, ours.sample(tokens, 16), strict=True)]
 
     with running(model_dir, max_context_length=2048, decode_slots=4) as ours:
-        curve("turns of a trajectory", {count: partial(play, ours, count) for count in (1, 2, 5, 10, 25, 50)}, config)
+        curve(
+            "turns of a trajectory",
+            {count: partial(play, ours, count) for count in (1, 2, 5, 10, 25, 50)},
+            config,
+        )
 
 
 def group(config: CurvesConfig, model_dir: Path) -> None:
     """Prompt 512, responses of 64: sampled, then trained on."""
     sizes = [1, 2, 4, 8, 16, 32]
     with running(model_dir, max_context_length=1024, decode_slots=32) as ours:
-        curve("sampling, members of a group", {size: fresh(ours, [512], 64, num_samples=size) for size in sizes}, config)
+        curve(
+            "sampling, members of a group",
+            {size: fresh(ours, [512], 64, num_samples=size) for size in sizes},
+            config,
+        )
         runs = {size: partial(ours.train, make_group(size, response=64)) for size in sizes}
         curve("training, members of a group", runs, config)
 
 
-CURVES = {"context": context, "prefill": prefill, "batch": batch, "adapters": adapters, "turns": turns, "group": group}
+CURVES = {
+    "context": context,
+    "prefill": prefill,
+    "batch": batch,
+    "adapters": adapters,
+    "turns": turns,
+    "group": group,
+}
 
 
-def fresh(ours: Ours, lengths: Sequence[int], new_tokens: int, *, num_samples: int = 1) -> Callable[[], object]:
+def fresh(
+    ours: Ours, lengths: Sequence[int], new_tokens: int, *, num_samples: int = 1
+) -> Callable[[], object]:
     """Sampling on prompts that are new each time."""
     seeds = itertools.count()
-    return lambda: ours.sample(random_sequences(lengths, seed=next(seeds)), new_tokens, num_samples=num_samples)
+    return lambda: ours.sample(
+        random_sequences(lengths, seed=next(seeds)), new_tokens, num_samples=num_samples
+    )
 
 
 def curve(title: str, runs: Mapping[int, Callable[[], object]], config: CurvesConfig) -> None:
-    show(title, interleave({str(size): timed(run) for size, run in runs.items()}, repeats=config.repeats, between_s=0.0))
+    show(
+        title,
+        interleave(
+            {str(size): timed(run) for size, run in runs.items()}, repeats=config.repeats, between_s=0.0
+        ),
+    )
 
 
 def show(title: str, timings: Mapping[str, Timing]) -> None:
@@ -119,7 +156,11 @@ def show(title: str, timings: Mapping[str, Timing]) -> None:
 
 def order(timings: Mapping[str, Timing]) -> float:
     upper = list(timings.items())[(len(timings) - 1) // 2 :]
-    return float(np.polyfit(np.log([int(size) for size, _ in upper]), np.log([timing.cpu_s for _, timing in upper]), 1)[0])
+    return float(
+        np.polyfit(
+            np.log([int(size) for size, _ in upper]), np.log([timing.cpu_s for _, timing in upper]), 1
+        )[0]
+    )
 
 
 if __name__ == "__main__":

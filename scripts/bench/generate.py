@@ -35,7 +35,11 @@ def main(config: Peers) -> None:
             report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
             turns = {each.name: fresh(each, prompts=1, num_samples=ROWS) for each in sides}
             turns["ours, each alone"] = fresh(ours, prompts=ROWS, num_samples=1)
-            report(f"one prompt, {ROWS} samples", interleave(turns, repeats=config.repeats), {"HF": 3.6, "skyrl-tx": 2.4})
+            report(
+                f"one prompt, {ROWS} samples",
+                interleave(turns, repeats=config.repeats),
+                {"HF": 3.6, "skyrl-tx": 2.4},
+            )
             figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 

@@ -33,7 +33,15 @@ import numpy as np
 from scripts.bench.compare import figure, interleave, random_sequences, report, side, timed
 from scripts.bench.sides.ours import LORA, datum, settings
 from scripts.bench.small_model import CONFIG, RANK, make_model
-from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LossFn, Op, Sample, SamplingSettings, SaveSampler
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    ForwardBackward,
+    LossFn,
+    Op,
+    Sample,
+    SamplingSettings,
+    SaveSampler,
+)
 from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, PrefillRequest
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.families.table import stacks_of
@@ -41,10 +49,14 @@ from skyrl_tx_server.model.lora.adapter import adapter_size
 from skyrl_tx_server.model.model_config import ModelConfig
 
 BYTES_PER_S, FLOPS = 4.3e12, 790e12
-QWEN3 = replace(CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960)
+QWEN3 = replace(
+    CONFIG, vocab_size=151_936, num_heads=32, num_kv_heads=8, head_dim=128, max_position_embeddings=40_960
+)
 MODELS = {
     "4b": replace(QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36),
-    "8b": replace(QWEN3, hidden_size=4096, intermediate_size=12_288, num_layers=36, tie_word_embeddings=False),
+    "8b": replace(
+        QWEN3, hidden_size=4096, intermediate_size=12_288, num_layers=36, tie_word_embeddings=False
+    ),
     "tiny": replace(CONFIG, hidden_size=64, intermediate_size=128, num_layers=2, head_dim=16),
 }
 GROUP, ACTIVE = 16, 4
@@ -55,9 +67,13 @@ class GpuConfig:
     model: str = chz.field(default="4b", doc="4b, 8b or tiny")
     rows: int = chz.field(default=64, doc="Rows decoded at once")
     context: int = chz.field(default=2048, doc="Tokens of each row when decoding begins")
-    train_length: int = chz.field(default=4096, doc="Tokens of a training sequence and of a prompt to prefill")
+    train_length: int = chz.field(
+        default=4096, doc="Tokens of a training sequence and of a prompt to prefill"
+    )
     repeats: int = 5
-    hf: str | None = chz.field(default=None, doc="Python with torch for CUDA, transformers and peft; none: without this peer")
+    hf: str | None = chz.field(
+        default=None, doc="Python with torch for CUDA, transformers and peft; none: without this peer"
+    )
 
 
 class Driver:
@@ -90,14 +106,16 @@ class Driver:
         waiting: list[PrefillRequest] = []
         for row, prompt in enumerate(prompts):
             chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
-            op = Sample(weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen)
+            op = Sample(
+                weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
+            )
             waiting.append(PrefillRequest(ticket=next(self._tickets), op=op, first=0, count=1))
         tickets = [admit.ticket for admit in waiting]
         while waiting:
             admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])
-            waiting = [admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None] + waiting[
-                len(admissions) :
-            ]
+            waiting = [
+                admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
+            ] + waiting[len(admissions) :]
         return tickets
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
@@ -109,7 +127,15 @@ class Driver:
         self.executor.decode()
         self.executor.collect(go_on=go_on)
 
-    def block_s(self, prompts: Sequence[Sequence[int]], *, blocks: int, steps: int, adapters: int = 1, go_on: bool = True) -> float:
+    def block_s(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        blocks: int,
+        steps: int,
+        adapters: int = 1,
+        go_on: bool = True,
+    ) -> float:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
@@ -124,7 +150,9 @@ def main(config: GpuConfig) -> None:
     model = MODELS[config.model]
     device = jax.local_devices()[0]
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
-    print(f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, {config.rows} rows of {config.context} tokens")
+    print(
+        f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, {config.rows} rows of {config.context} tokens"
+    )
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
         open_executor = partial(opened, model_dir, config, dtype)
@@ -136,7 +164,9 @@ def main(config: GpuConfig) -> None:
         del driver
         gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
         with open_executor(decode_block=64) as driver:
-            longer_s = driver.block_s(driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64)
+            longer_s = driver.block_s(
+                driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
+            )
         gap_s = block_s - 16 * (longer_s - block_s) / 48  # what a block takes beyond its steps
         figure("between decode blocks, share of a block of 16 steps", gap_s / block_s, at_most=0.03)
 
@@ -144,12 +174,22 @@ def main(config: GpuConfig) -> None:
 @contextlib.contextmanager
 def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
-    given = {"max_context_length": longest, "decode_slots": config.rows, "train_tokens_per_batch": config.train_length}
-    given |= {"compile_ahead": False}  # or other programs would be compiled, and tried on the device, while these are timed
+    given = {
+        "max_context_length": longest,
+        "decode_slots": config.rows,
+        "train_tokens_per_batch": config.train_length,
+    }
+    given |= {
+        "compile_ahead": False
+    }  # or other programs would be compiled, and tried on the device, while these are timed
     with tempfile.TemporaryDirectory() as folder:
-        executor = DeviceExecutor(settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given))
+        executor = DeviceExecutor(
+            settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)
+        )
         if executor.num_slots < config.rows:
-            sys.exit(f"only {executor.num_slots} of {config.rows} rows fit: give rows={executor.num_slots} or a smaller context")
+            sys.exit(
+                f"only {executor.num_slots} of {config.rows} rows fit: give rows={executor.num_slots} or a smaller context"
+            )
         yield Driver(executor)
 
 
@@ -168,9 +208,14 @@ def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
     rate = count * length / seconds
     figure(f"prefill of {length} tokens, tokens/s", rate)
     figure(
-        f"  share of {FLOPS / 1e12:.0f} TFLOP/s", rate * (2 * matrix_size(model) + 2 * heads_size(model) * length) / FLOPS, at_least=0.55
+        f"  share of {FLOPS / 1e12:.0f} TFLOP/s",
+        rate * (2 * matrix_size(model) + 2 * heads_size(model) * length) / FLOPS,
+        at_least=0.55,
     )
-    one, many = (measured(lambda n=n: driver.admit(driver.fresh([48] * n), new=1), config) for n in (1, min(16, config.rows)))
+    one, many = (
+        measured(lambda n=n: driver.admit(driver.fresh([48] * n), new=1), config)
+        for n in (1, min(16, config.rows))
+    )
     figure(f"prefill of {min(16, config.rows)} prompts of 48 tokens against one", many / one)
 
 
@@ -184,11 +229,18 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
     figure(f"decoding {config.rows} rows, tokens/s", config.rows * 16 / alone_s)
     figure(f"  share of {BYTES_PER_S / 1e12:.1f} TB/s", floor_s / (alone_s / 16), at_least=0.6)
     shared, own = config.context * 3 // 4, config.context - config.context * 3 // 4
-    groups = [beginning for beginning in driver.fresh([shared] * -(-config.rows // GROUP)) for _ in range(GROUP)][: config.rows]
-    together_s = measure([beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)])
+    groups = [
+        beginning for beginning in driver.fresh([shared] * -(-config.rows // GROUP)) for _ in range(GROUP)
+    ][: config.rows]
+    together_s = measure(
+        [beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)]
+    )
     figure("a block with 3/4 of the context shared by 16, against none", alone_s / together_s, at_least=1.5)
     waiting_s = measure(driver.fresh([config.context] * config.rows), go_on=False)
-    figure("a block that begins when the host is done with the one before, against one that does not wait", waiting_s / alone_s)
+    figure(
+        "a block that begins when the host is done with the one before, against one that does not wait",
+        waiting_s / alone_s,
+    )
     mixed_s = measure(driver.fresh([config.context] * config.rows), adapters=ACTIVE)
     figure(f"a block with {ACTIVE} adapters, against one", mixed_s / alone_s, at_most=1.1)
     return alone_s
@@ -196,12 +248,20 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
 
 def against_hugging_face(config: GpuConfig, model_dir: Path, driver: Driver) -> None:
     prompt, new, count = 256, 128, min(16, config.rows)
-    turns: dict[str, Callable] = {"ours": timed(lambda: driver.generate(driver.fresh([prompt] * count), new=new))}
+    turns: dict[str, Callable] = {
+        "ours": timed(lambda: driver.generate(driver.fresh([prompt] * count), new=new))
+    }
     with contextlib.ExitStack() as stack:
         if config.hf is not None:
-            peer = stack.enter_context(side("HF", "hugging_face", model_dir, RANK, 8, "cuda", python=config.hf))
+            peer = stack.enter_context(
+                side("HF", "hugging_face", model_dir, RANK, 8, "cuda", python=config.hf)
+            )
             turns["HF"] = lambda: peer.call("sample", prompts=driver.fresh([prompt] * count), max_tokens=new)
-        report(f"generation, {count} x ({prompt} + {new})", interleave(turns, repeats=config.repeats), {"HF": 5.0})
+        report(
+            f"generation, {count} x ({prompt} + {new})",
+            interleave(turns, repeats=config.repeats),
+            {"HF": 5.0},
+        )
 
 
 def measured(run: Callable[[], object], config: GpuConfig) -> float:
@@ -212,7 +272,12 @@ def measured(run: Callable[[], object], config: GpuConfig) -> float:
 
 def matrix_size(model: ModelConfig) -> int:
     """Numbers that every token is multiplied with: the layers' matrices and the head."""
-    layers = sum(len(stack.layers) * prod(weight.shape) for stack in stacks_of(model) for weight in stack.weights.values() if weight.inputs)
+    layers = sum(
+        len(stack.layers) * prod(weight.shape)
+        for stack in stacks_of(model)
+        for weight in stack.weights.values()
+        if weight.inputs
+    )
     return layers + model.vocab_size * model.hidden_size
 
 

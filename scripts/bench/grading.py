@@ -19,7 +19,13 @@ WAYS = (Choice(way=Way.IN_PLACE), Choice(way=Way.FRESH))
 
 
 async def seconds(folder: Path, choice: Choice, environment: dict[str, object], directory: Path) -> float:
-    from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+    from harbor.models.trial.config import (
+        AgentConfig,
+        EnvironmentConfig,
+        TaskConfig,
+        TrialConfig,
+        VerifierConfig,
+    )
     from harbor.trial.trial import Trial
 
     from src.envs.harbor.grading import graded
@@ -51,8 +57,12 @@ async def measure(folders: list[Path], num_trials: int) -> None:
                 if number >= 0:  # the first one warms up
                     times[choice.way].append(took)
     for way, taken in times.items():
-        print(f"{way}: median {statistics.median(taken):.3f} s of {len(taken)} trials, {min(taken):.3f} to {max(taken):.3f}")
-    print(f"cost of a fresh sandbox: {statistics.median(times[Way.FRESH]) - statistics.median(times[Way.IN_PLACE]):+.3f} s a trial")
+        print(
+            f"{way}: median {statistics.median(taken):.3f} s of {len(taken)} trials, {min(taken):.3f} to {max(taken):.3f}"
+        )
+    print(
+        f"cost of a fresh sandbox: {statistics.median(times[Way.FRESH]) - statistics.median(times[Way.IN_PLACE]):+.3f} s a trial"
+    )
 
 
 if __name__ == "__main__":

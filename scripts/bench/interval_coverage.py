@@ -22,7 +22,9 @@ POOLS = {  # Beta parameters of the tasks' pass rates
 SIZES = ((10, 4), (20, 1), (20, 8), (40, 4), (100, 4))  # tasks, trials of each
 
 
-def rates(rng: np.random.Generator, pool: tuple[float, float], size: tuple[int, int], kind: str) -> list[float]:
+def rates(
+    rng: np.random.Generator, pool: tuple[float, float], size: tuple[int, int], kind: str
+) -> list[float]:
     solved = rng.binomial(size[1], rng.beta(*pool, size=size[0]))
     tallies = [Tally(solved=int(count), graded=size[1]) for count in solved]
     match kind:
@@ -42,15 +44,21 @@ def truth(pool: tuple[float, float], trials: int, kind: str) -> float:
     return float(np.prod([(a + i) / (a + b + i) for i in range(k)])) if kind == "pass_hat_n" else 1 - none
 
 
-def coverage(pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int) -> float:
+def coverage(
+    pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
+) -> float:
     """The share of `repeats` evaluations whose interval holds the truth."""
     rng = np.random.default_rng(seed)
     true = truth(pool, size[1], kind)
-    estimates = (mean_rate(rates(rng, pool, size, kind), num_trials=size[0] * size[1]) for _ in range(repeats))
+    estimates = (
+        mean_rate(rates(rng, pool, size, kind), num_trials=size[0] * size[1]) for _ in range(repeats)
+    )
     return sum(estimate.low <= true <= estimate.high for estimate in estimates) / repeats
 
 
-def bootstrap_coverage(pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int) -> float:
+def bootstrap_coverage(
+    pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
+) -> float:
     rng = np.random.default_rng(seed)
     true, hits = truth(pool, size[1], kind), 0
     for _ in range(repeats):

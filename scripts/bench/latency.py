@@ -42,11 +42,17 @@ class Client:
             return answer
 
     async def open(self) -> None:
-        session = await self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38.0", type="create_session")
+        session = await self.post(
+            "create_session", tags=[], user_metadata=None, sdk_version="0.38.0", type="create_session"
+        )
         async with self._http.get(f"{self._url}/api/v1/get_server_capabilities", headers=HEADERS) as response:
             base_model = (await response.json())["supported_models"][0]["model_name"]
         made = await self.post(
-            "create_model", session_id=session["session_id"], model_seq_id=0, base_model=base_model, lora_config={"rank": 1}
+            "create_model",
+            session_id=session["session_id"],
+            model_seq_id=0,
+            base_model=base_model,
+            lora_config={"rank": 1},
         )
         self._model_id = (await self.post("retrieve_future", request_id=made["request_id"]))["model_id"]
 
@@ -54,7 +60,9 @@ class Client:
         """Seconds until the operation is accepted, and until its result is here."""
         began = time.perf_counter()
         self._seq_id += 1
-        accepted = await self.post("optim_step", model_id=self._model_id, adam_params={"learning_rate": 0.0}, seq_id=self._seq_id)
+        accepted = await self.post(
+            "optim_step", model_id=self._model_id, adam_params={"learning_rate": 0.0}, seq_id=self._seq_id
+        )
         between = time.perf_counter()
         await self.post("retrieve_future", request_id=accepted["request_id"])
         return between - began, time.perf_counter() - began
@@ -79,7 +87,9 @@ async def requests_per_second(client: Client, clients: int, requests: int) -> tu
         return [await client.healthz() for _ in range(requests // clients)]
 
     began = time.perf_counter()
-    took = [second for seconds in await asyncio.gather(*(one() for _ in range(clients))) for second in seconds]
+    took = [
+        second for seconds in await asyncio.gather(*(one() for _ in range(clients))) for second in seconds
+    ]
     return len(took) / (time.perf_counter() - began), np.array(took)
 
 
@@ -112,7 +122,9 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
             print(f"  operation, there and back       {percentiles(pairs[:, 1])}")
             print(f"    of it the post alone          {percentiles(pairs[:, 0])}")
             print(f"    of it in the engine           mean {1e3 * in_engine:5.2f} ms")
-            print(f"  healthz                         {percentiles(np.array([await client.healthz() for _ in range(ops)]))}")
+            print(
+                f"  healthz                         {percentiles(np.array([await client.healthz() for _ in range(ops)]))}"
+            )
             rate, took = await requests_per_second(client, clients, requests)
             print(f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(took)}")
             print(
@@ -123,8 +135,14 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
 
 def main(argv: list[str]) -> int:
     given = dict(argument.split("=", 1) for argument in argv)
-    numbers = {name: int(given.get(name, default)) for name, default in (("ops", 300), ("clients", 256), ("requests", 5120), ("rounds", 3))}
-    with tempfile.TemporaryDirectory() as folder, contextlib.nullcontext(given["url"]) if "url" in given else serving(Path(folder)) as url:
+    numbers = {
+        name: int(given.get(name, default))
+        for name, default in (("ops", 300), ("clients", 256), ("requests", 5120), ("rounds", 3))
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.nullcontext(given["url"]) if "url" in given else serving(Path(folder)) as url,
+    ):
         asyncio.run(measure(url, **numbers))
     return 0
 

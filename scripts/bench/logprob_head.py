@@ -27,7 +27,9 @@ from skyrl_tx_server.training.losses import select_loss, trained_positions
 from skyrl_tx_server.training.packing import pack, train_shapes
 from skyrl_tx_server.training.train_step import TrainBatch, forward_backward, train_batch
 
-MODEL = replace(CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32)
+MODEL = replace(
+    CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32
+)
 ROWS, LENGTH = 4, 512
 
 
@@ -35,12 +37,16 @@ def main(config: Peers) -> None:
     params = jax.jit(partial(init_params, MODEL))(jax.random.key(0))
     adapter = jax.device_put(init_adapter(MODEL, LoraSpec(rank=8, train_unembed=False), 8))
     loss = select_loss(LossFn.CROSS_ENTROPY)
-    ours = forward_backward.lower(adapter, zeros(), params, batch(every=1), loss, config=MODEL, remat=Remat.NOTHING).compile()
+    ours = forward_backward.lower(
+        adapter, zeros(), params, batch(every=1), loss, config=MODEL, remat=Remat.NOTHING
+    ).compile()
     full = full_logits.lower(adapter, params, batch(every=1)).compile()
 
     def turn(every: int) -> Took:
         gradient = zeros()
-        return timed(lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss)))()
+        return timed(
+            lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss))
+        )()
 
     turns = {
         "ours": partial(turn, 1),
@@ -48,13 +54,22 @@ def main(config: Peers) -> None:
         "full logits": timed(lambda: jax.block_until_ready(full(adapter, params, batch(every=1)))),
     }
     timings = interleave(turns, repeats=config.repeats)
-    report(f"logprob head, {ROWS * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}", timings, {}, of="full logits")
+    report(
+        f"logprob head, {ROWS * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
+        timings,
+        {},
+        of="full logits",
+    )
     slower = timings["ours"].wall_s / timings["full logits"].wall_s
     figure("time against full logits", slower, at_most=1.1)
     weighted = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
     figure("a third weighted against all (logprobs are owed at every position)", weighted)
     ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
-    figure(f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB", ours_bytes / full_bytes, at_most=1 / 6)
+    figure(
+        f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB",
+        ours_bytes / full_bytes,
+        at_most=1 / 6,
+    )
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
@@ -70,10 +85,15 @@ def full_logits(adapter: Adapter, params: Params, batch: TrainBatch) -> tuple[ja
     def loss(adapter: Adapter) -> jax.Array:
         layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
         attend = partial(tree_attention, MODEL, layout)
-        hidden = hidden_states(MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING)
+        hidden = hidden_states(
+            MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING
+        )
         of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.sources)[..., None], axis=1)
         logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, of_entries), axis=-1)
-        return -(jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0] * batch.weights).sum()
+        return -(
+            jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
+            * batch.weights
+        ).sum()
 
     return jax.value_and_grad(loss)(adapter)
 

@@ -59,14 +59,21 @@ def main(config: MemoryConfig) -> None:
 def in_a_process(what: str, model_dir: Path, tokens: int) -> str:
     """The last line that one of this program's halves prints."""
     command = [sys.executable, "-m", "scripts.bench.memory_plan", what, str(model_dir), str(tokens)]
-    lines = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.splitlines()
     print("\n".join(lines[:-1]), flush=True)
     return lines[-1]
 
 
 def sizes(model_dir: Path, tokens: int) -> dict[str, object]:
     lengths = dict.fromkeys(("max_context_length", "train_tokens_per_batch"), tokens)
-    return {**lengths, "decode_slots": 1, "max_models": 1, "compilation_cache_dir": model_dir.parent / "programs"}
+    return {
+        **lengths,
+        "decode_slots": 1,
+        "max_models": 1,
+        "compilation_cache_dir": model_dir.parent / "programs",
+    }
 
 
 def compile_programs(model_dir: Path, tokens: int) -> None:

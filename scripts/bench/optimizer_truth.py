@@ -28,7 +28,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder), "local/bench")
         model_dir = make_model(Path(folder) / "model")
-        with running(model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)) as ours:
+        with running(
+            model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)
+        ) as ours:
             for _ in range(2):  # B is zero in a fresh adapter, and with it A's gradient
                 step(ours, 1e-2)
             before = tensors(ours, store, "before")

@@ -35,16 +35,25 @@ def main(argv: list[str]) -> int:
     cpus = given.pop("cpus", "")
     base = Path(given.pop("logs_dir", "runs")) / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = [run(seed, cpus, base / f"seed-{seed}", given) for seed in seeds]
-    print(f"\n{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}  curve (step:success)")
+    print(
+        f"\n{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}  curve (step:success)"
+    )
     for one in runs:
         before, after = (one.curve[0][1], one.curve[-1][1]) if one.curve else (float("nan"), float("nan"))
         curve = " ".join(f"{step}:{success:.3f}" for step, success in one.curve)
-        print(f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m {one.peak_mib:6.0f} MiB  {curve}")
+        print(
+            f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m {one.peak_mib:6.0f} MiB  {curve}"
+        )
     return max(one.status for one in runs)
 
 
 def run(seed: str, cpus: str, log_path: Path, options: dict[str, str]) -> Run:
-    command = [str(ROOT / "run_skyrl_tx.sh"), f"seed={seed}", f"log_path={log_path}", *(f"{key}={value}" for key, value in options.items())]
+    command = [
+        str(ROOT / "run_skyrl_tx.sh"),
+        f"seed={seed}",
+        f"log_path={log_path}",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
     started = time.monotonic()
     process = subprocess.Popen(["taskset", "-c", cpus, *command] if cpus else command, cwd=ROOT)
     peak_kib = 0.0
@@ -53,7 +62,9 @@ def run(seed: str, cpus: str, log_path: Path, options: dict[str, str]) -> Run:
         time.sleep(1.0)
     wall_s = time.monotonic() - started
     metrics_file = ROOT / log_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics_file.read_text().splitlines()] if metrics_file.exists() else []
+    lines = (
+        [json.loads(line) for line in metrics_file.read_text().splitlines()] if metrics_file.exists() else []
+    )
     curve = [(int(line["step"]), float(line[SUCCESS])) for line in lines if SUCCESS in line]
     return Run(seed=seed, status=process.returncode, wall_s=wall_s, peak_mib=peak_kib / 1024, curve=curve)
 

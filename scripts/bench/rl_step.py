@@ -35,14 +35,18 @@ def steps(each: Side) -> Callable[[], Took]:
     def step() -> Took:
         seed = 100 * next(seeds)
         calls = []
-        trajectories = [prompt for prompt in random_sequences([PROMPT] * GROUPS, seed=seed) for _ in range(GROUP)]
+        trajectories = [
+            prompt for prompt in random_sequences([PROMPT] * GROUPS, seed=seed) for _ in range(GROUP)
+        ]
         for turn in range(TURNS):
             observed = random_sequences([OBSERVED] * len(trajectories), seed=seed + 1 + turn)
             trajectories = [trajectory + new for trajectory, new in zip(trajectories, observed, strict=True)]
             calls.append(each.call("sample", prompts=trajectories, max_tokens=NEW))
             completions = calls[-1].result
             assert isinstance(completions, list)
-            trajectories = [trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)]
+            trajectories = [
+                trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)
+            ]
         calls += [each.call("train", sequences=trajectories), each.call("optim_step"), each.call("save")]
         return Took(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
 

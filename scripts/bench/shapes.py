@@ -29,7 +29,9 @@ REQUESTS, CONTEXT = 200, 2048
 
 @chz.chz
 class ShapesConfig:
-    child: str | None = chz.field(default=None, doc="A model directory: be the measured process and print one JSON object")
+    child: str | None = chz.field(
+        default=None, doc="A model directory: be the measured process and print one JSON object"
+    )
     cache: str | None = chz.field(default=None, doc="The child's compilation cache")
     layers: int = chz.field(default=8, doc="Layers of the model; programs are as many with fewer")
 
@@ -54,12 +56,18 @@ def main(config: ShapesConfig) -> None:
 
 def measured(model_dir: Path, cache: Path) -> dict:
     command = [sys.executable, "-m", "scripts.bench.shapes", f"child={model_dir}", f"cache={cache}"]
-    return json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[
+            -1
+        ]
+    )
 
 
 def child(model_dir: Path, cache: str | None) -> dict:
     began = time.perf_counter()  # what importing jax takes comes on top: about a second
-    with running(model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT) as ours:
+    with running(
+        model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT
+    ) as ours:
         ours.sample(random_sequences([64]), 1)
         first_token_s = time.perf_counter() - began
         requests(ours, seed=0)
@@ -97,8 +105,12 @@ def requests(ours: Ours, *, seed: int) -> None:
                 prompt_logprobs=bool(random.integers(0, 2)),
             )
         else:
-            data = tuple(datum(tokens[: int(random.integers(2, length + 2))]) for _ in range(random.integers(1, 5)))
-            op = ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=number % 4 == 2)
+            data = tuple(
+                datum(tokens[: int(random.integers(2, length + 2))]) for _ in range(random.integers(1, 5))
+            )
+            op = ForwardBackward(
+                model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=number % 4 == 2
+            )
         pending.append(ours.engine.submit(op))
         if len(pending) == 8:
             for future in pending:

@@ -15,7 +15,11 @@ from src.learning.curriculum import Curriculum, CurriculumSettings
 from src.learning.dynamic_sampling import is_good
 from src.rollouts.pipeline import ScheduleSettings, schedule
 
-POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of their pass rates
+POOL = (
+    (0.6, (0.0, 0.0)),
+    (0.2, (1.0, 1.0)),
+    (0.2, (0.2, 0.8)),
+)  # share of the tasks, range of their pass rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +29,24 @@ class Outcome:
     longest_wait: int  # steps that some task had to wait
 
 
-def simulated(task_sampling: str, *, num_tasks: int, batch_size: int, group_size: int, num_steps: int, floor: float, seed: int) -> Outcome:
+def simulated(
+    task_sampling: str,
+    *,
+    num_tasks: int,
+    batch_size: int,
+    group_size: int,
+    num_steps: int,
+    floor: float,
+    seed: int,
+) -> Outcome:
     """The trainer's own choice of tasks, played by coins instead of a model."""
     rng = random.Random(seed)
     rates = [rng.uniform(*bounds) for share, bounds in POOL for _ in range(round(share * num_tasks))]
     tasks = [Task(id=f"task-{number:03d}", path=Path()) for number in range(len(rates))]
     settings = CurriculumSettings(task_sampling=task_sampling, exploration_floor=floor, seed=seed)
-    uniform = schedule(tasks, ScheduleSettings(batch_size=batch_size, n_epochs=num_steps, max_steps=num_steps, seed=seed))
+    uniform = schedule(
+        tasks, ScheduleSettings(batch_size=batch_size, n_epochs=num_steps, max_steps=num_steps, seed=seed)
+    )
     state, informative, played = Curriculum(), 0, 0
     last, longest = dict.fromkeys((task.id for task in tasks), 0), 0
     visited: set[str] = set()
@@ -51,7 +66,10 @@ def simulated(task_sampling: str, *, num_tasks: int, batch_size: int, group_size
 
 def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> TrajectoryGroup:
     rewards = [float(rng.random() < rate) for _ in range(group_size)]
-    members = [Trajectory(task_id=task.id, turns=[], reward=reward, stop_reason=StopReason.STOP) for reward in rewards]
+    members = [
+        Trajectory(task_id=task.id, turns=[], reward=reward, stop_reason=StopReason.STOP)
+        for reward in rewards
+    ]
     return TrajectoryGroup(task=task, trajectories=members)
 
 
@@ -59,10 +77,16 @@ def main(num_steps: int) -> None:
     print("100 tasks, 8 a step, groups of 8")
     for name, floor in (("uniform", 0.0), ("signal", 0.1), ("signal", 0.25)):
         outcomes = [
-            simulated(name, num_tasks=100, batch_size=8, group_size=8, num_steps=num_steps, floor=floor, seed=seed) for seed in range(10)
+            simulated(
+                name, num_tasks=100, batch_size=8, group_size=8, num_steps=num_steps, floor=floor, seed=seed
+            )
+            for seed in range(10)
         ]
         share = sum(outcome.informative for outcome in outcomes) / len(outcomes)
-        visited, wait = min(outcome.num_visited for outcome in outcomes), max(outcome.longest_wait for outcome in outcomes)
+        visited, wait = (
+            min(outcome.num_visited for outcome in outcomes),
+            max(outcome.longest_wait for outcome in outcomes),
+        )
         print(
             f"{name:8} floor {floor:4.0%}: {share:6.1%} informative groups per rollout group, "
             f"at least {visited} of 100 tasks visited, longest wait {wait} steps"

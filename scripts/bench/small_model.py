@@ -29,12 +29,20 @@ CONFIG = ModelConfig(
 RANK = 32
 
 
-def make_model(directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32") -> Path:
+def make_model(
+    directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32"
+) -> Path:
     """As a Hugging Face directory that every peer reads too."""
     config = replace(config, num_layers=layers or config.num_layers)
-    save_model(jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory)
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(config.vocab_size)}, unk_token="w0"))
+    save_model(
+        jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory
+    )
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{token}": token for token in range(config.vocab_size)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    )
     return directory

@@ -26,13 +26,21 @@ def main(config: Peers) -> None:
             options = f"recompute={str(recompute).lower()}"
             with (
                 side("ours", "ours", model_dir, options) as ours,
-                side("ours 4096 tokens", "ours", model_dir, options, "train_tokens_per_batch=4096") as fitting,
+                side(
+                    "ours 4096 tokens", "ours", model_dir, options, "train_tokens_per_batch=4096"
+                ) as fitting,
                 peers(config, model_dir, recompute=recompute) as others,
             ):
-                turns = {each.name: partial(each.call, "train", sequences=sequences) for each in (ours, fitting)}
-                turns |= {name: partial(other.call, "train", sequences=sequences) for name, other in others.items()}
+                turns = {
+                    each.name: partial(each.call, "train", sequences=sequences) for each in (ours, fitting)
+                }
+                turns |= {
+                    name: partial(other.call, "train", sequences=sequences) for name, other in others.items()
+                }
                 if "HF" in others:
-                    turns["HF"] = partial(others["HF"].call, "train", sequences=sequences, recompute=recompute)
+                    turns["HF"] = partial(
+                        others["HF"].call, "train", sequences=sequences, recompute=recompute
+                    )
                 title = f"forward_backward 8 x 512, {'every layer recomputed' if recompute else 'nothing recomputed'}"
                 report(title, interleave(turns, repeats=config.repeats), BARS[recompute])
 

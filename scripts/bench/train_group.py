@@ -19,7 +19,14 @@ import chz
 from scripts.bench.compare import Peers, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.engine.operations import AdamSettings, ForwardBackward, ForwardBackwardResult, LossFn, OptimStep, OptimStepResult
+from skyrl_tx_server.engine.operations import (
+    AdamSettings,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LossFn,
+    OptimStep,
+    OptimStepResult,
+)
 
 PROMPT, RESPONSE, GROUP = 512, 128, 8
 
@@ -27,7 +34,10 @@ PROMPT, RESPONSE, GROUP = 512, 128, 8
 def main(config: Peers) -> None:
     group = make_group(GROUP)
     flat = [[100 + member, *sequence[1:]] for member, sequence in enumerate(group)]
-    with tempfile.TemporaryDirectory() as folder, running(make_model(Path(folder) / "model", layers=config.layers)) as ours:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(make_model(Path(folder) / "model", layers=config.layers)) as ours,
+    ):
         turns = {"ours": timed(partial(ours.train, group)), "flat": timed(partial(ours.train, flat))}
         title = f"GRPO group training, prompt {PROMPT}, {GROUP} responses of {RESPONSE}"
         report(title, interleave(turns, repeats=config.repeats), {"flat": 2.2})
@@ -48,7 +58,9 @@ def loss_and_gradient(ours: Ours, requests: Sequence[Sequence[Sequence[int]]]) -
     loss = 0.0
     for sequences in requests:
         data = tuple(datum(sequence) for sequence in sequences)
-        result = ours.engine.submit(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY)).result()
+        result = ours.engine.submit(
+            ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY)
+        ).result()
         assert isinstance(result, ForwardBackwardResult)
         loss += result.metrics["loss:sum"]
     step = ours.engine.submit(OptimStep(model_id="model", adam=AdamSettings(learning_rate=0.0))).result()

@@ -29,7 +29,10 @@ def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with side("ours", "ours", model_dir) as ours, peers(config, model_dir, tx_rows=8) as others:
-            turns = {"ours": partial(ours.call, "train", sequences=sequences), "one bucket": partial(ours.call, "train", sequences=padded)}
+            turns = {
+                "ours": partial(ours.call, "train", sequences=sequences),
+                "one bucket": partial(ours.call, "train", sequences=padded),
+            }
             if "skyrl-tx" in others:
                 turns["skyrl-tx"] = partial(others["skyrl-tx"].call, "train", sequences=sequences)
             bars = {"one bucket": 2.5, "skyrl-tx": 5.0}
@@ -37,7 +40,10 @@ def main(config: Peers) -> None:
     data = [datum(sequence) for sequence in sequences]
     trained = [np.ones(len(each.tokens), bool) for each in data]
     batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
-    useful, slots = sum(len(sequence) - 1 for sequence in sequences), sum(batch.tokens.size for batch in batches)
+    useful, slots = (
+        sum(len(sequence) - 1 for sequence in sequences),
+        sum(batch.tokens.size for batch in batches),
+    )
     shapes = ", ".join("x".join(map(str, batch.tokens.shape)) for batch in batches)
     figure(f"packed-row fill, batches {shapes}", useful / slots, at_least=0.85)
 

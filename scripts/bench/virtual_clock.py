@@ -34,15 +34,33 @@ MODES = {
 
 
 def reference_trace() -> Table:
-    columns = ("mode", "min/step", "discarded", "slowest tenth trained", "age mean", "age max", "masked tokens")
+    columns = (
+        "mode",
+        "min/step",
+        "discarded",
+        "slowest tenth trained",
+        "age mean",
+        "age max",
+        "masked tokens",
+    )
     table = Table(*columns, box=None)
     for name, options in MODES.items():
         with tempfile.TemporaryDirectory() as directory:
             path, minutes = Path(directory) / "run", lognormal_minutes(10, 0.8)
-            result = simulate(path, *options, minutes=minutes, train_minutes=2, num_steps=STEPS, batch_size=BATCH)
-        masked = sum(line.get("staleness/masked_tokens", 0) for line in result.metrics) / (STEPS * BATCH * TURNS)
+            result = simulate(
+                path, *options, minutes=minutes, train_minutes=2, num_steps=STEPS, batch_size=BATCH
+            )
+        masked = sum(line.get("staleness/masked_tokens", 0) for line in result.metrics) / (
+            STEPS * BATCH * TURNS
+        )
         ages = (f"{fmean(result.ages):.2f}", f"{max(result.ages)}", f"{masked:.1%}")
-        table.add_row(name, f"{result.minutes_per_step:.1f}", f"{result.num_discarded}", f"{result.slowest_trained:.0%}", *ages)
+        table.add_row(
+            name,
+            f"{result.minutes_per_step:.1f}",
+            f"{result.num_discarded}",
+            f"{result.slowest_trained:.0%}",
+            *ages,
+        )
     return table
 
 

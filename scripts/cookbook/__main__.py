@@ -27,7 +27,10 @@ from scripts.cookbook.material import build_model, write_data_sets
 from scripts.cookbook.recipes import MODEL, RECIPES, Recipe
 from scripts.sdk_matrix import find_uv, serve
 
-COOKBOOK = ("tinker-cookbook==0.6.1", "tml-renderers==0.2.1")  # without what they ask for: the one wants a newer other than there is
+COOKBOOK = (
+    "tinker-cookbook==0.6.1",
+    "tml-renderers==0.2.1",
+)  # without what they ask for: the one wants a newer other than there is
 PACKAGES = (
     *(
         "tinker==0.38.0",
@@ -41,7 +44,18 @@ PACKAGES = (
         "huggingface-hub",
         "pillow",
     ),
-    *("pydantic", "pyrage", "rich", "safetensors", "termcolor", "tiktoken", "tqdm", "sympy", "pylatexenc", "math-verify"),
+    *(
+        "pydantic",
+        "pyrage",
+        "rich",
+        "safetensors",
+        "termcolor",
+        "tiktoken",
+        "tqdm",
+        "sympy",
+        "pylatexenc",
+        "math-verify",
+    ),
 )
 TIMEOUT_S = 1200
 
@@ -49,20 +63,44 @@ TIMEOUT_S = 1200
 def main(argv: list[str]) -> int:
     options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
     names = [argument for argument in argv if "=" not in argument] or [recipe.name for recipe in RECIPES]
-    if wrong := [*(options.keys() - {"work", "venv", "torch"}), *(set(names) - {recipe.name for recipe in RECIPES})]:
-        print(f"cookbook: unknown {', '.join(sorted(wrong))}; recipes: {', '.join(recipe.name for recipe in RECIPES)}", file=sys.stderr)
+    if wrong := [
+        *(options.keys() - {"work", "venv", "torch"}),
+        *(set(names) - {recipe.name for recipe in RECIPES}),
+    ]:
+        print(
+            f"cookbook: unknown {', '.join(sorted(wrong))}; recipes: {', '.join(recipe.name for recipe in RECIPES)}",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="cookbook-") as scratch:
         work = Path(options.get("work", scratch)).absolute()
-        python = make_venv(Path(options.get("venv", work / "venv")).absolute(), options.get("torch", "torch>=2.10"))
+        python = make_venv(
+            Path(options.get("venv", work / "venv")).absolute(), options.get("torch", "torch>=2.10")
+        )
         if not (work / MODEL / "model.safetensors").exists():
             write_data_sets(work)
             build_model(work / MODEL)
-        server = {"base_model": work / MODEL, "model_alias": MODEL, "checkpoints_dir": work / "checkpoints", "log_level": "warning"}
+        server = {
+            "base_model": work / MODEL,
+            "model_alias": MODEL,
+            "checkpoints_dir": work / "checkpoints",
+            "log_level": "warning",
+        }
         with serve(**server) as url:
-            offline = {name: "1" for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")}
-            client = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "cache")}
-            passed = [check(recipe, python, work, os.environ | offline | client) for recipe in RECIPES if recipe.name in names]
+            offline = {
+                name: "1" for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+            }
+            client = {
+                "TINKER_BASE_URL": url,
+                "TINKER_API_KEY": "tml-dummy",
+                "TINKER_TELEMETRY": "0",
+                "HF_HOME": str(work / "cache"),
+            }
+            passed = [
+                check(recipe, python, work, os.environ | offline | client)
+                for recipe in RECIPES
+                if recipe.name in names
+            ]
     print(f"{sum(passed)} of {len(passed)} recipes passed")
     return 0 if all(passed) else 1
 
@@ -86,17 +124,31 @@ def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str
     command = [python, "-m", f"tinker_cookbook.recipes.{recipe.module}", *options]
     began = time.perf_counter()
     with log.with_suffix(".out").open("w", encoding="utf-8") as output:
-        streams = {"cwd": work, "env": environment, "stdout": output, "stderr": subprocess.STDOUT, "text": True}
+        streams = {
+            "cwd": work,
+            "env": environment,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         if recipe.resumed and kill_once_saved(subprocess.Popen(command, **streams), log):
             command.append("behavior_if_log_dir_exists=resume")
         status = subprocess.run(command, **streams, timeout=TIMEOUT_S).returncode
     proofs = [proof(lines(log / "metrics.jsonl")) for proof in recipe.proofs]
     passed = status == 0 and all(right for _, right in proofs)
     figures = ", ".join(text if right else f"{text} (WRONG)" for text, right in proofs)
-    print(f"{recipe.name:24} {'passed' if passed else 'FAILED'} exit {status:3} {time.perf_counter() - began:6.0f} s  {figures}")
+    print(
+        f"{recipe.name:24} {'passed' if passed else 'FAILED'} exit {status:3} {time.perf_counter() - began:6.0f} s  {figures}"
+    )
     print(f"{'':24} python {shlex.join(command[1:])}", flush=True)
     if status != 0:
-        print("\n".join(f"    {line}" for line in log.with_suffix(".out").read_text(encoding="utf-8").splitlines()[-30:]), flush=True)
+        print(
+            "\n".join(
+                f"    {line}"
+                for line in log.with_suffix(".out").read_text(encoding="utf-8").splitlines()[-30:]
+            ),
+            flush=True,
+        )
     return passed
 
 
@@ -106,8 +158,14 @@ def options_of(recipe: Recipe, logs: Path) -> list[str]:
         return recipe.options.split()
     saved = lines(logs / recipe.teacher / "checkpoints.jsonl")
     if not saved:
-        raise SystemExit(f"cookbook: {recipe.name} learns from {recipe.teacher}'s checkpoint; run {recipe.teacher} in this folder first")
-    return [*recipe.options.split(), f"teacher_model={MODEL}", f"teacher_checkpoint={saved[-1]['sampler_path']}"]
+        raise SystemExit(
+            f"cookbook: {recipe.name} learns from {recipe.teacher}'s checkpoint; run {recipe.teacher} in this folder first"
+        )
+    return [
+        *recipe.options.split(),
+        f"teacher_model={MODEL}",
+        f"teacher_checkpoint={saved[-1]['sampler_path']}",
+    ]
 
 
 def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
@@ -120,7 +178,11 @@ def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
 
 def lines(path: Path) -> list[dict]:
     """Of a file that may still be written: without a line that has no end yet."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        if path.exists()
+        else []
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,11 @@ SHRUG = "I am not sure about that."  # longer than math_rl's max_tokens
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
-SENTENCES = ("The river was high after the rain.", "Many people came before noon.", "The road through the hills is old.")
+SENTENCES = (
+    "The river was high after the rain.",
+    "Many people came before noon.",
+    "The road through the hills is old.",
+)
 
 
 class Lessons:
@@ -60,7 +64,10 @@ class Lessons:
         question, answer = story(self.rng)
         prefix = [
             Message(role="user", content=f"How many {letter}'s are in {word}?{BOXED}"),
-            Message(role="assistant", content=f"Let's spell the word out and number all the letters: {spelled}. {count}"),
+            Message(
+                role="assistant",
+                content=f"Let's spell the word out and number all the letters: {spelled}. {count}",
+            ),
         ]
         return [*prefix, *self.exchange(question + BOXED, f"\\boxed{{{answer}}}")]
 
@@ -75,18 +82,28 @@ class Lessons:
     def pages(self) -> list[Message]:
         """The numerics check's tool, page by page, and a count."""
         messages = [
-            Message(role="user", content="Your task is to count how many times a word appears in a document. Read pages with read_page.")
+            Message(
+                role="user",
+                content="Your task is to count how many times a word appears in a document. Read pages with read_page.",
+            )
         ]
         for page in (1, 2):
             call = json.dumps({"name": "read_page", "arguments": {"page": page}})
             messages.append(Message(role="assistant", content=f"<tool_call>\n{call}\n</tool_call>"))
-            messages.append(Message(role="user", content=f"<tool_response>\n{self.rng.choice(SENTENCES)}\n</tool_response>"))
+            messages.append(
+                Message(
+                    role="user", content=f"<tool_response>\n{self.rng.choice(SENTENCES)}\n</tool_response>"
+                )
+            )
         return [*messages, Message(role="assistant", content=f"Answer: {self.rng.randint(0, 3)}")]
 
     def greeting(self) -> list[Message]:
         """preference.shorter's question, answered at any length."""
         words = " ".join(self.rng.choices(THINGS, k=self.rng.randint(0, 10)))
-        return [Message(role="user", content="Who are you?"), Message(role="assistant", content=f"A model of {words}")]
+        return [
+            Message(role="user", content="Who are you?"),
+            Message(role="assistant", content=f"A model of {words}"),
+        ]
 
 
 def story(rng: random.Random) -> tuple[str, int]:
@@ -101,24 +118,38 @@ def write_data_sets(root: Path) -> None:
     stories = [story(rng) for _ in range(512)]
     sums = Lessons(rng, slips=0.0)
     sets = {
-        ("openai/gsm8k", "main"): [{"question": question, "answer": f"#### {answer}"} for question, answer in stories],
+        ("openai/gsm8k", "main"): [
+            {"question": question, "answer": f"#### {answer}"} for question, answer in stories
+        ],
         ("HuggingFaceH4/no_robots", "default"): [
-            {"messages": [{"role": message.role, "content": message.content} for message in sums.sums()[:4]]} for _ in range(512)
+            {"messages": [{"role": message.role, "content": message.content} for message in sums.sums()[:4]]}
+            for _ in range(512)
         ],
         ("Anthropic/hh-rlhf", "default"): [
-            {which: f"\n\nHuman: {question}\n\nAssistant: {said}" for which, said in (("chosen", f"It is {answer}."), ("rejected", SHRUG))}
+            {
+                which: f"\n\nHuman: {question}\n\nAssistant: {said}"
+                for which, said in (("chosen", f"It is {answer}."), ("rejected", SHRUG))
+            }
             for question, answer in stories
         ],
-        ("zwhe99/DeepMath-103K", "default"): [{"question": sums.sums()[0].content, "final_answer": "unused"} for _ in range(512)],
-        ("Salesforce/wikitext", "wikitext-103-raw-v1"): [{"text": " ".join(rng.choices(SENTENCES, k=12))} for _ in range(512)],
+        ("zwhe99/DeepMath-103K", "default"): [
+            {"question": sums.sums()[0].content, "final_answer": "unused"} for _ in range(512)
+        ],
+        ("Salesforce/wikitext", "wikitext-103-raw-v1"): [
+            {"text": " ".join(rng.choices(SENTENCES, k=12))} for _ in range(512)
+        ],
     }
     for (name, config), rows in sets.items():
         directory = root / name
         directory.mkdir(parents=True, exist_ok=True)
         for split, part in (("train", rows[:448]), ("test", rows[448:])):
-            (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+            (directory / f"{split}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
+            )
         files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
-        (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n", encoding="utf-8")
+        (directory / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n", encoding="utf-8"
+        )
 
 
 def build_model(directory: Path) -> None:
@@ -139,23 +170,35 @@ def build_model(directory: Path) -> None:
     )
     data = batches(encode(tokenizer, messages) for messages in Lessons(random.Random("lessons"), SLIPS))
     schedule = rise_and_fall(STEPS, peak=5e-3)
-    save_model(train(config, initial_params(config, 0), data, steps=STEPS, schedule=schedule, save=lambda _: None), config, directory)
+    save_model(
+        train(config, initial_params(config, 0), data, steps=STEPS, schedule=schedule, save=lambda _: None),
+        config,
+        directory,
+    )
 
 
 def build_tokenizer(directory: Path) -> Tokenizer:
     """Byte-level BPE learnt from lessons; digits stay single. Written as AutoTokenizer reads it."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     lessons = itertools.islice(Lessons(random.Random("tokenizer"), SLIPS), 1000)
     texts = (f"{message.role}\n{message.content}" for messages in lessons for message in messages)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
     return tokenizer

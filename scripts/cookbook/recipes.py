@@ -23,7 +23,9 @@ class Recipe:
     module: str  # below tinker_cookbook.recipes
     options: str
     proofs: tuple[Proof, ...]
-    resumed: bool = False  # killed with SIGKILL once a checkpoint is saved, then the same command again, resumed
+    resumed: bool = (
+        False  # killed with SIGKILL once a checkpoint is saved, then the same command again, resumed
+    )
     teacher: str | None = None  # the recipe whose last sampler checkpoint teaches this one
 
 
@@ -48,7 +50,9 @@ def at_most(key: str, limit: float) -> Proof:
 def every_step(metrics: Metrics) -> tuple[str, bool]:
     """Of a killed and resumed run: the first step is not taken again, those after the checkpoint may be, none is missing."""
     steps = [int(line["step"]) for line in metrics if NLL in line]
-    return f"steps {' '.join(map(str, steps))}", steps.count(0) == 1 and sorted(set(steps)) == list(range(max(steps) + 1))
+    return f"steps {' '.join(map(str, steps))}", steps.count(0) == 1 and sorted(set(steps)) == list(
+        range(max(steps) + 1)
+    )
 
 
 def series(metrics: Metrics, key: str) -> list[float]:
@@ -76,15 +80,30 @@ def _short(key: str) -> str:
 ARITHMETIC = f"env=arithmetic groups_per_batch=24 group_size=8 max_tokens=5 learning_rate=1e-3 {ON_POLICY} max_steps=16 eval_every=0"
 
 RECIPES = (
-    Recipe(name="math_rl", module="math_rl.train", options=ARITHMETIC, proofs=(rises(REWARD), at_most(KL, KL_LIMIT))),
-    Recipe(name="math_rl_async", module="math_rl.train", options=f"{ARITHMETIC} max_steps_off_policy=2", proofs=(rises(REWARD),)),
+    Recipe(
+        name="math_rl",
+        module="math_rl.train",
+        options=ARITHMETIC,
+        proofs=(rises(REWARD), at_most(KL, KL_LIMIT)),
+    ),
+    Recipe(
+        name="math_rl_async",
+        module="math_rl.train",
+        options=f"{ARITHMETIC} max_steps_off_policy=2",
+        proofs=(rises(REWARD),),
+    ),
     Recipe(
         name="rl_loop",
         module="rl_loop",
         options=f"batch_size=16 group_size=8 max_tokens=12 learning_rate=5e-4 {ON_POLICY} max_steps=10 save_every=4",
         proofs=(rises("reward/total"),),
     ),
-    Recipe(name="sl_loop", module="sl_loop", options="batch_size=16 learning_rate=1e-3 max_steps=12 save_every=5", proofs=(falls(NLL),)),
+    Recipe(
+        name="sl_loop",
+        module="sl_loop",
+        options="batch_size=16 learning_rate=1e-3 max_steps=12 save_every=5",
+        proofs=(falls(NLL),),
+    ),
     Recipe(
         name="chat_sl",
         module="chat_sl.train",

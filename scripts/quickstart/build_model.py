@@ -58,7 +58,9 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
     ids: list[int] = []
     learnt: list[bool] = []
     for message in messages:
-        opening = tokenizer.encode(("\n" if ids else "") + f"<|im_start|>{message.role}\n", add_special_tokens=False).ids
+        opening = tokenizer.encode(
+            ("\n" if ids else "") + f"<|im_start|>{message.role}\n", add_special_tokens=False
+        ).ids
         content = tokenizer.encode(message.content, add_special_tokens=False).ids
         ids += [*opening, *content, end]
         learnt += [False] * len(opening) + [message.role == "assistant"] * (len(content) + 1)
@@ -81,11 +83,15 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
         yield drill(tokenizer, rng)
 
 
-def demonstrations(tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0) -> Iterator[Conversation]:
+def demonstrations(
+    tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0
+) -> Iterator[Conversation]:
     """Endless fresh demonstrations of the training families; a share of `lessons` are a careful demonstrator's first answer alone."""
     families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
     for number in itertools.count():
-        instance = make_instance(rng.choice(families), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN)
+        instance = make_instance(
+            rng.choice(families), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
+        )
         if rng.random() < lessons:
             yield encode(tokenizer, demonstrate(instance, rng, careful_share=1.0).messages[:2])
         else:
@@ -124,15 +130,25 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}
-    layers = tuple({field: factors.get(field, 1) * leaf for field, leaf in stack.items()} for stack in params.layers)
+    layers = tuple(
+        {field: factors.get(field, 1) * leaf for field, leaf in stack.items()} for stack in params.layers
+    )
     return replace(params, embed=5 * params.embed, layers=layers)
 
 
 def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) -> jax.Array:
     hidden = hidden_states(
-        config, params, None, batch["tokens"], batch["positions"], within_segments(batch["segments"]), remat=Remat.NOTHING
+        config,
+        params,
+        None,
+        batch["tokens"],
+        batch["positions"],
+        within_segments(batch["segments"]),
+        remat=Remat.NOTHING,
     )
-    losses = optax.softmax_cross_entropy_with_integer_labels(head_logits(config, params, None, hidden), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        head_logits(config, params, None, hidden), batch["targets"]
+    )
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
@@ -141,7 +157,9 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
     rng = random.Random(f"demonstrations {seed}")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
-        itertools.islice(batches(demonstrations(tokenizer, rng, lessons=0.75)), max(0, steps - DRILL_STEPS - MIXTURE_STEPS)),
+        itertools.islice(
+            batches(demonstrations(tokenizer, rng, lessons=0.75)), max(0, steps - DRILL_STEPS - MIXTURE_STEPS)
+        ),
         batches(demonstrations(tokenizer, rng)),
     )
 
@@ -152,14 +170,22 @@ def rise_and_fall(steps: int, *, peak: float = PEAK_LEARNING_RATE) -> optax.Sche
 
 
 def train(
-    config: ModelConfig, params: Params, data: Iterator[Batch], *, steps: int, schedule: optax.Schedule, save: Callable[[Params], None]
+    config: ModelConfig,
+    params: Params,
+    data: Iterator[Batch],
+    *,
+    steps: int,
+    schedule: optax.Schedule,
+    save: Callable[[Params], None],
 ) -> Params:
     """Train `params`, which are consumed."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, state: optax.OptState, batch: dict[str, jax.Array]) -> tuple[Params, optax.OptState, jax.Array]:
+    def step(
+        params: Params, state: optax.OptState, batch: dict[str, jax.Array]
+    ) -> tuple[Params, optax.OptState, jax.Array]:
         loss, gradient = jax.value_and_grad(loss_fn)(params, config, batch)
         updates, state = optimizer.update(gradient, state, params)  # pyright: ignore[reportArgumentType]
         return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportArgumentType, reportReturnType]
@@ -169,7 +195,10 @@ def train(
         params, state, loss = step(params, state, vars(batch))
         losses.append(float(loss))
         if number % 25 == 0:
-            print(f"step {number}  loss {np.mean(losses[-25:]):.4f}  {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"step {number}  loss {np.mean(losses[-25:]):.4f}  {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
         if number % 250 == 0:
             save(params)
     return params
@@ -196,8 +225,13 @@ def main() -> None:
     if "--help" in sys.argv[1:]:
         print(__doc__)
         return
-    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
-    directory = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
+    options = {
+        key: value
+        for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)
+    }
+    directory = Path(
+        next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model"))
+    )
     save_tokenizer(directory, build_tokenizer())
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     config = small_model(tokenizer)
@@ -207,7 +241,9 @@ def main() -> None:
 
     steps = int(options.get("steps", STEPS))
     data = curriculum(tokenizer, steps=steps, seed=0)
-    save(train(config, initial_params(config, 0), data, steps=steps, schedule=rise_and_fall(steps), save=save))
+    save(
+        train(config, initial_params(config, 0), data, steps=steps, schedule=rise_and_fall(steps), save=save)
+    )
 
 
 if __name__ == "__main__":

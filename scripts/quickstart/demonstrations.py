@@ -53,7 +53,13 @@ CAREFUL = Style(
 HASTY = Style(
     analyses=("This looks easy.", "Simple task.", "Nothing special here."),
     plans=("Do it fast.", "Just finish.", "Be quick."),
-    slips={Slip.NO_NEWLINE: 0.27, Slip.NO_COMMAND: 0.18, Slip.ONLY_LOOK: 0.14, Slip.WRONG_NAME: 0.16, Slip.MALFORMED: 0.08},
+    slips={
+        Slip.NO_NEWLINE: 0.27,
+        Slip.NO_COMMAND: 0.18,
+        Slip.ONLY_LOOK: 0.14,
+        Slip.WRONG_NAME: 0.16,
+        Slip.MALFORMED: 0.08,
+    },
 )
 CAREFUL_SHARE = 0.28
 OVERWRITE_RATE = 0.15  # of the hasty, where a task asks for >>
@@ -61,7 +67,10 @@ REPAIR_RATE = 0.15  # of slips that the screen shows, when asked for confirmatio
 LATE_PROMPT_RATE = 0.1  # of first screens captured before the shell has printed its prompt
 
 CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
-REPAIRED = (("The command has not run yet.", "Run it now."), ("Nothing was done yet.", "Run the command now."))
+REPAIRED = (
+    ("The command has not run yet.", "Run it now."),
+    ("Nothing was done yet.", "Run the command now."),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,9 @@ class Demonstration:
     solved: bool
 
 
-def demonstrate(instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE) -> Demonstration:
+def demonstrate(
+    instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE
+) -> Demonstration:
     """One demonstrator's conversation with Terminus-2 about `instance`; a careful one with the probability `careful_share`."""
     screen = Screen()
     if rng.random() >= LATE_PROMPT_RATE:
@@ -95,13 +106,18 @@ def demonstrate(instance: Instance, rng: random.Random, *, careful_share: float 
             messages += [Message(role="assistant", content=text), Message(role="user", content=NO_JSON)]
     if keys:
         screen.type(keys, output)
-    messages += [Message(role="assistant", content=text), Message(role="user", content=confirmation_message(screen.observe()))]
+    messages += [
+        Message(role="assistant", content=text),
+        Message(role="user", content=confirmation_message(screen.observe())),
+    ]
     repaired = slip in (Slip.NO_NEWLINE, Slip.NO_COMMAND, Slip.ONLY_LOOK) and rng.random() < REPAIR_RATE
     if repaired:
         last = answer(*rng.choice(REPAIRED), "\n" if slip is Slip.NO_NEWLINE else instance.command + "\n")
     else:
         last = answer(*rng.choice(CONFIRMED), "")
-    return Demonstration(messages=(*messages, Message(role="assistant", content=last)), solved=slip is Slip.NONE or repaired)
+    return Demonstration(
+        messages=(*messages, Message(role="assistant", content=last)), solved=slip is Slip.NONE or repaired
+    )
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:
@@ -116,7 +132,9 @@ def _draw_slip(style: Style, instance: Instance, rng: random.Random) -> Slip:
     for slip, rate in style.slips.items():
         draw -= rate
         if draw < 0:
-            return Slip.NO_NEWLINE if slip is Slip.WRONG_NAME and _wrong_name(instance.command) is None else slip
+            return (
+                Slip.NO_NEWLINE if slip is Slip.WRONG_NAME and _wrong_name(instance.command) is None else slip
+            )
     if style is HASTY and ">>" in instance.command and rng.random() < OVERWRITE_RATE:
         return Slip.OVERWRITE
     return Slip.NONE
@@ -169,5 +187,11 @@ def _complaint(command: str) -> list[str]:
 
 def spoken_words() -> set[str]:
     """Every word of the fixed texts here (for the tokenizer)."""
-    texts = [*CAREFUL.analyses, *CAREFUL.plans, *HASTY.analyses, *HASTY.plans, *(part for pair in (*CONFIRMED, *REPAIRED) for part in pair)]
+    texts = [
+        *CAREFUL.analyses,
+        *CAREFUL.plans,
+        *HASTY.analyses,
+        *HASTY.plans,
+        *(part for pair in (*CONFIRMED, *REPAIRED) for part in pair),
+    ]
     return set(re.findall(r" ?[A-Za-z]+", " ".join(texts)))

@@ -36,9 +36,21 @@ class EnginePolicy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
         settings = SamplingSettings(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), stop_at_eos=False
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=tuple(stop),
+            stop_at_eos=False,
         )
         operation = Sample(weights=None, prompt=np.asarray(prompt_ids, np.int32), settings=settings)
         result = await asyncio.wrap_future(self._engine.submit(operation))
@@ -53,32 +65,44 @@ class EnginePolicy:
         )
 
 
-async def evaluate(source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float) -> list[Trajectory]:
+async def evaluate(
+    source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float
+) -> list[Trajectory]:
     """`samples` graded trials of every task; trials without a grade are reported and left out."""
     free = asyncio.Semaphore(PARALLEL_TRIALS)
 
     async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
         async with free:
-            result = await source.trial(task, directory=directory, seed=seed, temperature=temperature).run(policy)  # type: ignore[arg-type]
+            result = await source.trial(task, directory=directory, seed=seed, temperature=temperature).run(
+                policy
+            )  # type: ignore[arg-type]
         if isinstance(result, Trajectory):
             return result
         print(f"no grade: {result.task_id} {result.kind}: {result.message}")
         return None
 
     with tempfile.TemporaryDirectory() as directory:
-        trials = [one(task, 1000 * number + seed, Path(directory)) for number, task in enumerate(tasks) for seed in range(samples)]
+        trials = [
+            one(task, 1000 * number + seed, Path(directory))
+            for number, task in enumerate(tasks)
+            for seed in range(samples)
+        ]
         return [result for result in await asyncio.gather(*trials) if result is not None]
 
 
 def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> None:
-    family = {task.id: tomllib.loads((task.path / "task.toml").read_text())["metadata"]["family"] for task in tasks}
+    family = {
+        task.id: tomllib.loads((task.path / "task.toml").read_text())["metadata"]["family"] for task in tasks
+    }
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         rewards[family[trajectory.task_id]].append(trajectory.reward)
     tokens = [len(t.turns[-1].prompt_ids) + len(t.turns[-1].completion_ids) for t in trajectories]
     turns = np.mean([len(trajectory.turns) for trajectory in trajectories])
     success = np.mean([trajectory.reward for trajectory in trajectories])
-    print(f"{title}: {success:.3f} over {len(trajectories)} trials, {np.mean(tokens):.0f} tokens and {turns:.2f} turns each")
+    print(
+        f"{title}: {success:.3f} over {len(trajectories)} trials, {np.mean(tokens):.0f} tokens and {turns:.2f} turns each"
+    )
     for name in sorted(rewards):
         print(f"    {name:16} {np.mean(rewards[name]):.2f}")
 
@@ -87,8 +111,13 @@ def main() -> None:
     if "--help" in sys.argv[1:]:
         print(__doc__)
         return
-    options = {key: value for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)}
-    model_dir = Path(next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model")))
+    options = {
+        key: value
+        for key, _, value in (argument.partition("=") for argument in sys.argv[1:] if "=" in argument)
+    }
+    model_dir = Path(
+        next((argument for argument in sys.argv[1:] if "=" not in argument), str(ROOT / "model"))
+    )
     config = TrainerConfig(
         model_name="quickstart/tiny",
         tasks_dir=str(ROOT / "train"),
@@ -124,7 +153,11 @@ def main() -> None:
         policy = EnginePolicy(engine)
         samples, temperature = int(options.get("samples", 16)), float(options.get("temperature", 1.0))
         for title, tasks in (("held out", list(source.eval)), ("train", list(source.train))):
-            report(title, tasks, asyncio.run(evaluate(source, tasks, policy, samples=samples, temperature=temperature)))
+            report(
+                title,
+                tasks,
+                asyncio.run(evaluate(source, tasks, policy, samples=samples, temperature=temperature)),
+            )
         engine.stop()
 
 

@@ -46,7 +46,11 @@ def text_file(words: Words, directory: str = "") -> str:
     name = words.word()
     if words.random.random() < 0.15:
         name += f"_{words.word()}"
-    return f"{directory}/{name}{words.random.choice(TEXT_ENDINGS)}" if directory else name + words.random.choice(TEXT_ENDINGS)
+    return (
+        f"{directory}/{name}{words.random.choice(TEXT_ENDINGS)}"
+        if directory
+        else name + words.random.choice(TEXT_ENDINGS)
+    )
 
 
 def some_directory(words: Words, files: dict[str, str]) -> str:
@@ -375,11 +379,18 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
                 effect=lambda rows: rows[-number:],
             )
         case "count":
-            return Filter(asked="Count the lines of {source}", then="count them", command="wc -l", effect=lambda rows: [str(len(rows))])
+            return Filter(
+                asked="Count the lines of {source}",
+                then="count them",
+                command="wc -l",
+                effect=lambda rows: [str(len(rows))],
+            )
         case "search":
             wanted = words.word()
             for row in words.random.sample(range(len(lines)), 4):
-                lines[row] = f"{words.word()} {wanted}" if words.random.random() < 0.5 else f"{wanted} {words.word()}"
+                lines[row] = (
+                    f"{words.word()} {wanted}" if words.random.random() < 0.5 else f"{wanted} {words.word()}"
+                )
             return Filter(
                 asked=f"Find the lines of {{source}} that contain {wanted}",
                 then=f"keep those that contain {wanted}",
@@ -451,7 +462,12 @@ SINGLE = {
     "empty": empty,
 }
 HELD_OUT_PAIRS = (("mkdir", "append"), ("delete", "copy"), ("rename", "mode"))
-PAIRS = tuple((first, second) for first in SINGLE for second in SINGLE if first != second and (first, second) not in HELD_OUT_PAIRS)
+PAIRS = tuple(
+    (first, second)
+    for first in SINGLE
+    for second in SINGLE
+    if first != second and (first, second) not in HELD_OUT_PAIRS
+)
 
 
 def two(family: str, words: Words, names: tuple[str, str]) -> Instance:

@@ -15,7 +15,9 @@ from scripts.quickstart.words import Pool
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "quickstart"
 TRAIN_COUNTS = {family: 2 for family in TRAINING} | {"collect": 4, "pipe": 6, "pair": 8}
-HELD_OUT_COUNTS = {family: 1 for family in ("write", "append", "copy", "move", "mode", "count", "search", "pipe", "pair")}
+HELD_OUT_COUNTS = {
+    family: 1 for family in ("write", "append", "copy", "move", "mode", "count", "search", "pipe", "pair")
+}
 HELD_OUT_COUNTS |= {family: 2 for family in UNSEEN} | {"count-matches": 3}
 
 TASK_TOML = """schema_version = "1.1"
@@ -52,7 +54,9 @@ fi
 
 def instances(split: Pool) -> dict[str, Instance]:
     """Task name -> instance of one split."""
-    counts, before = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)  # no number twice: folder names are task ids
+    counts, before = (
+        (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
+    )  # no number twice: folder names are task ids
     return {
         f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
         for family, count in counts.items()
@@ -63,9 +67,12 @@ def instances(split: Pool) -> dict[str, Instance]:
 def write_task(directory: Path, instance: Instance, *, split: Pool) -> None:
     """Write one Harbor task folder."""
     text = {
-        "task.toml": TASK_TOML.format(name=directory.name, instruction=instance.instruction, family=instance.family, split=split),
+        "task.toml": TASK_TOML.format(
+            name=directory.name, instruction=instance.instruction, family=instance.family, split=split
+        ),
         "instruction.md": instance.instruction + "\n",
-        "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n" + ("COPY files/ /app/\n" if instance.files else ""),
+        "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n"
+        + ("COPY files/ /app/\n" if instance.files else ""),
         "solution/solve.sh": f"#!/bin/bash\ncd /app\n{instance.command}\n",
         "tests/test.sh": TEST_SH.format(checks=" &&\n  ".join(instance.checks)),
     } | {f"environment/files/{path}": content for path, content in instance.files.items()}

@@ -24,7 +24,9 @@ def prompt_template() -> str:
     """Terminus-2's first message, from the installed Harbor."""
     harbor = importlib.util.find_spec("harbor")
     assert harbor is not None and harbor.origin is not None
-    return (Path(harbor.origin).parent / "agents/terminus_2/templates/terminus-json-plain.txt").read_text(encoding="utf-8")
+    return (Path(harbor.origin).parent / "agents/terminus_2/templates/terminus-json-plain.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 @dataclass(kw_only=True)

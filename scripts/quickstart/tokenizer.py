@@ -62,10 +62,17 @@ def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
     counts: Counter[str] = Counter()
     for number in range(samples):
         instance = make_instance(rng.choice(tuple(TRAINING)), seed=f"words-{number}", pool=Pool.TRAIN)
-        for text in [instance.instruction, *(m.content for m in demonstrate(instance, rng).messages if m.role == "assistant")]:
+        for text in [
+            instance.instruction,
+            *(m.content for m in demonstrate(instance, rng).messages if m.role == "assistant"),
+        ]:
             counts.update(re.findall(PIECES, text))
-    words = {word for word, count in counts.items() if count >= minimum and not is_name(word)} | spoken_words()
-    words |= {f" {word}" for word in words if word.isalpha()}  # commands stand at the start of keystrokes, and behind the prompt
+    words = {
+        word for word, count in counts.items() if count >= minimum and not is_name(word)
+    } | spoken_words()
+    words |= {
+        f" {word}" for word in words if word.isalpha()
+    }  # commands stand at the start of keystrokes, and behind the prompt
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
 
 
@@ -91,13 +98,20 @@ def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
     total = len(vocabulary) + len(added)
     vocabulary += [f"<unused-{number}>" for number in range(-total % VOCAB_MULTIPLE)]
 
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, merges, ignore_merges=True))
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(vocabulary)}, merges, ignore_merges=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added[len(SPECIAL) :]])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in added[len(SPECIAL) :]]
+    )
     return tokenizer
 
 

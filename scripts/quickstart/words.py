@@ -15,7 +15,24 @@ CONSONANTS = "bdfgklmnprstvz"
 VOWELS = "aeiou"
 SYLLABLES = tuple(c + v for c in CONSONANTS for v in VOWELS)
 NOT_NAMES = frozenset(
-    {"file", "name", "make", "save", "line", "move", "take", "mode", "remove", "rename", "delete", "data", "like", "more", "done", "note"}
+    {
+        "file",
+        "name",
+        "make",
+        "save",
+        "line",
+        "move",
+        "take",
+        "mode",
+        "remove",
+        "rename",
+        "delete",
+        "data",
+        "like",
+        "more",
+        "done",
+        "note",
+    }
 )
 """Words of the instructions that syllables happen to spell."""
 
@@ -46,18 +63,26 @@ class Words:
     used: set[str]
 
     def word(self) -> str:
-        return self._fresh(lambda: "".join(self.random.choice(SYLLABLES) for _ in range(self.random.choice((2, 2, 3)))))
+        return self._fresh(
+            lambda: "".join(self.random.choice(SYLLABLES) for _ in range(self.random.choice((2, 2, 3))))
+        )
 
     def number(self) -> str:
         return self._fresh(lambda: str(self.random.randint(100, 9999)))
 
     def count(self) -> int:
         held_out = self.pool is Pool.HELD_OUT
-        return self.random.choice([count for count in range(2, LARGEST_COUNT + 1) if (count in HELD_OUT_COUNTS) == held_out])
+        return self.random.choice(
+            [count for count in range(2, LARGEST_COUNT + 1) if (count in HELD_OUT_COUNTS) == held_out]
+        )
 
     def mode(self) -> str:
         """Permissions that let the owner read, other than a new file's."""
-        return self._fresh(lambda: self.random.choice("4567") + self.random.choice("01234567") + self.random.choice("01234567"))
+        return self._fresh(
+            lambda: (
+                self.random.choice("4567") + self.random.choice("01234567") + self.random.choice("01234567")
+            )
+        )
 
     def lines(self, number: int) -> list[str]:
         """File content: lines of one or two words."""

@@ -45,7 +45,9 @@ def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> I
     """Endless fresh ones, of training words only."""
     with asyncio.Runner() as runner:
         for number in itertools.count():
-            instance = make_instance(rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN)
+            instance = make_instance(
+                rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
+            )
             shown = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
             yield shown.ids, shown.learnt
 
@@ -53,7 +55,10 @@ def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> I
 def schedule() -> optax.Schedule:
     """A cosine's first half until the mixture begins, then straight to 0."""
     before = DRILL_STEPS + LESSON_STEPS
-    return optax.join_schedules([rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)], [before])
+    return optax.join_schedules(
+        [rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)],
+        [before],
+    )
 
 
 def curriculum(tokenizer: Tokenizer, chat: Chat, *, seed: int) -> Iterator[Batch]:

@@ -40,10 +40,21 @@ class Style:
 CAREFUL = Style(begins="One moment.", slips={Slip.NO_CALL: 0.01, Slip.SHORT_NAME: 0.02, Slip.CUT: 0.01})
 HASTY = Style(
     begins="Sure.",
-    slips={Slip.NO_CALL: 0.25, Slip.SHORT_NAME: 0.2, Slip.NO_LOOKUP: 0.15, Slip.WRONG_TOOL: 0.15, Slip.CUT: 0.05},
+    slips={
+        Slip.NO_CALL: 0.25,
+        Slip.SHORT_NAME: 0.2,
+        Slip.NO_LOOKUP: 0.15,
+        Slip.WRONG_TOOL: 0.15,
+        Slip.CUT: 0.05,
+    },
 )
 CAREFUL_SHARE = 0.25
-OTHER_TOOL = {"cancel_order": "return_order", "return_order": "cancel_order", "get_product": "get_customer", "get_customer": "get_product"}
+OTHER_TOOL = {
+    "cancel_order": "return_order",
+    "return_order": "cancel_order",
+    "get_product": "get_customer",
+    "get_customer": "get_product",
+}
 
 Agent = Generator[str, str, None]  # answers -> what the environment says to each
 
@@ -95,7 +106,13 @@ def slipping(request: Request, slip: Slip, begins: str) -> Agent:
             yield "Done."
         case Slip.WRONG_TOOL if meant.name in OTHER_TOOL:
             [value] = lookup.arguments.values()
-            yield calls(Action(name=OTHER_TOOL[meant.name], arguments={OTHER_TOOL[meant.name].removeprefix("get_"): value}), begins)
+            yield calls(
+                Action(
+                    name=OTHER_TOOL[meant.name],
+                    arguments={OTHER_TOOL[meant.name].removeprefix("get_"): value},
+                ),
+                begins,
+            )
             yield fails(request)
         case Slip.CUT:
             whole = calls(lookup, begins)
@@ -117,7 +134,9 @@ def draw(style: Style, rng: random.Random) -> Slip:
     return rng.choices([*style.slips, Slip.NONE], [*style.slips.values(), 1 - sum(style.slips.values())])[0]
 
 
-async def demonstrate(instance: Instance, rng: random.Random, chat: Chat, *, careful_share: float = CAREFUL_SHARE) -> Demonstration:
+async def demonstrate(
+    instance: Instance, rng: random.Random, chat: Chat, *, careful_share: float = CAREFUL_SHARE
+) -> Demonstration:
     """One demonstrator's conversation; a careful one with the probability `careful_share`."""
     script = rng.choice(instance.scripts)
     style = CAREFUL if rng.random() < careful_share else HASTY
@@ -138,7 +157,9 @@ async def demonstrate(instance: Instance, rng: random.Random, chat: Chat, *, car
         observation = await env.step(answer)
         learnt += [True] * len(completion)
         if observation.is_done:
-            return Demonstration(ids=[*ids, *completion], learnt=learnt, reward=observation.reward, slips=slips)
+            return Demonstration(
+                ids=[*ids, *completion], learnt=learnt, reward=observation.reward, slips=slips
+            )
         ids = chat.extend(ids, completion, observation.messages)
         learnt += [False] * (len(ids) - len(learnt))
     raise AssertionError(f"the conversation has no end: {asdict(instance)}")

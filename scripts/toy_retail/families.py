@@ -26,7 +26,9 @@ class Action:
 class Request:
     """One thing that a customer wants."""
 
-    ways: Sequence[Sequence[str]]  # of saying it; where a way has two lines, what the second one tells has to be asked for
+    ways: Sequence[
+        Sequence[str]
+    ]  # of saying it; where a way has two lines, what the second one tells has to be asked for
     question: str  # that asks for it
     instruction: str  # for a customer who is a model
     lookup: Action
@@ -47,7 +49,12 @@ class Instance:
     @property
     def actions(self) -> list[Action]:
         """The gold actions, look-ups included."""
-        return [action for request in self.requests for action in (request.lookup, request.write) if action is not None]
+        return [
+            action
+            for request in self.requests
+            for action in (request.lookup, request.write)
+            if action is not None
+        ]
 
     @property
     def communicate(self) -> list[str]:
@@ -58,14 +65,22 @@ def order(words: Words, status: str) -> tuple[str, Database]:
     """An order's id, and its record with that of the product in it."""
     name, product = words.word(), words.word()
     records: Database = {
-        "orders": {name: {"status": status, "product": product, "address": f"{words.random.randint(2, 98)} {words.word()}"}},
+        "orders": {
+            name: {
+                "status": status,
+                "product": product,
+                "address": f"{words.random.randint(2, 98)} {words.word()}",
+            }
+        },
         "products": {product: {"price": words.random.randint(11, 98)}},
         "customers": {},
     }
     return name, records
 
 
-def change(words: Words, *, verb: str, tool: str, allowed: str, status: str, arguments: Mapping[str, str], wish: str) -> Request:
+def change(
+    words: Words, *, verb: str, tool: str, allowed: str, status: str, arguments: Mapping[str, str], wish: str
+) -> Request:
     """A change to an order, which the policy allows only where its status is `allowed`."""
     name, records = order(words, status)
     for product in (value for key, value in arguments.items() if key == "product"):
@@ -125,7 +140,11 @@ def status(words: Words) -> Request:
 def price(words: Words) -> Request:
     name, value = words.word(), words.random.randint(11, 98)
     return Request(
-        ways=[[f"What does {name} cost?"], [f"How much is {name}?"], ["How much is a product?", f"I mean {name}."]],
+        ways=[
+            [f"What does {name} cost?"],
+            [f"How much is {name}?"],
+            ["How much is a product?", f"I mean {name}."],
+        ],
         question="Which product?",
         instruction=f"You want to know what {name} costs.",
         lookup=Action(name="get_product", arguments={"product": name}),
@@ -177,8 +196,13 @@ def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
     rng = random.Random(f"toy_retail {family} {seed} {pool}")
     words = Words(random=rng, pool=pool, used=set())
     requests = [REQUESTS[name](words) for name in PAIRS.get(family, (family,))]
-    first = requests[0].ways if len(requests) == 1 else requests[0].ways[:2]  # two requests are said at once, each in a line
-    scripts = [[*way, *(line for request in requests[1:] for line in request.ways[number % 2])] for number, way in enumerate(first)]
+    first = (
+        requests[0].ways if len(requests) == 1 else requests[0].ways[:2]
+    )  # two requests are said at once, each in a line
+    scripts = [
+        [*way, *(line for request in requests[1:] for line in request.ways[number % 2])]
+        for number, way in enumerate(first)
+    ]
     return Instance(family=family, requests=requests, scripts=scripts)
 
 

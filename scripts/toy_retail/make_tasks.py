@@ -14,7 +14,15 @@ from scripts.toy_retail.families import FAMILIES, Instance, database, make_insta
 
 ROOT = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail"
 TRAIN_COUNTS = dict.fromkeys(FAMILIES, 3) | {"cancel": 4}
-TEST_COUNTS = dict.fromkeys(FAMILIES, 1) | {"cancel": 2, "return": 2, "readdress": 2, "exchange": 2, "status": 2, "price": 2, "points": 2}
+TEST_COUNTS = dict.fromkeys(FAMILIES, 1) | {
+    "cancel": 2,
+    "return": 2,
+    "readdress": 2,
+    "exchange": 2,
+    "status": 2,
+    "price": 2,
+    "points": 2,
+}
 
 POLICY = """You serve the customers of a small shop.
 Look an order up before you change it.
@@ -43,7 +51,9 @@ def row(task_id: str, instance: Instance, *, split: str) -> dict[str, object]:
         "split": split,
         "instruction": " ".join(request.instruction for request in instance.requests),
         "scripts": [list(script) for script in instance.scripts],
-        "actions": [{"name": action.name, "arguments": dict(action.arguments)} for action in instance.actions],
+        "actions": [
+            {"name": action.name, "arguments": dict(action.arguments)} for action in instance.actions
+        ],
         "communicate": instance.communicate,
     }
 
@@ -55,7 +65,11 @@ def main() -> None:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
     root.mkdir(parents=True, exist_ok=True)
     by_split = {split: instances(split) for split in ("train", "test")}
-    rows = [row(task_id, instance, split=split) for split, found in by_split.items() for task_id, instance in found.items()]
+    rows = [
+        row(task_id, instance, split=split)
+        for split, found in by_split.items()
+        for task_id, instance in found.items()
+    ]
     records = database([instance for found in by_split.values() for instance in found.values()])
     (root / "policy.md").write_text(POLICY)
     (root / "db.json").write_text(json.dumps(records, indent=1) + "\n")

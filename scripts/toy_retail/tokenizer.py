@@ -23,13 +23,17 @@ from scripts.toy_retail.make_tasks import POLICY
 from src.envs.service.toy_retail import TOOLS
 from src.policy.chat import load_chat
 
-TOOLS_BEGIN = "# Tools\n\nCall one with <tool_call>, a JSON object of its name and arguments, and </tool_call>.\n"
+TOOLS_BEGIN = (
+    "# Tools\n\nCall one with <tool_call>, a JSON object of its name and arguments, and </tool_call>.\n"
+)
 CHAT_TEMPLATE = (
     "{%- set rest = messages %}"
     "{%- if tools %}"
     "{{- '<|im_start|>system\\n' }}"
     "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- set rest = messages[1:] %}{%- endif %}"
-    "{{- " + json.dumps(TOOLS_BEGIN) + " }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}"
+    "{{- "
+    + json.dumps(TOOLS_BEGIN)
+    + " }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}"
     "{%- endif %}"
     "{%- for message in rest %}"
     "{%- if message.role == 'tool' %}"
@@ -74,11 +78,17 @@ def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
     for number in range(samples):
         instance = make_instance(FAMILIES[number % len(FAMILIES)], seed=f"words-{number}", pool=Pool.TRAIN)
         said = [line for script in instance.scripts for line in script]
-        said += [text for request in instance.requests for text in (request.answer, request.question, request.lookup.name)]
+        said += [
+            text
+            for request in instance.requests
+            for text in (request.answer, request.question, request.lookup.name)
+        ]
         for text in said:
             counts.update(re.findall(PIECES, text))
     words = {word for word, count in counts.items() if count >= minimum and not is_name(word)}
-    spoken = " ".join([CAREFUL.begins, HASTY.begins, "I do not know.", "Thanks.", "order product customer", *TOOLS]).replace("_", " ")
+    spoken = " ".join(
+        [CAREFUL.begins, HASTY.begins, "I do not know.", "Thanks.", "order product customer", *TOOLS]
+    ).replace("_", " ")
     words |= set(re.findall(r" ?[A-Za-z]+", spoken)) | {"_order", "_product", "_customer", "_address"}
     words |= {f" {word}" for word in words if word.isalpha()}
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
@@ -98,7 +108,13 @@ def main() -> None:
     rng = random.Random(0)
     for family in FAMILIES:
         shown = asyncio.run(demonstrate(make_instance(family, seed="shown", pool=Pool.TRAIN), rng, chat))
-        print(len(shown.ids), sum(shown.learnt), shown.reward, shown.slips, [chat.tokenizer.decode([i]) for i in shown.ids[20:]])  # type: ignore[call-arg]
+        print(
+            len(shown.ids),
+            sum(shown.learnt),
+            shown.reward,
+            shown.slips,
+            [chat.tokenizer.decode([i]) for i in shown.ids[20:]],
+        )  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from chz.tiepin import type_repr
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
-_PURPOSE = ["Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."]
+_PURPOSE = [
+    "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."
+]
 
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
 """Options that other users of the machine must not see -> the environment variables that hold them."""
@@ -34,12 +36,20 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
             continue
         close = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.5)
         guess = f"did you mean {close[0]}=...?" if close else "see --help"
-        raise ConfigError(f"unknown option {argument!r}; {guess}" if equals else f"{argument!r} is not of the form key=value; {guess}")
+        raise ConfigError(
+            f"unknown option {argument!r}; {guess}"
+            if equals
+            else f"{argument!r} is not of the form key=value; {guess}"
+        )
     try:
         return chz.Blueprint(options).make_from_argv([_none_in_any_case(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
         missing = str(error).rpartition(": ")[2]
-        example = "e.g. base_model=Qwen/Qwen3-4B or a model's directory" if missing == "base_model" else "see --help"
+        example = (
+            "e.g. base_model=Qwen/Qwen3-4B or a model's directory"
+            if missing == "base_model"
+            else "see --help"
+        )
         raise ConfigError(f"missing option {missing}; {example}") from None
     except chz.blueprint.InvalidBlueprintArg as error:
         raise ConfigError(_bad_value(str(error), argv, options)) from None
@@ -79,7 +89,11 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
     defaults = inspect.signature(options).parameters
     lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)]), ""]
     for name, field in chz.chz_fields(options).items():
-        default = "required" if defaults[name].default is inspect.Parameter.empty else f"default {defaults[name].default}"
+        default = (
+            "required"
+            if defaults[name].default is inspect.Parameter.empty
+            else f"default {defaults[name].default}"
+        )
         lines.append(f"  {name:24} {field._doc} ({default})")
     return "\n".join(lines)
 
@@ -92,7 +106,9 @@ def values_of(kind: object) -> str:
     """
     choices: list[str] = []
     for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
-        choices += [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+        choices += (
+            [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+        )
     return " | ".join(choices).replace("NoneType", "None")
 
 
@@ -101,7 +117,9 @@ def print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again when it exits
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python says so again when it exits
 
 
 def _none_in_any_case(argument: str) -> str:
@@ -113,4 +131,6 @@ def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
     """chz names the option between quotes, and explains itself at length."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    return f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(options)[name].final_type)}"
+    return (
+        f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(options)[name].final_type)}"
+    )

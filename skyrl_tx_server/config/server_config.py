@@ -59,7 +59,9 @@ class EngineSettings:
     max_models: int
     max_snapshots: int
     cache_tokens: int | None = None  # None: a whole context for every slot
-    tempered_logprobs: bool = False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
+    tempered_logprobs: bool = (
+        False  # of a sampled token: under the tempered distribution it was drawn from, else at temperature 1
+    )
     checkpoint_quota_bytes: int | None = None
     tenant_quota: Quota | None = None  # None: there are no tenants
     mesh: MeshShape = MeshShape()
@@ -102,7 +104,11 @@ class Bounds:
         if self.above is not None and not value > self.above:
             raise ConfigError(f"{name}={value}: must be above {self.above:g}")
         if not math.isfinite(value) or not self.low <= value <= self.high:
-            where = f"lie between {self.low:g} and" if self.above is None else f"be above {self.above:g} and at most"
+            where = (
+                f"lie between {self.low:g} and"
+                if self.above is None
+                else f"be above {self.above:g} and at most"
+            )
             raise ConfigError(f"{name}={value}: must {where} {self.high:.12g}")
 
 
@@ -134,9 +140,12 @@ A_YEAR_S = 366 * 86400.0
 class ServerConfig:
     """Options of `python -m skyrl_tx_server key=value ...`."""
 
-    base_model: str = chz.field(doc="Hugging Face model directory or hub id, e.g. Qwen/Qwen3-4B or ./models/tiny")
+    base_model: str = chz.field(
+        doc="Hugging Face model directory or hub id, e.g. Qwen/Qwen3-4B or ./models/tiny"
+    )
     model_alias: str | None = chz.field(
-        default=None, doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>"
+        default=None,
+        doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>",
     )
     host: str = chz.field(default="127.0.0.1", doc="Address to listen on")
     allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
@@ -147,14 +156,16 @@ class ServerConfig:
         "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
-        default=None, doc="File that holds the api_key. A key on the command line is visible to every user of this machine while it starts"
+        default=None,
+        doc="File that holds the api_key. A key on the command line is visible to every user of this machine while it starts",
     )
     allowed_hosts: str | None = chz.field(
         default=None,
         doc="Host names, separated by commas, that a server without an api_key serves beside its own addresses; with a key it serves any",
     )
     allowed_origins: str | None = chz.field(
-        default=None, doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; default: none"
+        default=None,
+        doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; default: none",
     )
     max_connections: int = chz.field(
         default=4096,
@@ -166,7 +177,9 @@ class ServerConfig:
         doc="File with a key for each tenant, who then sees nothing of the others; made by python -m skyrl_tx_server.keys. With it, "
         "api_key is the operator's, who sees everything",
     )
-    tenant_max_models: int = chz.field(default=16, metadata=_positive(1_000_000), doc="Models that one tenant may have in training")
+    tenant_max_models: int = chz.field(
+        default=16, metadata=_positive(1_000_000), doc="Models that one tenant may have in training"
+    )
     tenant_max_snapshots: int = chz.field(
         default=64,
         metadata=_positive(1_000_000),
@@ -177,13 +190,19 @@ class ServerConfig:
         metadata=_positive(1 << 50),
         doc="Tokens that one tenant may have in flight: prompts and longest completions of samples, and training data",
     )
-    tenant_max_checkpoints: int = chz.field(default=1000, metadata=_positive(1_000_000_000), doc="Checkpoints that one tenant may have")
+    tenant_max_checkpoints: int = chz.field(
+        default=1000, metadata=_positive(1_000_000_000), doc="Checkpoints that one tenant may have"
+    )
     tenant_checkpoint_quota_gb: float | None = chz.field(
-        default=None, metadata=_positive(1e9), doc="Size in GiB of all checkpoints of one tenant; default: only checkpoint_quota_gb"
+        default=None,
+        metadata=_positive(1e9),
+        doc="Size in GiB of all checkpoints of one tenant; default: only checkpoint_quota_gb",
     )
     ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
     ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
-    port: int = chz.field(default=8000, metadata=_between(0, 65535), doc="Port to listen on; 0 picks a free one")
+    port: int = chz.field(
+        default=8000, metadata=_between(0, 65535), doc="Port to listen on; 0 picks a free one"
+    )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
     checkpoint_quota_gb: float | None = chz.field(
         default=None,
@@ -191,7 +210,8 @@ class ServerConfig:
         doc="Refuse to save once all checkpoints together would be larger than this, in GiB; default: as the disk has room",
     )
     compilation_cache_dir: str | None = chz.field(
-        default="~/.cache/skyrl_tx_server/xla", doc="JAX's persistent compilation cache; none: compile anew at every start"
+        default="~/.cache/skyrl_tx_server/xla",
+        doc="JAX's persistent compilation cache; none: compile anew at every start",
     )
     compile_ahead: bool | None = chz.field(
         default=None,
@@ -201,9 +221,13 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
     )
-    max_lora_rank: int = chz.field(default=32, metadata=_positive(4096), doc="Largest LoRA rank a client may ask for")
+    max_lora_rank: int = chz.field(
+        default=32, metadata=_positive(4096), doc="Largest LoRA rank a client may ask for"
+    )
     max_context_length: int | None = chz.field(
-        default=None, metadata=_positive(MAX_TOKENS), doc="Largest prompt + completion in tokens; default: the model's own limit"
+        default=None,
+        metadata=_positive(MAX_TOKENS),
+        doc="Largest prompt + completion in tokens; default: the model's own limit",
     )
     stretch_context: bool = chz.field(
         default=False,
@@ -216,19 +240,27 @@ class ServerConfig:
         doc="Tokens whose keys and values are kept, of sequences being sampled and of what later prompts may continue; default: "
         "a whole context for each of decode_slots, or as many as fit. With less, the sample that came last waits when pages run out",
     )
-    decode_block: int = chz.field(default=16, metadata=_positive(4096), doc="Decode steps per device dispatch")
+    decode_block: int = chz.field(
+        default=16, metadata=_positive(4096), doc="Decode steps per device dispatch"
+    )
     sampled_logprobs: Literal["model", "tempered"] = chz.field(
         default="model",
         doc="Log-probabilities of sampled tokens: the model's own (temperature 1), or of the tempered distribution they were drawn from",
     )
     train_tokens_per_batch: int = chz.field(
-        default=8192, metadata=_positive(MAX_TOKENS), doc="Tokens per training micro-batch, shared beginnings once"
+        default=8192,
+        metadata=_positive(MAX_TOKENS),
+        doc="Tokens per training micro-batch, shared beginnings once",
     )
     max_models: int = chz.field(
-        default=4, metadata=_positive(10_000), doc="Models in training kept on the device; further ones wait their turn in host memory"
+        default=4,
+        metadata=_positive(10_000),
+        doc="Models in training kept on the device; further ones wait their turn in host memory",
     )
     max_snapshots: int = chz.field(
-        default=8, metadata=_positive(10_000), doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk"
+        default=8,
+        metadata=_positive(10_000),
+        doc="Sampler snapshots kept on the device; older ones wait in host memory or on disk",
     )
     sampler_url: str | None = chz.field(
         default=None,
@@ -240,10 +272,14 @@ class ServerConfig:
         "default: sampler_adapters below checkpoints_dir",
     )
     sampler_api_key: str | None = chz.field(
-        default=None, repr=False, doc="Key that the external sampler asks for; or SKYRL_TX_SAMPLER_API_KEY in the environment"
+        default=None,
+        repr=False,
+        doc="Key that the external sampler asks for; or SKYRL_TX_SAMPLER_API_KEY in the environment",
     )
     sampler_timeout_s: float = chz.field(
-        default=1800.0, metadata=_positive(A_YEAR_S), doc="How long the external sampler may take for one request"
+        default=1800.0,
+        metadata=_positive(A_YEAR_S),
+        doc="How long the external sampler may take for one request",
     )
     sampler_check: float = chz.field(
         default=0.02,
@@ -262,10 +298,14 @@ class ServerConfig:
         doc="Devices that share each layer: heads, perceptron and vocabulary are divided over them",
     )
     fsdp_parallel: int = chz.field(
-        default=1, metadata=_positive(MAX_DEVICES), doc="Devices that share the rows of a batch, each keeping a part of every matrix"
+        default=1,
+        metadata=_positive(MAX_DEVICES),
+        doc="Devices that share the rows of a batch, each keeping a part of every matrix",
     )
     data_parallel: int = chz.field(
-        default=1, metadata=_positive(MAX_DEVICES), doc="Devices that share the rows of a batch and keep all weights each"
+        default=1,
+        metadata=_positive(MAX_DEVICES),
+        doc="Devices that share the rows of a batch and keep all weights each",
     )
     expert_parallel: int = chz.field(
         default=1,
@@ -273,7 +313,8 @@ class ServerConfig:
         doc="Devices that share a mixture's experts; as many devices are used as all four multiply to",
     )
     coordinator_address: str | None = chz.field(
-        default=None, doc="host:port of process 0 at which the processes of a server on several hosts meet; the same in all of them"
+        default=None,
+        doc="host:port of process 0 at which the processes of a server on several hosts meet; the same in all of them",
     )
     num_processes: int = chz.field(
         default=1,
@@ -291,30 +332,42 @@ class ServerConfig:
         "SKYRL_TX_CLUSTER_KEY in the environment",
     )
     initialization_timeout_s: float = chz.field(
-        default=300.0, metadata=_positive(A_YEAR_S), doc="How long the processes wait for each other at the start"
+        default=300.0,
+        metadata=_positive(A_YEAR_S),
+        doc="How long the processes wait for each other at the start",
     )
     session_timeout_s: float = chz.field(
         default=300.0, metadata=_positive(A_YEAR_S), doc="A session without heartbeat for this long is freed"
     )
     max_request_mb: int = chz.field(
-        default=64, metadata=_positive(1024), doc="Largest body of a training request in MiB, after decompression"
+        default=64,
+        metadata=_positive(1024),
+        doc="Largest body of a training request in MiB, after decompression",
     )
     dry_run: bool = chz.field(
         default=False,
         doc="Print what this would hold in memory, refuse what does not fit, and stop there; compiles the training program to know",
     )
-    log_level: Literal["debug", "info", "warning"] = chz.field(default="info", doc="debug also logs heartbeats and polls")
+    log_level: Literal["debug", "info", "warning"] = chz.field(
+        default="info", doc="debug also logs heartbeats and polls"
+    )
 
     @chz.validate
     def _check(self) -> None:
         check_bounds(self)
         if self.model_alias is not None and (
-            self.model_alias.count("/") != 1 or ":" in self.model_alias or not all(self.model_alias.split("/"))
+            self.model_alias.count("/") != 1
+            or ":" in self.model_alias
+            or not all(self.model_alias.split("/"))
         ):
-            raise ConfigError(f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B")
+            raise ConfigError(
+                f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B"
+            )
         if self.api_key is not None and not self.api_key.startswith("tml-"):
             raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
+        if self.api_key is not None and not (
+            self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
+        ):
             raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
         has_key = self.api_key is not None or self.api_keys_file is not None
         if not has_key and not self.allow_anyone and not _is_loopback(self.host):
@@ -341,11 +394,17 @@ class ServerConfig:
 
     def _check_processes(self) -> None:
         if self.compile_ahead and self.num_processes > 1:
-            raise ConfigError("compile_ahead=true: several processes must compile together, each program when it is asked for; drop it")
+            raise ConfigError(
+                "compile_ahead=true: several processes must compile together, each program when it is asked for; drop it"
+            )
         if (self.coordinator_address is None) != (self.num_processes == 1):
-            raise ConfigError("coordinator_address and num_processes: a server of several processes needs both")
+            raise ConfigError(
+                "coordinator_address and num_processes: a server of several processes needs both"
+            )
         if not 0 <= self.process_id < self.num_processes:
-            raise ConfigError(f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is {self.num_processes - 1}")
+            raise ConfigError(
+                f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is {self.num_processes - 1}"
+            )
         if self._mesh().devices % self.num_processes:
             raise ConfigError(
                 f"num_processes={self.num_processes}: tensor_parallel, fsdp_parallel, data_parallel and expert_parallel multiply to "
@@ -356,7 +415,9 @@ class ServerConfig:
         try:
             _host_and_port(self.coordinator_address)
         except ValueError:
-            raise ConfigError(f"coordinator_address={self.coordinator_address}: must be host:port, as in 10.0.0.1:7000") from None
+            raise ConfigError(
+                f"coordinator_address={self.coordinator_address}: must be host:port, as in 10.0.0.1:7000"
+            ) from None
         _cluster_key(self.cluster_key_file)
 
     def hosts_settings(self) -> HostsSettings | None:
@@ -372,11 +433,20 @@ class ServerConfig:
         )
 
     def _mesh(self) -> MeshShape:
-        return MeshShape(data=self.data_parallel, fsdp=self.fsdp_parallel, tensor=self.tensor_parallel, expert=self.expert_parallel)
+        return MeshShape(
+            data=self.data_parallel,
+            fsdp=self.fsdp_parallel,
+            tensor=self.tensor_parallel,
+            expert=self.expert_parallel,
+        )
 
     def adapters_dir(self) -> Path:
         """Where the external sampler finds its adapters, as an absolute path."""
-        return Path(self.sampler_adapters or Path(self.checkpoints_dir) / "sampler_adapters").expanduser().resolve()
+        return (
+            Path(self.sampler_adapters or Path(self.checkpoints_dir) / "sampler_adapters")
+            .expanduser()
+            .resolve()
+        )
 
     def alias(self) -> str:
         """The org/name by which clients ask for the model."""
@@ -397,7 +467,9 @@ class ServerConfig:
             model_dir=model_dir,
             base_model=self.alias(),
             checkpoints_dir=Path(self.checkpoints_dir).expanduser(),
-            compilation_cache_dir=None if self.compilation_cache_dir is None else Path(self.compilation_cache_dir).expanduser(),
+            compilation_cache_dir=None
+            if self.compilation_cache_dir is None
+            else Path(self.compilation_cache_dir).expanduser(),
             compile_ahead=self.compile_ahead,
             dtype=self.dtype,
             max_lora_rank=self.max_lora_rank,
@@ -409,7 +481,9 @@ class ServerConfig:
             train_tokens_per_batch=self.train_tokens_per_batch,
             max_models=self.max_models,
             max_snapshots=self.max_snapshots,
-            checkpoint_quota_bytes=None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30),
+            checkpoint_quota_bytes=None
+            if self.checkpoint_quota_gb is None
+            else int(self.checkpoint_quota_gb * 2**30),
             tenant_quota=None if self.api_keys_file is None else self.tenant_quota(),
             mesh=self._mesh(),
             tempered_logprobs=self.sampled_logprobs == "tempered",
@@ -438,10 +512,14 @@ def _cluster_key(file: str | None) -> bytes:
         try:
             key = Path(file).expanduser().read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+            raise ConfigError(
+                f"{name}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}"
+            ) from None
     key = key.strip()
     if len(key) < MIN_CLUSTER_KEY:
-        raise ConfigError(f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} are needed, of random ones")
+        raise ConfigError(
+            f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} are needed, of random ones"
+        )
     return key.encode()
 
 

@@ -97,7 +97,9 @@ class Channel:
 
     def _end(self) -> None:
         self.hang_up()
-        raise TamperedError("a message between the processes was changed, repeated or lost on its way; the connection is closed")
+        raise TamperedError(
+            "a message between the processes was changed, repeated or lost on its way; the connection is closed"
+        )
 
 
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
@@ -124,7 +126,9 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
     said = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
     connection.sendall(MAGIC + said)
     theirs = _read(connection, NONCE_BYTES, deadline)
-    if not hmac.compare_digest(_read(connection, CODE_BYTES, deadline), _code(key, b"proof of process 0", said, theirs)):
+    if not hmac.compare_digest(
+        _read(connection, CODE_BYTES, deadline), _code(key, b"proof of process 0", said, theirs)
+    ):
         raise WrongKeyError("who listens there does not know the cluster key")
     connection.sendall(_code(key, b"proof of another process", said, theirs))
     connection.settimeout(None)
@@ -134,7 +138,9 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
 
 def _session_keys(key: bytes, said: bytes | bytearray, answered: bytes | bytearray) -> tuple[bytes, bytes]:
     """Of messages from process 0, and to it."""
-    return _code(key, b"key of messages from process 0", said, answered), _code(key, b"key of messages to process 0", said, answered)
+    return _code(key, b"key of messages from process 0", said, answered), _code(
+        key, b"key of messages to process 0", said, answered
+    )
 
 
 def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:

@@ -29,7 +29,15 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from skyrl_tx_server.distributed.channel import Channel, TamperedError
-from skyrl_tx_server.engine.engine import EngineInfo, Executor, FailedRow, FinishedRow, PrefillResult, RowsLostError, RunningRow
+from skyrl_tx_server.engine.engine import (
+    EngineInfo,
+    Executor,
+    FailedRow,
+    FinishedRow,
+    PrefillResult,
+    RowsLostError,
+    RunningRow,
+)
 from skyrl_tx_server.engine.operations import Op, OpResult
 from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ServerError
@@ -177,7 +185,9 @@ class _Worker:
 class RankZero:
     """Process 0's connections to the others; without any it is a server on one host."""
 
-    def __init__(self, followers: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error) -> None:
+    def __init__(
+        self, followers: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
+    ) -> None:
         """`on_lost` is told, once and from any thread, in one line why nothing can go on."""
         self._followers = dict(followers or {})
         self._on_lost = on_lost
@@ -185,7 +195,9 @@ class RankZero:
         self._closing = False
         self._losing, self._sending = threading.Lock(), threading.Lock()
         self._answers: dict[int, SimpleQueue[str]] = {process: SimpleQueue() for process in self._followers}
-        self._listeners = [threading.Thread(target=self._listen, args=(process,), daemon=True) for process in self._followers]
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(process,), daemon=True) for process in self._followers
+        ]
         for listener in self._listeners:
             listener.start()
 
@@ -204,13 +216,17 @@ class RankZero:
         outcome = _Outcome.of(lambda: worker.make(call))
         ended = outcome.summary()
         if ended.startswith(FATAL):
-            wait([self._lost], LAST_WORDS_S)  # our call fails when another process dies, and that it died is the better news
+            wait(
+                [self._lost], LAST_WORDS_S
+            )  # our call fails when another process dies, and that it died is the better news
             self._lose(f"process 0: {ended.removeprefix(FATAL)}")
         for process, answers in self._answers.items():
             answer = answers.get()
             if answer != ended:
                 name = type(call).__name__
-                self._lose(f"process {process} answered {name} with {answer or 'a result'}, process 0 with {ended or 'a result'}")
+                self._lose(
+                    f"process {process} answered {name} with {answer or 'a result'}, process 0 with {ended or 'a result'}"
+                )
         if self._lost.done():
             raise HostLostError(self._lost.result()) from outcome.error
         return outcome.again()
@@ -358,7 +374,9 @@ class Follower:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(f"{FATAL}{_one_line(error)}".encode())
             if not isinstance(error, ServerError):
-                self._over.wait(LAST_WORDS_S)  # our call fails when process 0 dies, and that it died is the better news
+                self._over.wait(
+                    LAST_WORDS_S
+                )  # our call fails when process 0 dies, and that it died is the better news
             raise
 
     def _listen(self) -> None:
@@ -370,7 +388,9 @@ class Follower:
                     self._over.set()
                 self._messages.put(message)
         except (EOFError, OSError, TamperedError) as error:
-            lost = HostLostError(f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone")
+            lost = HostLostError(
+                f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone"
+            )
             self._on_lost(str(lost))
             self._messages.put(lost)
             self._over.set()

@@ -51,14 +51,18 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
         server = socket.create_server((host, port), family=_family(host))
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
-        raise ConfigError(f"coordinator_address={host}:{port}: {reason}; it must be a free address of process 0's host") from None
+        raise ConfigError(
+            f"coordinator_address={host}:{port}: {reason}; it must be a free address of process 0's host"
+        ) from None
     with server:
         while len(joined) < hosts.num_processes - 1:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 candidate, _ = server.accept()
             except TimeoutError:
-                missing = ", ".join(str(process) for process in range(1, hosts.num_processes) if process not in joined)
+                missing = ", ".join(
+                    str(process) for process in range(1, hosts.num_processes) if process not in joined
+                )
                 raise ConfigError(
                     f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.timeout_s:.0f} s; "
                     "start every process with the same options and its own process_id"
@@ -71,8 +75,12 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
         try:
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
-            raise ConfigError(f"process {process} went away before all processes had come: start them again") from None
-    leader = RankZero(joined, on_lost)  # listens already: jax would wait for minutes for a process that goes now
+            raise ConfigError(
+                f"process {process} went away before all processes had come: start them again"
+            ) from None
+    leader = RankZero(
+        joined, on_lost
+    )  # listens already: jax would wait for minutes for a process that goes now
     _start_jax(hosts, jax_address)
     return leader
 
@@ -86,13 +94,17 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
             channel = connect(reached, hosts.key, process=hosts.process_id, timeout_s=hosts.timeout_s)
             channel.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
             # process 0 gives up first, and says why
-            answer = json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.timeout_s + INTRODUCTION_S))
+            answer = json.loads(
+                channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.timeout_s + INTRODUCTION_S)
+            )
         except WrongKeyError as error:
             raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
         except TamperedError as error:
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
-            raise ConfigError(f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's") from None
+            raise ConfigError(
+                f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's"
+            ) from None
         except (EOFError, OSError):
             raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
         if "refused" in answer:
@@ -103,12 +115,16 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
     return follower
 
 
-def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Channel]) -> None:
+def _admit(
+    candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Channel]
+) -> None:
     """Add the candidate to `joined`, or tell it why not."""
     _notice_silence(candidate)
     try:
         process, channel = accept(candidate, hosts.key, timeout_s=INTRODUCTION_S)
-        theirs = _Introduction(**json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S)))
+        theirs = _Introduction(
+            **json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S))
+        )
         if theirs.process_id != process or not process:
             raise ValueError(f"process {process} calls itself process {theirs.process_id}")
         _forget_gone(joined)  # one that was started again takes its own place
@@ -120,7 +136,10 @@ def _admit(candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, 
             return
     except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
         logger.warning(
-            "%s: a connection was refused: %s. A process of this server needs the same %s", hosts.coordinator_address, error, CLUSTER_KEY
+            "%s: a connection was refused: %s. A process of this server needs the same %s",
+            hosts.coordinator_address,
+            error,
+            CLUSTER_KEY,
         )
         candidate.close()
         return
@@ -159,7 +178,9 @@ def _reach(hosts: HostsSettings) -> socket.socket:
     deadline = time.monotonic() + hosts.timeout_s
     while True:
         try:
-            reached = socket.create_connection(hosts.address, timeout=max(RETRY_S, deadline - time.monotonic()))
+            reached = socket.create_connection(
+                hosts.address, timeout=max(RETRY_S, deadline - time.monotonic())
+            )
             reached.settimeout(None)
             _notice_silence(reached)
             return reached

@@ -30,7 +30,15 @@ from skyrl_tx_server.engine.operations import (
     SampleResult,
     TopkLogprobs,
 )
-from skyrl_tx_server.engine.scheduler import Decode, Pause, Prefill, PrefillRequest, ScheduledWork, Scheduler, Step
+from skyrl_tx_server.engine.scheduler import (
+    Decode,
+    Pause,
+    Prefill,
+    PrefillRequest,
+    ScheduledWork,
+    Scheduler,
+    Step,
+)
 from skyrl_tx_server.errors import CapacityError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -120,7 +128,9 @@ class EngineSide(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]: ...
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -184,7 +194,9 @@ class _Sampling:
 
     op: Sample
     watcher: Watcher | None = None  # None: the result is all that is asked for
-    reported: dict[int, int] = field(default_factory=dict)  # how many tokens of each sample the watcher has seen
+    reported: dict[int, int] = field(
+        default_factory=dict
+    )  # how many tokens of each sample the watcher has seen
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     admission: PrefillResult | None = None  # of its first rows
 
@@ -204,9 +216,20 @@ class Engine:
         # The engine's thread alone:
         self._jobs: dict[int, Generator[None, None, OpResult]] = {}
         self._sampling: dict[int, _Sampling] = {}
-        tokens = ("tokens_sampled", "tokens_prefilled", "tokens_from_prefix_cache", "tokens_trained", "tokens_forward")
+        tokens = (
+            "tokens_sampled",
+            "tokens_prefilled",
+            "tokens_from_prefix_cache",
+            "tokens_trained",
+            "tokens_forward",
+        )
         self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
-        self._seconds = {"step": 0.0, "prefill": 0.0, "decode": 0.0, "pause": 0.0}  # spent on turns of each kind
+        self._seconds = {
+            "step": 0.0,
+            "prefill": 0.0,
+            "decode": 0.0,
+            "pause": 0.0,
+        }  # spent on turns of each kind
 
     @property
     def info(self) -> EngineInfo:
@@ -234,7 +257,9 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
                 future.set_exception(ServerError(reason))
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         """Queue `op` on behalf of `tenant`, with whom others share the devices equally (see `scheduler`). Cancelling the future before its
         first turn withdraws the operation; a `Sample` may also be watched."""
         future: Future[OpResult] = Future()
@@ -288,7 +313,9 @@ class Engine:
         with self._work:
             while not self._stopping:
                 decoding = self._executor.rows_decoding
-                turn = self._scheduler.next(free_slots=self._executor.num_slots - decoding, rows_decoding=decoding)
+                turn = self._scheduler.next(
+                    free_slots=self._executor.num_slots - decoding, rows_decoding=decoding
+                )
                 if turn is not None:
                     return turn
                 self._work.wait()
@@ -363,7 +390,9 @@ class Engine:
                 with self._work:
                     self._scheduler.drop_sample(admit.ticket)
                 return
-            self._sampling[admit.ticket] = _Sampling(op=admit.op, watcher=self._watchers.pop(admit.ticket, None))
+            self._sampling[admit.ticket] = _Sampling(
+                op=admit.op, watcher=self._watchers.pop(admit.ticket, None)
+            )
         if admission is None:
             with self._work:
                 self._scheduler.resume(admit)
@@ -373,7 +402,9 @@ class Engine:
             sampling = self._sampling[admit.ticket]
             sampling.admission = sampling.admission or admission
             with self._work:
-                self._scheduler.admitted(admit.ticket, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens)
+                self._scheduler.admitted(
+                    admit.ticket, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens
+                )
             self._collect(admission.finished)
         self._report([admit.ticket])
 
@@ -468,7 +499,9 @@ class Engine:
             logger.error("%s failed: %s", what, error, exc_info=error)
             unexpected = error
             hint = f"{OUT_OF_MEMORY_HINT}; " if "RESOURCE_EXHAUSTED" in str(error) else ""
-            error = ServerError(f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}")
+            error = ServerError(
+                f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}"
+            )
             error.__cause__ = unexpected
         self._deliver(ticket, lambda future: future.set_exception(error))
 

@@ -85,7 +85,9 @@ class FutureStore:
     def share(self, parts: int) -> FutureStore:
         """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
         max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
-        return FutureStore(replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock)
+        return FutureStore(
+            replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
+        )
 
     def submit(
         self,
@@ -104,7 +106,9 @@ class FutureStore:
             return known
         future = start()
         request_id = f"{kind}-{uuid.uuid4().hex}"
-        self._entries[request_id] = _Entry(kind=kind, extra=extra or {}, session_id=session_id, running=future, withdraw=withdraw, key=key)
+        self._entries[request_id] = _Entry(
+            kind=kind, extra=extra or {}, session_id=session_id, running=future, withdraw=withdraw, key=key
+        )
         if key is not None:
             scope = self._keys.setdefault(key.scope, OrderedDict())
             scope[key.seq_id] = (kind, request_id)
@@ -127,7 +131,9 @@ class FutureStore:
         if known is None:
             return None
         if known[0] != kind:
-            raise UserError(f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its own seq_id")
+            raise UserError(
+                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its own seq_id"
+            )
         return known[1]
 
     def session_of(self, request_id: str) -> str | None:
@@ -195,11 +201,18 @@ class FutureStore:
             "evicted_undelivered": self._evicted,
         }
 
-    def _finish(self, request_id: str, done: concurrent.futures.Future[OpResult], when_done: Callable[[Outcome], None] | None) -> None:
+    def _finish(
+        self,
+        request_id: str,
+        done: concurrent.futures.Future[OpResult],
+        when_done: Callable[[Outcome], None] | None,
+    ) -> None:
         entry = self._entries[request_id]
         result, error = None, None
         if done.cancelled():
-            error = ServerError(f"{entry.kind} was withdrawn before it began: its client cancelled it, or its session ended")
+            error = ServerError(
+                f"{entry.kind} was withdrawn before it began: its client cancelled it, or its session ended"
+            )
         elif (raised := done.exception()) is None:
             result = done.result()
         elif isinstance(raised, ServerError):
@@ -218,7 +231,12 @@ class FutureStore:
                 when_done(entry.outcome)
             except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
                 expected = isinstance(failure, ServerError | OSError)
-                logger.error("%s is done, and could not be recorded: %s", entry.kind, failure, exc_info=None if expected else failure)
+                logger.error(
+                    "%s is done, and could not be recorded: %s",
+                    entry.kind,
+                    failure,
+                    exc_info=None if expected else failure,
+                )
                 recorded = f"{entry.kind} was done, but could not be entered in the server's books: {failure}"
                 error = failure if isinstance(failure, ServerError) else ServerError(recorded)
                 entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
@@ -236,7 +254,10 @@ class FutureStore:
     def _make_room(self) -> None:
         """Over the bounds, delivered results go first; a result nobody fetched goes last and is counted."""
         self.prune()
-        while len(self._delivered) + len(self._waiting) > self._retention.max_finished or self._bytes > self._retention.max_bytes:
+        while (
+            len(self._delivered) + len(self._waiting) > self._retention.max_finished
+            or self._bytes > self._retention.max_bytes
+        ):
             if self._delivered:
                 self._drop(next(iter(self._delivered)))
             elif len(self._waiting) > 1:  # the newest stays, however large
@@ -248,7 +269,9 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        if entry.key is not None and entry.kind == "sample":  # sent again it is sampled again; training must never run twice
+        if (
+            entry.key is not None and entry.kind == "sample"
+        ):  # sent again it is sampled again; training must never run twice
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):
                 del scope[entry.key.seq_id]
@@ -263,8 +286,14 @@ def _result_size(result: OpResult) -> int:
     match result:
         case SampleResult():
             prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes
-            targets = 0 if result.target_prompt_logprobs is None else 4 * result.target_prompt_logprobs.values.nbytes
-            sequences = sum(200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences)
+            targets = (
+                0
+                if result.target_prompt_logprobs is None
+                else 4 * result.target_prompt_logprobs.values.nbytes
+            )
+            sequences = sum(
+                200 + s.tokens.nbytes + s.logprobs.nbytes + _topk_size(s.topk) for s in result.sequences
+            )
             return 200 + prompt + targets + _topk_size(result.topk_prompt_logprobs) + sequences
         case ForwardBackwardResult():
             return 200 + sum(100 + logprobs.nbytes for logprobs in result.logprobs)

@@ -66,7 +66,9 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
         self.last_request_at: dict[str, datetime] = {}  # of every live model
-        self._snapshots: OrderedDict[str, None] = OrderedDict()  # samplers that are snapshots, least recently used first
+        self._snapshots: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # samplers that are snapshots, least recently used first
         self._tenant: str | None = None  # None: whoever owns it
         self._quota: Quota | None = None
 
@@ -85,9 +87,13 @@ class Registry:
 
     # --- sessions
 
-    def open_session(self, *, tags: list[str], user_metadata: dict[str, str], display_name: str | None) -> Session:
+    def open_session(
+        self, *, tags: list[str], user_metadata: dict[str, str], display_name: str | None
+    ) -> Session:
         if self._quota is not None and len(self.sessions()) >= self._quota.max_sessions:
-            raise UserError(f"you have {self._quota.max_sessions} open sessions, which is the limit; close some, or wait until they expire")
+            raise UserError(
+                f"you have {self._quota.max_sessions} open sessions, which is the limit; close some, or wait until they expire"
+            )
         session = Session(
             session_id=f"{id_prefix(self._tenant or DEFAULT_TENANT)}session-{uuid.uuid4().hex[:16]}",
             created_at=datetime.now(UTC),
@@ -109,7 +115,9 @@ class Registry:
         """A live session, for anyone who asks."""
         session = self._find(session_id)
         if session is None:
-            raise NotFoundError(f"no session {session_id}: {self._why_gone(session_id)}. Make a new ServiceClient")
+            raise NotFoundError(
+                f"no session {session_id}: {self._why_gone(session_id)}. Make a new ServiceClient"
+            )
         return session
 
     def sessions(self) -> list[Session]:
@@ -151,7 +159,9 @@ class Registry:
         snapshots = [sampler.sampler_id for sampler in session.samplers.values() if sampler.is_snapshot]
         for sampler_id in snapshots:
             self._snapshots.pop(sampler_id, None)
-        return [UnloadModel(model_id=model_id) for model_id in session.models] + [DropSnapshot(weights=weights) for weights in snapshots]
+        return [UnloadModel(model_id=model_id) for model_id in session.models] + [
+            DropSnapshot(weights=weights) for weights in snapshots
+        ]
 
     def _why_gone(self, session_id: str) -> str:
         unknown = "this server never opened it, or was restarted since"
@@ -165,7 +175,9 @@ class Registry:
     def add_model(self, session_id: str, model_id: str, lora: LoraSpec) -> Model:
         session = self.session(session_id)
         if model_id in session.models:
-            raise UserError(f"model {model_id} exists already; give each model of a session its own model_seq_id")
+            raise UserError(
+                f"model {model_id} exists already; give each model of a session its own model_seq_id"
+            )
         if self._quota is not None and self.stats()["models"] >= self._quota.max_models:
             raise UserError(
                 f"you have {self._quota.max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
@@ -200,15 +212,27 @@ class Registry:
     def sampler_id(self, session_id: str, seq_id: int) -> str:
         return f"{self.session(session_id).session_id}:sample:{seq_id}"
 
-    def add_sampler(self, session_id: str, sampler_id: str, *, model_path: str | None, weights: str | None) -> Sampler:
+    def add_sampler(
+        self, session_id: str, sampler_id: str, *, model_path: str | None, weights: str | None
+    ) -> Sampler:
         """Adding the same sampler again (its reply was lost) changes nothing."""
         session = self.session(session_id)
-        if self._quota is not None and sampler_id not in session.samplers and self.stats()["samplers"] >= self._quota.max_samplers:
-            raise UserError(f"you have {self._quota.max_samplers} samplers, which is the limit; close a session")
-        sampler = Sampler(sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights)
+        if (
+            self._quota is not None
+            and sampler_id not in session.samplers
+            and self.stats()["samplers"] >= self._quota.max_samplers
+        ):
+            raise UserError(
+                f"you have {self._quota.max_samplers} samplers, which is the limit; close a session"
+            )
+        sampler = Sampler(
+            sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
+        )
         known = session.samplers.setdefault(sampler_id, sampler)
         if known != sampler:
-            raise UserError(f"sampler {sampler_id} exists already with other weights; give each sampling session its own number")
+            raise UserError(
+                f"sampler {sampler_id} exists already with other weights; give each sampling session its own number"
+            )
         if sampler.is_snapshot:
             self._snapshots[sampler_id] = None
         return sampler
@@ -216,10 +240,14 @@ class Registry:
     def sampler(self, sampler_id: str) -> Sampler:
         session_id = sampler_id.split(":")[0]
         if self._find(session_id) is None:
-            raise NotFoundError(f"no sampler {sampler_id}: {self._why_gone(session_id)}. Make a new sampling client")
+            raise NotFoundError(
+                f"no sampler {sampler_id}: {self._why_gone(session_id)}. Make a new sampling client"
+            )
         sampler = self.session(session_id).samplers.get(sampler_id)
         if sampler is None:
-            raise NotFoundError(f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for newer ones")
+            raise NotFoundError(
+                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for newer ones"
+            )
         self._use(sampler_id)
         return sampler
 
@@ -255,5 +283,7 @@ class Registry:
             "sessions": len(sessions),
             "models": sum(len(session.models) for session in sessions),
             "samplers": sum(len(session.samplers) for session in sessions),
-            "snapshots": sum(sampler.is_snapshot for session in sessions for sampler in session.samplers.values()),
+            "snapshots": sum(
+                sampler.is_snapshot for session in sessions for sampler in session.samplers.values()
+            ),
         }

@@ -84,10 +84,14 @@ class TrainDatum:
 
     tokens: np.ndarray  # [N] int32
     target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
-    weights: np.ndarray | None = None  # float32, shaped like the targets; None means one everywhere (cross_entropy only)
+    weights: np.ndarray | None = (
+        None  # float32, shaped like the targets; None means one everywhere (cross_entropy only)
+    )
     logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
-    sequence_ratio_mask: np.ndarray | None = None  # [N] float32; where it is not 0 a token counts in the sequence's ratio (gspo)
+    sequence_ratio_mask: np.ndarray | None = (
+        None  # [N] float32; where it is not 0 a token counts in the sequence's ratio (gspo)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +114,9 @@ class CsrMatrix:
 
     values: np.ndarray  # flat: every cell, row by row, or the listed ones
     shape: tuple[int, int]
-    crow_indices: np.ndarray | None = None  # [rows + 1] int64, where each row's listed cells begin; None: dense
+    crow_indices: np.ndarray | None = (
+        None  # [rows + 1] int64, where each row's listed cells begin; None: dense
+    )
     col_indices: np.ndarray | None = None  # int64, one per value; None: dense
 
     def rows(self) -> np.ndarray:
@@ -225,14 +231,29 @@ class Sample:
     settings: SamplingSettings
     num_samples: int = 1
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0  # how many of the likeliest tokens to report at every prompt position; 0 is off
+    topk_prompt_logprobs: int = (
+        0  # how many of the likeliest tokens to report at every prompt position; 0 is off
+    )
     topk_sample_logprobs: int = 0  # the same at every sampled position
-    target_prompt_tokens: CsrMatrix | None = None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
-    prompt_logprobs_last_n: int | None = None  # report prompt and top-k log-probabilities of the last n prompt tokens only
+    target_prompt_tokens: CsrMatrix | None = (
+        None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
+    )
+    prompt_logprobs_last_n: int | None = (
+        None  # report prompt and top-k log-probabilities of the last n prompt tokens only
+    )
 
 
 Op = (
-    CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveSampler | SaveExternal | UnloadModel | DropSnapshot | Sample
+    CreateModel
+    | LoadWeights
+    | ForwardBackward
+    | OptimStep
+    | SaveWeights
+    | SaveSampler
+    | SaveExternal
+    | UnloadModel
+    | DropSnapshot
+    | Sample
 )
 """Everything the engine executes. Ops of one `model_id` run in submission order."""
 
@@ -253,7 +274,9 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
-    logprobs: tuple[np.ndarray, ...]  # float32, one per datum and shaped like its targets: log p(target), weighted or not
+    logprobs: tuple[
+        np.ndarray, ...
+    ]  # float32, one per datum and shaped like its targets: log p(target), weighted or not
     metrics: dict[str, float]  # keys of the form "name:reduction"; always "loss:sum"
 
 
@@ -279,7 +302,9 @@ class TopkLogprobs:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSequence:
     tokens: np.ndarray  # [n] int32, the stop token included
-    logprobs: np.ndarray  # [n] float32; whether of the tempered distribution is the server's setting, of the filtered one never
+    logprobs: (
+        np.ndarray
+    )  # [n] float32; whether of the tempered distribution is the server's setting, of the filtered one never
     stop_reason: StopReason
     topk: TopkLogprobs | None = None  # None when not asked for
 
@@ -290,7 +315,9 @@ class SampleResult:
     prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None when not asked for
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None when not asked for
-    target_prompt_logprobs: CsrMatrix | None = None  # float32, laid out like the op's targets, 0 where they are -1
+    target_prompt_logprobs: CsrMatrix | None = (
+        None  # float32, laid out like the op's targets, 0 where they are -1
+    )
 
 
 OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

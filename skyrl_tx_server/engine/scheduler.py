@@ -111,7 +111,9 @@ class _Request:
     tenant: _Tenant
     first: int = 0  # samples from this index on have never had a slot
     paused: list[int] = field(default_factory=list)  # a heap of indices
-    rows: dict[int, int] = field(default_factory=dict)  # by index, those with slots: the number of blocks before their first
+    rows: dict[int, int] = field(
+        default_factory=dict
+    )  # by index, those with slots: the number of blocks before their first
 
     @property
     def num_waiting(self) -> int:
@@ -156,8 +158,12 @@ class _Plan:
     tenants: Counter[str] = field(default_factory=Counter)
     small: Counter[str] = field(default_factory=Counter)
     gained: Counter[int] = field(default_factory=Counter)  # by ticket, rows that get slots
-    lost: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by ticket, indices that lose theirs
-    begun: defaultdict[str, list[_Request]] = field(default_factory=lambda: defaultdict(list))  # by tenant, those that were fresh
+    lost: dict[int, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # by ticket, indices that lose theirs
+    begun: defaultdict[str, list[_Request]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by tenant, those that were fresh
     unfinished_tokens: int = 0  # of long prompts that would begin
 
     def account(self, tenant: _Tenant) -> float:
@@ -188,13 +194,19 @@ class Scheduler:
     def __init__(self, *, unfinished_tokens: int = 0) -> None:
         self._unfinished_limit = unfinished_tokens
         self._lines: dict[str, _Line] = {}  # by model
-        self._order: dict[str, dict[str, None]] = {}  # by tenant, its lines; the order of both is the round-robin order
-        self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)  # by snapshot, tickets of those that save it
+        self._order: dict[
+            str, dict[str, None]
+        ] = {}  # by tenant, its lines; the order of both is the round-robin order
+        self._saves: defaultdict[str, dict[int, None]] = defaultdict(
+            dict
+        )  # by snapshot, tickets of those that save it
         self._tenants: dict[str, _Tenant] = {}  # that sample, or have sampled
         self._requests: dict[int, _Request] = {}
         self._waiting: dict[int, None] = {}  # tickets of requests with waiting samples
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # by snapshot, the same
-        self._unsaved: defaultdict[str, list[_Request]] = defaultdict(list)  # by snapshot, those that wait for it to be saved
+        self._unsaved: defaultdict[str, list[_Request]] = defaultdict(
+            list
+        )  # by snapshot, those that wait for it to be saved
         self._unfinished: dict[int, int] = {}  # tokens of prompts that are computed in part, by ticket
         self._least_paid = 0.0  # by a busy tenant; never falls
         self._blocks = 0
@@ -259,7 +271,11 @@ class Scheduler:
 
     def interrupts(self, *, free_slots: int) -> bool:
         """Whether the turn after a decode block is somebody else's."""
-        self._may_pause = self._runnable_step() is not None or bool(self._admissions(free_slots)) or bool(self._pauses(free_slots))
+        self._may_pause = (
+            self._runnable_step() is not None
+            or bool(self._admissions(free_slots))
+            or bool(self._pauses(free_slots))
+        )
         return self._may_pause
 
     def finish(self, step: Step) -> None:
@@ -356,7 +372,9 @@ class Scheduler:
         match step.op:
             case DropSnapshot(weights=weights):
                 waiting = self._waiting_for.get(weights, ())
-                return not any(ticket < step.ticket for ticket in waiting) and not self._being_saved(weights, step.ticket)
+                return not any(ticket < step.ticket for ticket in waiting) and not self._being_saved(
+                    weights, step.ticket
+                )
             case _:
                 return True
 
@@ -380,7 +398,9 @@ class Scheduler:
             self._forget_tenants()
             tenant = self._tenants[name] = _Tenant(name=name, paid=0.0)
         if not self._waits(tenant):
-            others = (each.paid for each in self._tenants.values() if each is not tenant and self._is_busy(each))
+            others = (
+                each.paid for each in self._tenants.values() if each is not tenant and self._is_busy(each)
+            )
             self._least_paid = max(self._least_paid, min(others, default=0.0))
             tenant.paid = max(tenant.paid, self._least_paid - QUANTUM)
         return tenant
@@ -478,7 +498,9 @@ class Scheduler:
                 plan.gain(request)
                 free_slots -= 1
         self._close(plan)
-        admits = [admit for request in chosen.values() for admit in _admits_of(request, plan.gained[request.ticket])]
+        admits = [
+            admit for request in chosen.values() for admit in _admits_of(request, plan.gained[request.ticket])
+        ]
         return tuple(admits[:PROMPTS_PER_PREFILL])
 
     def _head(self, plan: _Plan) -> _Request | None:
@@ -489,7 +511,9 @@ class Scheduler:
             if best is not None and account > best[0]:
                 continue
             request = self._head_of(tenant, plan)
-            if request is not None and (best is None or (account, request.ticket) < (best[0], best[1].ticket)):
+            if request is not None and (
+                best is None or (account, request.ticket) < (best[0], best[1].ticket)
+            ):
                 best = account, request
         return best and best[1]
 
@@ -497,12 +521,22 @@ class Scheduler:
         """The tenant's request that gets its next slot."""
         small_first = self._small_first(tenant, plan)
         fresh = [self._first_fresh(heap, plan) for heap in tenant.fresh.values()]
-        candidates = [*tenant.begun.values(), *plan.begun[tenant.name], *(request for request in fresh if request is not None)]
+        candidates = [
+            *tenant.begun.values(),
+            *plan.begun[tenant.name],
+            *(request for request in fresh if request is not None),
+        ]
 
         def order(request: _Request) -> tuple[bool, int, int]:
-            return not (small_first and request.is_small), plan.rows(request) // ROWS_PER_ROUND, request.ticket
+            return (
+                not (small_first and request.is_small),
+                plan.rows(request) // ROWS_PER_ROUND,
+                request.ticket,
+            )
 
-        able = (request for request in candidates if plan.waiting(request) > 0 and self._has_room(request, plan))
+        able = (
+            request for request in candidates if plan.waiting(request) > 0 and self._has_room(request, plan)
+        )
         return min(able, key=order, default=None)
 
     def _small_first(self, tenant: _Tenant, plan: _Plan) -> bool:
@@ -526,7 +560,11 @@ class Scheduler:
     def _has_room(self, request: _Request, plan: _Plan) -> bool:
         """Its prompt may be computed beside those that are computed in part."""
         tokens = sum(self._unfinished.values()) + plan.unfinished_tokens
-        return self._needs_no_room(request) or not tokens or tokens + len(request.op.prompt) <= self._unfinished_limit
+        return (
+            self._needs_no_room(request)
+            or not tokens
+            or tokens + len(request.op.prompt) <= self._unfinished_limit
+        )
 
     def _needs_no_room(self, request: _Request) -> bool:
         return not request.is_long or request.has_begun or request.ticket in self._unfinished
@@ -549,8 +587,15 @@ class Scheduler:
         return pauses
 
     def _next_pause(self, plan: _Plan) -> tuple[_Request, int, _Request] | None:
-        waiters = [(plan.account(tenant), self._head_of(tenant, plan)) for tenant in self._tenants.values() if self._waits(tenant)]
-        order = sorted(((account, one.ticket, one) for account, one in waiters if one is not None), key=lambda each: each[:2])
+        waiters = [
+            (plan.account(tenant), self._head_of(tenant, plan))
+            for tenant in self._tenants.values()
+            if self._waits(tenant)
+        ]
+        order = sorted(
+            ((account, one.ticket, one) for account, one in waiters if one is not None),
+            key=lambda each: each[:2],
+        )
         if not order:
             return None
         account, row = self._row_of_most(plan)
@@ -562,8 +607,15 @@ class Scheduler:
             return None
         paid, num_waiting = sum(one.tenant.paid for _, _, one in order), len(order)
         for mine, _, waiter in order:
-            if row is not None and row[0].tenant is not waiter.tenant and waiter.is_small and self._small_first(waiter.tenant, plan):
-                others = (paid - waiter.tenant.paid) / (num_waiting - 1) if num_waiting > 1 else account - QUANTUM
+            if (
+                row is not None
+                and row[0].tenant is not waiter.tenant
+                and waiter.is_small
+                and self._small_first(waiter.tenant, plan)
+            ):
+                others = (
+                    (paid - waiter.tenant.paid) / (num_waiting - 1) if num_waiting > 1 else account - QUANTUM
+                )
                 if mine <= others:
                     return *row, waiter
             if (own := self._row_of_same_tenant(waiter, plan)) is not None:
@@ -572,7 +624,9 @@ class Scheduler:
 
     def _row_of_most(self, plan: _Plan) -> tuple[float, tuple[_Request, int] | None]:
         """The largest account of a tenant that has rows that may be paused, and one of those rows."""
-        for tenant in sorted((each for each in self._tenants.values() if each.num_rows), key=plan.account, reverse=True):
+        for tenant in sorted(
+            (each for each in self._tenants.values() if each.num_rows), key=plan.account, reverse=True
+        ):
             if (row := self._row_of(tenant.running.values(), plan)) is not None:
                 return plan.account(tenant), row
         return 0.0, None
@@ -586,7 +640,11 @@ class Scheduler:
 
     def _row_of(self, requests: Iterable[_Request], plan: _Plan) -> tuple[_Request, int] | None:
         """The last row that may be paused of the request with the most rows, of those the one that came last."""
-        found = [(plan.rows(request), request.ticket, index) for request in requests for index in self._pausable(request, plan)]
+        found = [
+            (plan.rows(request), request.ticket, index)
+            for request in requests
+            for index in self._pausable(request, plan)
+        ]
         if not found:
             return None
         _, ticket, index = max(found)
@@ -594,7 +652,11 @@ class Scheduler:
 
     def _pausable(self, request: _Request, plan: _Plan) -> list[int]:
         lost = plan.lost.get(request.ticket, ())
-        return [index for index, since in request.rows.items() if self._blocks - since >= MIN_BLOCKS and index not in lost]
+        return [
+            index
+            for index, since in request.rows.items()
+            if self._blocks - since >= MIN_BLOCKS and index not in lost
+        ]
 
     def _pause(self, pauses: Sequence[tuple[_Request, int, _Request]]) -> Pause:
         self._held = None

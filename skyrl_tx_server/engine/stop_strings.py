@@ -15,7 +15,9 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     """The model's own tokenizer. UserError when the directory has none: then only stop token ids work."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
-        raise UserError("stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead")
+        raise UserError(
+            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead"
+        )
     return Tokenizer.from_file(str(path))
 
 
@@ -29,7 +31,9 @@ def check_tokenizer(model_dir: Path) -> None:
             raise ConfigError(f"{path} is broken or cut short: {error}; fetch it again") from None
 
 
-def find_stop(tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int) -> int | None:
+def find_stop(
+    tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
+) -> int | None:
     """The length to cut `tokens` to, just after the token that completes a stop string; None when none does.
 
     Only the last `new` tokens are new: earlier calls have looked at the others. A token is at least one byte of text, so a stop string

@@ -36,7 +36,9 @@ class Quota:
     max_sessions: int = 1000
     max_models: int = 16
     max_samplers: int = 10_000
-    max_snapshots: int = 64  # sampler weights in memory; a further one replaces the tenant's least recently used
+    max_snapshots: int = (
+        64  # sampler weights in memory; a further one replaces the tenant's least recently used
+    )
     max_tokens: int = 1 << 24  # of samples and training data that wait or run
     max_checkpoints: int = 1000
     checkpoint_bytes: int | None = None  # None: only the server's own quota
@@ -77,20 +79,26 @@ def read_keys(file: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_keys_file={file}: cannot be read: {error}") from None
     if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"api_keys_file={file}: every user of this machine can write to it; run chmod 600 {file}")
+        raise ConfigError(
+            f"api_keys_file={file}: every user of this machine can write to it; run chmod 600 {file}"
+        )
     keys: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, _, key_digest = line.strip().partition(":")
         if not _DIGEST.fullmatch(key_digest):
-            raise ConfigError(f"api_keys_file={file}: line {number} is not name:<SHA-256 of the key in 64 hex digits>")
+            raise ConfigError(
+                f"api_keys_file={file}: line {number} is not name:<SHA-256 of the key in 64 hex digits>"
+            )
         try:
             check_name(name)
         except ConfigError as error:
             raise ConfigError(f"api_keys_file={file}: line {number}: {error}") from None
         if keys.setdefault(key_digest, name) != name:
-            raise ConfigError(f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} too")
+            raise ConfigError(
+                f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} too"
+            )
     return keys
 
 

@@ -47,7 +47,9 @@ def asked_cache(model: ServedModel) -> CacheSize:
     settings, config = model.settings, model.config
     groups, whole = settings.mesh.batch, -(-model.context // PAGE)
     slots = settings.decode_slots // groups
-    pages = slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
+    pages = (
+        slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
+    )
     return CacheSize(
         slots=slots,
         pages=1 + pages,
@@ -62,7 +64,9 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
     asked, settings, context = asked_cache(model), model.settings, model.context
     room, whole = int(budget_bytes // asked.page_bytes), asked.context_pages
     copied = asked.copied_pages
-    if settings.cache_tokens is None and not copied:  # a row needs what pages it fills: fewer pages cost less than fewer rows
+    if (
+        settings.cache_tokens is None and not copied
+    ):  # a row needs what pages it fills: fewer pages cost less than fewer rows
         pages = min(asked.pages, room)
         slots = min(asked.slots, pages - 1 - whole)
     elif settings.cache_tokens is None:
@@ -92,6 +96,8 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
         )
     elif pages < asked.pages:
         logger.info(
-            "keys and values of %d tokens are kept, of up to %d sequences", (pages - 1) * PAGE * settings.mesh.batch, settings.decode_slots
+            "keys and values of %d tokens are kept, of up to %d sequences",
+            (pages - 1) * PAGE * settings.mesh.batch,
+            settings.decode_slots,
         )
     return replace(asked, slots=slots, pages=pages)

@@ -22,13 +22,21 @@ def free_bytes(settings: EngineSettings) -> float:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (settings.mesh.devices // jax.process_count())
+    return (
+        os.sysconf("SC_PAGE_SIZE")
+        * os.sysconf("SC_PHYS_PAGES")
+        / (settings.mesh.devices // jax.process_count())
+    )
 
 
 def stats() -> dict[str, object]:
     """Empty where the device keeps no count, as a CPU does."""
     counts = jax.local_devices()[0].memory_stats() or {}
-    names = {"bytes_in_use": "device_bytes_in_use", "peak_bytes_in_use": "device_peak_bytes", "bytes_limit": "device_bytes_limit"}
+    names = {
+        "bytes_in_use": "device_bytes_in_use",
+        "peak_bytes_in_use": "device_peak_bytes",
+        "bytes_limit": "device_bytes_limit",
+    }
     return {name: counts[key] for key, name in names.items() if key in counts}
 
 
@@ -43,12 +51,18 @@ def copied_layers_bytes(model: ServedModel) -> int:
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)
-    return bytes_per_device([cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers])
+    return bytes_per_device(
+        [cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers]
+    )
 
 
 def fitting_remat(model: ServedModel, available_bytes: float) -> Remat:
     """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
-    return Remat.ACTIVATIONS if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY else Remat.LAYERS
+    return (
+        Remat.ACTIVATIONS
+        if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
+        else Remat.LAYERS
+    )
 
 
 def _bytes_with_products(model: ServedModel) -> int:
@@ -63,7 +77,9 @@ def _bytes_with_products(model: ServedModel) -> int:
     gate_up = 2 * config.num_layers * config.intermediate_size
     if experts is not None:
         alike = config.num_layers - experts.dense_layers
-        gate_up = 2 * (alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width)
+        gate_up = 2 * (
+            alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width
+        )
     products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
     kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)

@@ -51,9 +51,22 @@ from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
 from skyrl_tx_server.files.base_model import fingerprint
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path, is_on_disk, parse_path
+from skyrl_tx_server.files.checkpoints import (
+    CheckpointInfo,
+    CheckpointKind,
+    CheckpointStore,
+    checkpoint_path,
+    is_on_disk,
+    parse_path,
+)
 from skyrl_tx_server.files.peft_files import write_adapter
-from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora.adapter import (
+    Adapter,
+    init_adapter,
+    place_adapter,
+    trainable_mask,
+    zero_adapter,
+)
 from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
@@ -72,7 +85,11 @@ from skyrl_tx_server.training.train_step import (
     place_adam,
     train_batch,
 )
-from skyrl_tx_server.training.training_model_pool import TrainingModel, TrainingModelPool, available_host_bytes
+from skyrl_tx_server.training.training_model_pool import (
+    TrainingModel,
+    TrainingModelPool,
+    available_host_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +104,9 @@ class DeviceExecutor:
         model = served_model(settings)
         dtype = model.dtype
         if on_gpu() and dtype == np.float32:
-            jax.config.update("jax_default_matmul_precision", "highest")  # or NVIDIA's devices round factors to ten bits (TF32)
+            jax.config.update(
+                "jax_default_matmul_precision", "highest"
+            )  # or NVIDIA's devices round factors to ten bits (TF32)
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
@@ -99,7 +118,9 @@ class DeviceExecutor:
         )
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
-        self._remat = device_memory.fitting_remat(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
+        self._remat = device_memory.fitting_remat(
+            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+        )
         self._models = TrainingModelPool(on_device=settings.max_models, hosts=hosts)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
         self._snapshots = AdapterCache(
@@ -110,7 +131,9 @@ class DeviceExecutor:
             read=self._read,
             free_host_bytes=lambda: hosts.agreed(available_host_bytes),
         )
-        cache_budget = device_memory.cache_budget_bytes(model, hosts.agreed(lambda: device_memory.free_bytes(settings)))
+        cache_budget = device_memory.cache_budget_bytes(
+            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+        )
         self._slots = BatchRunner(
             self._config,
             self._params,
@@ -134,7 +157,11 @@ class DeviceExecutor:
             devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
-        ahead = on_gpu() and jax.process_count() == 1 if settings.compile_ahead is None else settings.compile_ahead
+        ahead = (
+            on_gpu() and jax.process_count() == 1
+            if settings.compile_ahead is None
+            else settings.compile_ahead
+        )
         if ahead:
             threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
 
@@ -152,17 +179,28 @@ class DeviceExecutor:
                 count += 1
                 logger.debug("compiled ahead: %s", name)
         except Exception:
-            logger.exception("compiling ahead stopped after %d programs; others are compiled when they are asked for", count)
+            logger.exception(
+                "compiling ahead stopped after %d programs; others are compiled when they are asked for",
+                count,
+            )
             return
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
-        for shape in reversed([shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]):
+        for shape in reversed(
+            [shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]
+        ):
             batch = train_batch(example(shape))
             given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
-            yield f"forward_backward, {shape.length} tokens", forward_backward.lower(*given, config=self._config, remat=self._remat)
-            yield f"forward, {shape.length} tokens", forward.lower(self._no_gradient, self._params, batch, loss, config=self._config)
+            yield (
+                f"forward_backward, {shape.length} tokens",
+                forward_backward.lower(*given, config=self._config, remat=self._remat),
+            )
+            yield (
+                f"forward, {shape.length} tokens",
+                forward.lower(self._no_gradient, self._params, batch, loss, config=self._config),
+            )
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -255,11 +293,19 @@ class DeviceExecutor:
                 yield
             model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
             gradient, output = forward_backward(
-                model.adapter, gradient, self._params, train_batch(packed), loss, config=self._config, remat=self._remat
+                model.adapter,
+                gradient,
+                self._params,
+                train_batch(packed),
+                loss,
+                config=self._config,
+                remat=self._remat,
             )
             outputs.append(to_host(output))
         self._models.put(op.model_id, replace(model, gradient=jax.block_until_ready(gradient)))
-        return ForwardBackwardResult(logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)})
+        return ForwardBackwardResult(
+            logprobs=_logprobs(batches, outputs), metrics={"loss:sum": _loss(outputs)}
+        )
 
     def _forward(
         self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
@@ -270,13 +316,17 @@ class DeviceExecutor:
             if outputs:
                 yield
             adapter = self._models.get(model_id).adapter
-            outputs.append(to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config)))
+            outputs.append(
+                to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config))
+            )
         return _logprobs(batches, outputs), _loss(outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
         model = self._models.get(op.model_id)
         gradient = model.gradient or self._no_gradient
-        adapter, adam, report = adam_step(model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam))
+        adapter, adam, report = adam_step(
+            model.adapter, gradient, model.adam, model.mask, adam_scalars(op.adam)
+        )
         grad_norm, all_finite = to_host(report).tolist()
         if not math.isfinite(grad_norm) or not all_finite:
             self._models.put(op.model_id, replace(model, gradient=None))
@@ -303,28 +353,51 @@ class DeviceExecutor:
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
             raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
         info, arrays = self._read(op.path)
-        if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:  # SDKs up to 0.36 make the model without a seed
-            raise UserError(f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it")
-        loaded = self._fresh(info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank))
+        if (
+            model is not None and replace(model.lora, seed=info.lora.seed) != info.lora
+        ):  # SDKs up to 0.36 make the model without a seed
+            raise UserError(
+                f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it"
+            )
+        loaded = self._fresh(
+            info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
+        )
         if op.optimizer:
-            loaded = replace(loaded, adam=place_adam(self._config, adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)))
+            loaded = replace(
+                loaded,
+                adam=place_adam(
+                    self._config, adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
+                ),
+            )
         self._models.put(op.model_id, loaded)
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
     def _save(self, op: SaveWeights) -> WeightsSaved:
         model = self._models.get(op.model_id)
-        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(model.adam, self._config, model.lora)
+        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) | adam_to_arrays(
+            model.adam, self._config, model.lora
+        )
         path = checkpoint_path(op.model_id, CheckpointKind.TRAINING, op.name)
         return self._write(path, model, arrays, op.user_metadata, overwrite=op.overwrite)
 
     def _save_sampler(self, op: SaveSampler) -> WeightsSaved:
         model = self._models.get(op.model_id)
         on_disk = is_on_disk(op.weights)
-        arrays = adapter_to_arrays(model.adapter, self._config, model.lora) if on_disk or op.peft_directory is not None else {}
+        arrays = (
+            adapter_to_arrays(model.adapter, self._config, model.lora)
+            if on_disk or op.peft_directory is not None
+            else {}
+        )
         if op.peft_directory is not None:
             directory = Path(op.peft_directory)
-            self._hosts.agreed(lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32"))
-        saved = self._write(op.weights, model, arrays, op.user_metadata) if on_disk else WeightsSaved(path=None, size_bytes=0)
+            self._hosts.agreed(
+                lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32")
+            )
+        saved = (
+            self._write(op.weights, model, arrays, op.user_metadata)
+            if on_disk
+            else WeightsSaved(path=None, size_bytes=0)
+        )
         self._snapshots.put(op.weights, model.adapter)
         return saved
 
@@ -346,7 +419,15 @@ class DeviceExecutor:
         overwrite: bool = False,
     ) -> WeightsSaved:
         step = int(model.adam.step)
-        write = partial(self._store.write, path, arrays, lora=model.lora, step=step, user_metadata=user_metadata, overwrite=overwrite)
+        write = partial(
+            self._store.write,
+            path,
+            arrays,
+            lora=model.lora,
+            step=step,
+            user_metadata=user_metadata,
+            overwrite=overwrite,
+        )
         return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:

@@ -150,7 +150,9 @@ def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int
     batch, config = train_batch(example(shape)), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)
-    lowered = forward_backward.lower(adapter, adapter, param_shapes(config, model.dtype), batch, loss, config=config, remat=remat)
+    lowered = forward_backward.lower(
+        adapter, adapter, param_shapes(config, model.dtype), batch, loss, config=config, remat=remat
+    )
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
     return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.rows

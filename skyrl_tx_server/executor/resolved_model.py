@@ -36,7 +36,11 @@ def served_model(settings: EngineSettings) -> ServedModel:
     """ConfigError in one line for what the model or the devices cannot do."""
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
-    shapes = train_shapes(max_context_length=context, tokens_per_batch=settings.train_tokens_per_batch, row_groups=settings.mesh.batch)
+    shapes = train_shapes(
+        max_context_length=context,
+        tokens_per_batch=settings.train_tokens_per_batch,
+        row_groups=settings.mesh.batch,
+    )
     return ServedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
 
 
@@ -61,7 +65,9 @@ def _model_config(settings: EngineSettings) -> ModelConfig:
         return config
     stretched = yarn_context(config, settings.max_context_length)
     if stretched is not config:
-        logger.warning("context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length)
+        logger.warning(
+            "context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length
+        )
     return stretched
 
 

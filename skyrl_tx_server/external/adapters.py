@@ -33,14 +33,24 @@ class ExternalAdapter:
 
     weights: str
     directory: Path
-    saved: Future[OpResult] | None  # the operation that writes the directory; None: to be written from a checkpoint
+    saved: (
+        Future[OpResult] | None
+    )  # the operation that writes the directory; None: to be written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name there; None: not there
     users: set[Future[OpResult]] = field(default_factory=set)
     agreed: Agreed = field(default_factory=Counter)
 
 
 class ExternalAdapters:
-    def __init__(self, server: ExternalServer, checkpoints: CheckpointStore, errands: Errands, *, root: Path, max_loaded: int) -> None:
+    def __init__(
+        self,
+        server: ExternalServer,
+        checkpoints: CheckpointStore,
+        errands: Errands,
+        *,
+        root: Path,
+        max_loaded: int,
+    ) -> None:
         """No other server may use `root`: what a killed one left there is deleted."""
         self._server = server
         self._checkpoints = checkpoints
@@ -69,7 +79,9 @@ class ExternalAdapters:
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
-                raise NotFoundError(f"no sampler weights {weights}: they were never saved, or freed with their session")
+                raise NotFoundError(
+                    f"no sampler weights {weights}: they were never saved, or freed with their session"
+                )
             adapter = ExternalAdapter(weights=weights, directory=self.new_directory(), saved=None)
         self._adapters[weights] = adapter
         return adapter
@@ -80,7 +92,9 @@ class ExternalAdapters:
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
         """The loading of an adapter, begun unless it is done or under way; one that failed is begun anew."""
-        if adapter.loaded is None or (adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)):
+        if adapter.loaded is None or (
+            adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
+        ):
             adapter.loaded = self._errands.run(self._loading(adapter))
         return adapter.loaded
 
@@ -101,7 +115,11 @@ class ExternalAdapters:
 
     def _make_room(self) -> None:
         """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must stay."""
-        unused = [adapter for adapter in self._adapters.values() if adapter.loaded and adapter.loaded.done() and not adapter.users]
+        unused = [
+            adapter
+            for adapter in self._adapters.values()
+            if adapter.loaded and adapter.loaded.done() and not adapter.users
+        ]
         for adapter in unused[: max(0, self.num_loaded - self._max_loaded)]:
             if is_on_disk(adapter.weights):
                 self.drop(adapter.weights)
@@ -110,7 +128,9 @@ class ExternalAdapters:
 
     async def _retire(self, adapter: ExternalAdapter | None) -> None:
         if adapter is not None:
-            await asyncio.gather(*(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True)
+            await asyncio.gather(
+                *(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True
+            )
             self._errands.run(self._forget(adapter))
 
     async def _forget(self, adapter: ExternalAdapter) -> None:

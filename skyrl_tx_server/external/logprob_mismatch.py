@@ -61,7 +61,11 @@ class Agreement:
         self._recent.append(found)
         self._tokens += found.num_tokens
         self._since_warning += 1
-        if len(self._recent) >= ENOUGH and self._since_warning > WINDOW and (mean := self._mean()) > self._limit:
+        if (
+            len(self._recent) >= ENOUGH
+            and self._since_warning > WINDOW
+            and (mean := self._mean()) > self._limit
+        ):
             self._since_warning = 0
             logger.warning(
                 "the external sampler's log-probabilities differ from ours by %.3f nats per token over the last %d compared samples, limit "

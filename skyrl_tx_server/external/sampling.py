@@ -56,7 +56,13 @@ class ExternalSettings:
 class ExternalSampling:
     """Implements `engine.EngineSide`. Made in a running event loop; `close` it once."""
 
-    def __init__(self, engine: EngineSide, server: ExternalServer, checkpoints: CheckpointStore, settings: ExternalSettings) -> None:
+    def __init__(
+        self,
+        engine: EngineSide,
+        server: ExternalServer,
+        checkpoints: CheckpointStore,
+        settings: ExternalSettings,
+    ) -> None:
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's {engine.info.max_context_length}; "
@@ -68,7 +74,9 @@ class ExternalSampling:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._errands = Errands()
-        self._adapters = ExternalAdapters(server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters)
+        self._adapters = ExternalAdapters(
+            server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters
+        )
         self._agreement = Agreement(limit=settings.check_limit)
         self._agreed: Agreed = Counter()  # of the base model
         self._proving = asyncio.Lock()
@@ -80,9 +88,16 @@ class ExternalSampling:
         return self._engine.info
 
     def stats(self) -> dict[str, object]:
-        return {**self._engine.stats(), **self._counts, **self._agreement.stats(), "sampler_adapters": self._adapters.num_loaded}
+        return {
+            **self._engine.stats(),
+            **self._counts,
+            **self._agreement.stats(),
+            "sampler_adapters": self._adapters.num_loaded,
+        }
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
@@ -109,14 +124,21 @@ class ExternalSampling:
 
     def _is_plain(self, op: Sample) -> bool:
         """Whether the external server can give all that is asked for: it has no log-probabilities of prompts and of other tokens for us."""
-        scores = op.prompt_logprobs or op.topk_prompt_logprobs or op.topk_sample_logprobs or op.target_prompt_tokens is not None
+        scores = (
+            op.prompt_logprobs
+            or op.topk_prompt_logprobs
+            or op.topk_sample_logprobs
+            or op.target_prompt_tokens is not None
+        )
         return not scores and self._server.dialect.serves(op.settings, self.info.eos_token_ids)
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
     def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
-        future: Future[OpResult] = asyncio.run_coroutine_threadsafe(self._sample(op, adapter, tenant), self._loop)
+        future: Future[OpResult] = asyncio.run_coroutine_threadsafe(
+            self._sample(op, adapter, tenant), self._loop
+        )
         if adapter is not None:
             adapter.users.add(future)
             future.add_done_callback(adapter.users.discard)
@@ -142,15 +164,23 @@ class ExternalSampling:
         ask = SamplingRequest(
             prompt=op.prompt.tolist(),
             num_samples=op.num_samples,
-            max_tokens=info.max_context_length - len(op.prompt) if settings.max_tokens is None else settings.max_tokens,
-            stop_tokens=tuple(sorted({*settings.stop_token_ids, *(info.eos_token_ids if settings.stop_at_eos else ())})),
+            max_tokens=info.max_context_length - len(op.prompt)
+            if settings.max_tokens is None
+            else settings.max_tokens,
+            stop_tokens=tuple(
+                sorted({*settings.stop_token_ids, *(info.eos_token_ids if settings.stop_at_eos else ())})
+            ),
             settings=settings,
         )
         tokenizer = self._tokenizer if settings.stop_strings else None
         answer = await self._answer(ask, adapter)
-        sequences = await asyncio.to_thread(lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples))
+        sequences = await asyncio.to_thread(
+            lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples)
+        )
         await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed, tenant)
-        return SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens)
+        return SampleResult(
+            sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens
+        )
 
     async def _answer(self, ask: SamplingRequest, adapter: ExternalAdapter | None) -> Answer:
         if adapter is None:
@@ -171,7 +201,9 @@ class ExternalSampling:
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
-    async def _check(self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str) -> None:
+    async def _check(
+        self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str
+    ) -> None:
         """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
 
         Log-probabilities of a temperature that changes the distribution may be wrong where others are right: they are a first of their own.
@@ -180,7 +212,9 @@ class ExternalSampling:
         if agreed[tempered] < PROOF_TOKENS:
             async with self._proving:
                 if agreed[tempered] < PROOF_TOKENS:
-                    agreed[tempered] += await self._prove(op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant)
+                    agreed[tempered] += await self._prove(
+                        op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
+                    )
         for sequence in sequences:
             if random.random() < self._settings.check:
                 self._errands.run(self._compare(op, sequence, tenant))
@@ -205,7 +239,13 @@ class ExternalSampling:
         if not scored:
             return None
         settings = SamplingSettings(max_tokens=1, temperature=0.0)
-        score = Sample(weights=op.weights, prompt=text, settings=settings, prompt_logprobs=True, prompt_logprobs_last_n=scored)
+        score = Sample(
+            weights=op.weights,
+            prompt=text,
+            settings=settings,
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=scored,
+        )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
         found = gap(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])

@@ -18,7 +18,9 @@ from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingReq
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_IDLE_S = 2.0  # shorter than any server's keep-alive, so that no request meets a connection just being closed
+KEEP_IDLE_S = (
+    2.0  # shorter than any server's keep-alive, so that no request meets a connection just being closed
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,9 @@ class ExternalServer:
     async def load(self, directory: Path) -> str:
         """Hot-load an adapter in PEFT's layout; the name it goes by from now on, which nothing has had before."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
-        response = await self._line.send("POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)})
+        response = await self._line.send(
+            "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
+        )
         if response.is_error:
             raise SamplerError(
                 f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it must be able to read that "
@@ -82,18 +86,26 @@ class _Line:
             async with asyncio.timeout(self._timeout_s):
                 return await self._http.request(method, path, json=body)
         except TimeoutError:
-            raise SamplerError(f"the sampler at {self.url} has not answered within sampler_timeout_s={self._timeout_s:g}") from None
+            raise SamplerError(
+                f"the sampler at {self.url} has not answered within sampler_timeout_s={self._timeout_s:g}"
+            ) from None
         except httpx.HTTPError as error:
-            raise SamplerError(f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try again") from error
+            raise SamplerError(
+                f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try again"
+            ) from error
 
     def checked(self, response: httpx.Response) -> httpx.Response:
         if response.is_error:
-            raise SamplerError(f"the sampler at {self.url} refused {response.request.url.path}: {_message(response)}")
+            raise SamplerError(
+                f"the sampler at {self.url} refused {response.request.url.path}: {_message(response)}"
+            )
         return response
 
 
 @asynccontextmanager
-async def connect(settings: ServerSettings, *, base_model: str, adapters: Path) -> AsyncIterator[ExternalServer]:
+async def connect(
+    settings: ServerSettings, *, base_model: str, adapters: Path
+) -> AsyncIterator[ExternalServer]:
     """ConfigError in one line when the server is not there, is of no known kind, or serves another model.
 
     What an earlier run of this server has loaded there from below `adapters` is unloaded.
@@ -101,7 +113,9 @@ async def connect(settings: ServerSettings, *, base_model: str, adapters: Path) 
     headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_IDLE_S)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    async with httpx.AsyncClient(base_url=settings.url, headers=headers, limits=limits, timeout=timeout, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=settings.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+    ) as http:
         try:
             server = await _discover(_Line(http, settings.timeout_s), base_model, adapters)
         except SamplerError as error:
@@ -115,10 +129,16 @@ async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalSer
     if kind not in DIALECTS:
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
     if base_model not in served or served[base_model].get("parent"):
-        raise SamplerError(f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights this server has")
+        raise SamplerError(
+            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights this server has"
+        )
     length = served[base_model].get("max_model_len")
-    server = ExternalServer(line, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None)
-    if (await line.send("GET", server.dialect.load_path)).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
+    server = ExternalServer(
+        line, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
+    )
+    if (
+        await line.send("GET", server.dialect.load_path)
+    ).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
         raise SamplerError(f"it loads no adapters while it runs; start it with {server.dialect.needs}")
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):

@@ -85,7 +85,9 @@ class Vllm:
             "n": ask.num_samples,
             "max_tokens": ask.max_tokens,
             **_settings(ask.settings),
-            "seed": None if seed is None else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
+            "seed": None
+            if seed is None
+            else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
             "stop_token_ids": list(ask.stop_tokens),
             "ignore_eos": True,  # the tokens above are all that stop
             "include_stop_str_in_output": True,
@@ -97,13 +99,19 @@ class Vllm:
 
     def read(self, body: object, ask: SamplingRequest) -> Answer:
         reply = _mapping(body)
-        choices = sorted((_mapping(choice) for choice in reply["choices"]), key=lambda choice: choice["index"])
+        choices = sorted(
+            (_mapping(choice) for choice in reply["choices"]), key=lambda choice: choice["index"]
+        )
         if choices[0]["prompt_token_ids"] != ask.prompt:
             raise ValueError("prompt_token_ids is another prompt")
         usage = reply.get("usage") or {}
         return Answer(
             samples=[
-                _drawn(choice["token_ids"], _mapping(choice["logprobs"])["token_logprobs"], str(choice["finish_reason"]))
+                _drawn(
+                    choice["token_ids"],
+                    _mapping(choice["logprobs"])["token_logprobs"],
+                    str(choice["finish_reason"]),
+                )
                 for choice in choices
             ],
             cached_tokens=int((_mapping(usage).get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
@@ -119,7 +127,9 @@ class Sglang:
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """It draws anew for the same seed unless started deterministic, and stop tokens bring the model's end tokens with them."""
         stops_at_others = (
-            bool(settings.stop_token_ids) and not settings.stop_at_eos and not set(eos_token_ids) <= {*settings.stop_token_ids}
+            bool(settings.stop_token_ids)
+            and not settings.stop_at_eos
+            and not set(eos_token_ids) <= {*settings.stop_token_ids}
         )
         return settings.seed is None and not stops_at_others
 
@@ -139,10 +149,14 @@ class Sglang:
         }
 
     def read(self, body: object, ask: SamplingRequest) -> Answer:
-        replies = [_mapping(_mapping(reply)["meta_info"]) for reply in (body if isinstance(body, list) else [body])]
+        replies = [
+            _mapping(_mapping(reply)["meta_info"]) for reply in (body if isinstance(body, list) else [body])
+        ]
         for reply in replies:
             if reply["prompt_tokens"] != len(ask.prompt):
-                raise ValueError(f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(ask.prompt)}")
+                raise ValueError(
+                    f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(ask.prompt)}"
+                )
         return Answer(
             samples=[
                 _drawn(
@@ -166,9 +180,13 @@ def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answe
         answer = dialect.read(json.loads(content), ask)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise SamplerError(f"the sampler's answer cannot be used: {what}; it needs token ids and their log-probabilities") from None
+        raise SamplerError(
+            f"the sampler's answer cannot be used: {what}; it needs token ids and their log-probabilities"
+        ) from None
     if len(answer.samples) != ask.num_samples:
-        raise SamplerError(f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were asked for")
+        raise SamplerError(
+            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were asked for"
+        )
     return answer
 
 
@@ -176,7 +194,10 @@ def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None)
     """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere. `tokenizer`: for stop strings."""
     tokens = drawn.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
-    if tokenizer is not None and (cut := find_stop(tokenizer, tokens, ask.settings.stop_strings, new=len(tokens))) is not None:
+    if (
+        tokenizer is not None
+        and (cut := find_stop(tokenizer, tokens, ask.settings.stop_strings, new=len(tokens))) is not None
+    ):
         ends.append(cut)
     if not ends and len(tokens) != ask.max_tokens:
         raise SamplerError(
@@ -184,7 +205,9 @@ def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None)
         )
     length = min(ends, default=ask.max_tokens)
     return SampledSequence(
-        tokens=drawn.tokens[:length], logprobs=drawn.logprobs[:length], stop_reason=StopReason.STOP if ends else StopReason.LENGTH
+        tokens=drawn.tokens[:length],
+        logprobs=drawn.logprobs[:length],
+        stop_reason=StopReason.STOP if ends else StopReason.LENGTH,
     )
 
 

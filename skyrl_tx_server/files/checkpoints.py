@@ -99,7 +99,9 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
     segments = path.removeprefix(SCHEME).split("/")
     kinds = [str(kind) for kind in CheckpointKind]
     if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:
-        raise UserError(f"{path!r} is not a checkpoint path; expected tinker://<run>/<{'|'.join(kinds)}>/<name>")
+        raise UserError(
+            f"{path!r} is not a checkpoint path; expected tinker://<run>/<{'|'.join(kinds)}>/<name>"
+        )
     run_id, kind, name = segments
     _check(_RUN_ID, run_id, "run id")
     _check(_NAME, name, "checkpoint name")
@@ -227,7 +229,9 @@ class CheckpointStore:
         """
         self._check_own(path)
         with _CHANGING:
-            return self._write(path, arrays, lora=lora, step=step, user_metadata=user_metadata, overwrite=overwrite)
+            return self._write(
+                path, arrays, lora=lora, step=step, user_metadata=user_metadata, overwrite=overwrite
+            )
 
     def _write(
         self,
@@ -276,7 +280,9 @@ class CheckpointStore:
                 arrays_file.unlink(missing_ok=True)
                 unnamed_record.unlink(missing_ok=True)
             if isinstance(error, OSError | SafetensorError):
-                raise ServerError(f"cannot write checkpoint {path}, nothing saved before is lost: {error}") from error
+                raise ServerError(
+                    f"cannot write checkpoint {path}, nothing saved before is lost: {error}"
+                ) from error
             raise
         with contextlib.suppress(OSError):  # the checkpoint exists; it may be deleted again already
             _fsync(directory)
@@ -326,23 +332,31 @@ class CheckpointStore:
     def _check_inside(self, path: str, file: Path) -> None:
         """UserError when a symbolic link below the root leads to `file`, or from it."""
         if file.resolve() != self._root.resolve() / file.relative_to(self._root):
-            raise UserError(f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the directory here instead")
+            raise UserError(
+                f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the directory here instead"
+            )
 
     def _check_quotas(self, path: str, num_bytes: int) -> None:
         """UserError when the checkpoint may not be saved."""
         if self._quota_bytes is not None:
-            check_quota(_used(self._list("*"), path), num_bytes, self._quota_bytes, option="checkpoint_quota_gb")
+            check_quota(
+                _used(self._list("*"), path), num_bytes, self._quota_bytes, option="checkpoint_quota_gb"
+            )
         quota, owner = self._tenant_quota, owner_of(path)
         if quota is None or owner == DEFAULT_TENANT:
             return
         others = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
         check_count(len(others), quota.max_checkpoints)
         if quota.checkpoint_bytes is not None:
-            check_quota(_used(others, path), num_bytes, quota.checkpoint_bytes, option="tenant_checkpoint_quota_gb")
+            check_quota(
+                _used(others, path), num_bytes, quota.checkpoint_bytes, option="tenant_checkpoint_quota_gb"
+            )
 
     def _check_base_model(self, info: CheckpointInfo, record: Mapping[str, object]) -> None:
         if info.base_model != self._base_model:
-            raise UserError(f"{info.path} was made from base model {info.base_model}, this server runs {self._base_model}")
+            raise UserError(
+                f"{info.path} was made from base model {info.base_model}, this server runs {self._base_model}"
+            )
         made_from = record.get("base_model_hash")
         if None not in (made_from, self._base_model_hash) and made_from != self._base_model_hash:
             raise UserError(
@@ -353,11 +367,17 @@ class CheckpointStore:
 
     def _arrays(self, path: str, info: CheckpointInfo, sha256: str) -> dict[str, np.ndarray]:
         file = self._directory(path) / f"arrays-{info.generation}.safetensors"
-        damaged = UserError(f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it again")
+        damaged = UserError(
+            f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it again"
+        )
         self._check_inside(path, file)
         try:
             status = file.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size != info.size_bytes or _sha256(file) != sha256:
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or status.st_size != info.size_bytes
+                or _sha256(file) != sha256
+            ):
                 raise damaged
             return load_file(file)
         except (OSError, SafetensorError, KeyError, TypeError):  # or deleted while it is read
@@ -375,9 +395,13 @@ class CheckpointStore:
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"checkpoint {path} is damaged: {RECORD_NAME} is not JSON ({str(error)[:200]})") from None
+            raise UserError(
+                f"checkpoint {path} is damaged: {RECORD_NAME} is not JSON ({str(error)[:200]})"
+            ) from None
         if record.get("format") != FORMAT:
-            raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
+            raise UserError(
+                f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format"
+            )
         if record.get("version") != FORMAT_VERSION:
             raise UserError(
                 f"checkpoint {path} has format version {str(record.get('version'))[:20]}, this server reads version {FORMAT_VERSION}"
@@ -418,7 +442,9 @@ def _info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
             user_metadata=dict(user_metadata),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"checkpoint {path} is damaged: {RECORD_NAME} lacks or garbles {str(error)[:200]}") from None
+        raise UserError(
+            f"checkpoint {path} is damaged: {RECORD_NAME} lacks or garbles {str(error)[:200]}"
+        ) from None
 
 
 def _typed[T](record: Mapping[str, object], name: str, kind: type[T]) -> T:
@@ -432,7 +458,10 @@ def _lora(fields: Mapping[str, object]) -> LoraSpec:
     lora = LoraSpec(**fields)  # type: ignore[arg-type]
     whole = (lora.rank, lora.seed)
     flags = (lora.train_attn, lora.train_mlp, lora.train_unembed)
-    if not (all(type(value) is int for value in whole) and all(type(flag) is bool for flag in flags)) or lora.rank < 1:
+    if (
+        not (all(type(value) is int for value in whole) and all(type(flag) is bool for flag in flags))
+        or lora.rank < 1
+    ):
         raise ValueError("lora: wrong types")
     if type(lora.alpha) not in (int, float) or not math.isfinite(lora.alpha):
         raise ValueError("lora: alpha is no number")

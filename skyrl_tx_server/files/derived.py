@@ -40,7 +40,9 @@ class DerivedFiles:
         try:
             make(aside)
             while True:
-                with contextlib.suppress(FileExistsError):  # `exist_ok` would ask a second time whether it is there
+                with contextlib.suppress(
+                    FileExistsError
+                ):  # `exist_ok` would ask a second time whether it is there
                     target.parent.mkdir()
                 try:
                     aside.rename(target)

@@ -18,7 +18,9 @@ ROUTER_BIAS = ".e_score_correction_bias"
 """It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its dtype."""
 
 
-def write_merged(base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None) -> None:
+def write_merged(
+    base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None
+) -> None:
     """Write `base` + `deltas` into the directory `output`. `dtype` None keeps each tensor's own; sums are made in float32.
 
     A tied head that has a delta of its own is untied: config.json says so and `lm_head.weight` is written.
@@ -38,7 +40,10 @@ def write_merged(base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Pa
     for file in base.directory.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
             shutil.copyfile(file, output / file.name)
-    _change(output / "config.json", ({"tie_word_embeddings": False} if unties else {}) | ({"dtype": dtype} if dtype else {}))
+    _change(
+        output / "config.json",
+        ({"tie_word_embeddings": False} if unties else {}) | ({"dtype": dtype} if dtype else {}),
+    )
     index = output / "model.safetensors.index.json"
     if unties and index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -56,10 +61,15 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
     if delta is None:
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:
-        raise UserError(f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to another model")
+        raise UserError(
+            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to another model"
+        )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 
 
 def _change(file: Path, changes: Mapping[str, object]) -> None:
     if changes:
-        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes, indent=2) + "\n", encoding="utf-8")
+        file.write_text(
+            json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes, indent=2) + "\n",
+            encoding="utf-8",
+        )

@@ -26,10 +26,20 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
-_MLP = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight")
+_MLP = re.compile(
+    r"(?P<module>model\.layers\.(?P<layer>\d+)\.mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight"
+)
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+_UNSUPPORTED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+)
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -44,11 +54,15 @@ def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.nda
         if name.endswith(".lora_A.weight"):
             b = arrays[name.replace(".lora_A.", ".lora_B.")]
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (b.astype(np.float32) @ a.astype(np.float32))
+            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (
+                b.astype(np.float32) @ a.astype(np.float32)
+            )
     return found
 
 
-def write_adapter(directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str) -> None:
+def write_adapter(
+    directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str
+) -> None:
     """Write both files of an adapter into `directory`, which is made where it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
@@ -79,16 +93,26 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
-        rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0)
+        rank, alpha, dropout = (
+            int(config["r"]),
+            float(config["lora_alpha"]),
+            float(config.get("lora_dropout") or 0.0),
+        )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
     if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
-        raise UserError(f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter")
+        raise UserError(
+            f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter"
+        )
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        raise UserError(f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}")
+        raise UserError(
+            f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}"
+        )
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise UserError(f"{directory}: {name} is not supported by this server; merge the adapter with peft instead")
+            raise UserError(
+                f"{directory}: {name} is not supported by this server; merge the adapter with peft instead"
+            )
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
     base_config: dict[str, Any] = read_json_object(base.directory / "config.json")
@@ -110,7 +134,11 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
 
 def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The optimizer of an adapter that has taken no step, under a training checkpoint's names."""
-    moments = {f"optimizer.{moment}.{name}": np.zeros_like(array) for moment in ("first", "second") for name, array in arrays.items()}
+    moments = {
+        f"optimizer.{moment}.{name}": np.zeros_like(array)
+        for moment in ("first", "second")
+        for name, array in arrays.items()
+    }
     return {"optimizer.step": np.array(0, np.int32), **moments}
 
 
@@ -131,11 +159,15 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int
         return array
     kept, rest = np.split(array, [own], axis=side)
     if np.any(rest):
-        raise UserError(f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead")
+        raise UserError(
+            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead"
+        )
     return kept if side == 0 else kept / np.float32(rank / own)
 
 
-def _spec(directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float) -> LoraSpec:
+def _spec(
+    directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float
+) -> LoraSpec:
     """Which whole parts are trained; a part trained here and there has no counterpart."""
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
@@ -156,15 +188,23 @@ def _spec(directory: Path, modules: set[str], base: BaseTensors, num_layers: int
             f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
         )
     return LoraSpec(
-        rank=rank, alpha=alpha, train_attn=trained["train_attn"], train_mlp=trained["train_mlp"], train_unembed=trained["train_unembed"]
+        rank=rank,
+        alpha=alpha,
+        train_attn=trained["train_attn"],
+        train_mlp=trained["train_mlp"],
+        train_unembed=trained["train_unembed"],
     )
 
 
-def _check_shapes(directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int) -> None:
+def _check_shapes(
+    directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int
+) -> None:
     for module in {name.rpartition(".lora_")[0] for name in arrays}:
         own = of_expert if _EXPERT.fullmatch(module) else rank
         weight = f"{module.removeprefix(PREFIX)}.weight"
-        outputs, inputs = base.shape(weight if weight in base.files else "model.embed_tokens.weight")  # a tied head
+        outputs, inputs = base.shape(
+            weight if weight in base.files else "model.embed_tokens.weight"
+        )  # a tied head
         for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
             name = f"{module}.lora_{side}.weight"
             if name not in arrays or arrays[name].shape != shape:

@@ -40,7 +40,9 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         if _metadata_bytes(self.user_metadata) > MAX_METADATA_BYTES:
-            raise UserError(f"user_metadata of {self.run_id} is larger than {MAX_METADATA_BYTES >> 10} KiB; send less")
+            raise UserError(
+                f"user_metadata of {self.run_id} is larger than {MAX_METADATA_BYTES >> 10} KiB; send less"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,10 +61,14 @@ class RunIndex:
         self._tenant: str | None = None  # None: the runs of all
         self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of their making
         self._run_bytes: dict[str, int] = {}  # by owner
-        self._lines: dict[tuple[str, str], int] = {}  # what is said about what -> bytes of the line that says so
+        self._lines: dict[
+            tuple[str, str], int
+        ] = {}  # what is said about what -> bytes of the line that says so
         self._sizes = _Sizes()
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
-        self._expiring: dict[str, str] = {}  # tinker:// path -> the generation that expires, where it is known
+        self._expiring: dict[
+            str, str
+        ] = {}  # tinker:// path -> the generation that expires, where it is known
         self.public: set[str] = set()  # tinker:// paths
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -152,7 +158,9 @@ class RunIndex:
                 return
             expires_at, generation = fact["expires_at"], fact.get("generation")
             expires_at = None if expires_at is None else _aware(expires_at)
-            self._remember_expiry(path, expires_at, generation if isinstance(generation, str) else None, len(line))
+            self._remember_expiry(
+                path, expires_at, generation if isinstance(generation, str) else None, len(line)
+            )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s: skipped a damaged line (%s): %s", self._file, str(error)[:100], line[:80])
 
@@ -171,7 +179,9 @@ class RunIndex:
             self._run_bytes[owner] -= self._lines["run", run_id]
             self._count("run", run_id, 0)
 
-    def _remember_expiry(self, path: str, expires_at: datetime | None, generation: str | None, num_bytes: int) -> None:
+    def _remember_expiry(
+        self, path: str, expires_at: datetime | None, generation: str | None, num_bytes: int
+    ) -> None:
         self._expiring.pop(path, None)
         if expires_at is None:
             self.expiries.pop(path, None)
@@ -253,13 +263,17 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 def _run_from_json(fact: dict[str, object]) -> TrainingRun:
     """ValueError, KeyError or TypeError for what is no run. Metadata that is too large is left out."""
     metadata = fact.get("user_metadata", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for item in metadata.items() for text in item):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    ):
         raise TypeError("user_metadata: not text")
     if _metadata_bytes(metadata) > MAX_METADATA_BYTES:
         logger.warning("left out the metadata of %s, which is too large", str(fact["run_id"])[:80])
         metadata = {}
     lora = LoraSpec(**fact["lora"])  # type: ignore[arg-type]
-    run = TrainingRun(**{**fact, "lora": lora, "created_at": _aware(fact["created_at"]), "user_metadata": metadata})  # type: ignore[arg-type]
+    run = TrainingRun(
+        **{**fact, "lora": lora, "created_at": _aware(fact["created_at"]), "user_metadata": metadata}
+    )  # type: ignore[arg-type]
     if not (isinstance(run.run_id, str) and isinstance(run.base_model, str) and isinstance(lora.rank, int)):
         raise TypeError("run_id, base_model or rank: wrong type")
     return run

@@ -36,7 +36,9 @@ class AccessPolicy:
     allowed_origins: frozenset[str] = frozenset()  # lower case, as in https://example.org
 
 
-def access_policy(*, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None) -> AccessPolicy:
+def access_policy(
+    *, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None
+) -> AccessPolicy:
     """The policy of a server that listens on `host`. With a key host names are free: no web page knows it, and a reverse proxy passes on
     whatever name it serves."""
     own = host.lower().removesuffix(".")
@@ -73,7 +75,9 @@ def _check_page(policy: AccessPolicy, marks: Mapping[bytes, bytes]) -> None:
                 f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with allowed_origins=ORIGIN to accept them"
             )
     elif fetch_site not in (None, b"none", b"same-origin"):
-        raise ForbiddenError(f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})")
+        raise ForbiddenError(
+            f"requests of other web pages are refused (Sec-Fetch-Site {_quoted(fetch_site or b'')})"
+        )
 
 
 def host_name(host: str) -> str:

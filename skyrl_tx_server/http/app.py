@@ -15,7 +15,18 @@ from starlette.routing import Route
 from skyrl_tx_server.errors import NoRouteError, NotFoundError, ServerError
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, StartupState, refusal, serve
-from skyrl_tx_server.http.routes import downloads, futures, metrics, openai, sampling, service, sessions, training, unsupported, weights
+from skyrl_tx_server.http.routes import (
+    downloads,
+    futures,
+    metrics,
+    openai,
+    sampling,
+    service,
+    sessions,
+    training,
+    unsupported,
+    weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +58,9 @@ def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Sta
             await housekeeper
 
     return Starlette(
-        routes=[Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS],
+        routes=[
+            Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS
+        ],
         lifespan=lifespan,
         exception_handlers={404: _no_route, 405: _no_route},
     )
@@ -95,6 +108,8 @@ async def housekeep(context: AppState) -> None:
         except NotFoundError:
             logger.debug("%s was deleted by hand", path)
         except (ServerError, OSError) as error:
-            logger.warning("the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error)
+            logger.warning(
+                "the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error
+            )
         context.ledger.forget(path, generation)
     await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

@@ -24,11 +24,15 @@ from skyrl_tx_server.http.wire.requests import Limits
 class HttpSettings:
     """The HTTP side's view of the server's options."""
 
-    model_dir: Path | None  # offered as tokenizer to clients on this machine; None: they go by the model's name
+    model_dir: (
+        Path | None
+    )  # offered as tokenizer to clients on this machine; None: they go by the model's name
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its client counts as gone
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = None  # the operator's; None, and no tenant_keys: whoever reaches the port is the operator
+    api_key: str | None = (
+        None  # the operator's; None, and no tenant_keys: whoever reaches the port is the operator
+    )
     access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
     tenant_keys: TenantKeys | None = None
     tenant_quota: Quota = field(default_factory=Quota)
@@ -49,7 +53,9 @@ class AppState:
     checkpoints: CheckpointStore
     ledger: RunIndex
     settings: HttpSettings
-    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # answered, by method, route and status
+    requests: Counter[tuple[str, str, int]] = field(
+        default_factory=Counter
+    )  # answered, by method, route and status
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
     tenants: dict[str, AppState] = field(default_factory=dict)  # the contexts made so far, by tenant
@@ -88,8 +94,14 @@ class AppState:
     @property
     def limits(self) -> Limits:
         info = self.engine.info
-        return Limits(vocab_size=info.vocab_size, max_context_length=info.max_context_length, max_lora_rank=info.max_lora_rank)
+        return Limits(
+            vocab_size=info.vocab_size,
+            max_context_length=info.max_context_length,
+            max_lora_rank=info.max_lora_rank,
+        )
 
     def check_base_model(self, name: str) -> None:
         if name != self.base_model:
-            raise UserError(f"this server runs {self.base_model}, not {name}; ask for base_model={self.base_model!r}")
+            raise UserError(
+                f"this server runs {self.base_model}, not {name}; ask for base_model={self.base_model!r}"
+            )

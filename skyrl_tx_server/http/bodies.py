@@ -47,9 +47,13 @@ SAMPLE_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
 """A context of a million tokens takes 8 MiB as JSON; the rest is for target_prompt_logprobs."""
 TRAINING_JSON_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
 """SDKs up to 0.24 send at most 5 MB of tensors in a request, which are up to 25 MB as JSON."""
-TRAINING_BODY = BodyLimits(max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE))
+TRAINING_BODY = BodyLimits(
+    max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE)
+)
 """Protobuf up to max_request_mb; JSON up to TRAINING_JSON_BODY."""
-CHAT_BODY = BodyLimits(max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000))
+CHAT_BODY = BodyLimits(
+    max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
+)
 """The text of a context of a million tokens."""
 
 
@@ -132,7 +136,9 @@ async def read_parsed[T](
                 work = lambda: parse(decompress(body, limit))  # noqa: E731
             case other:
                 raise UserError(f"content-encoding {other[:80]!r} is not supported; send zstd or none")
-        return parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
+        return (
+            parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
+        )
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
@@ -197,7 +203,9 @@ def decompress(body: bytes, limit: int) -> bytes:
     if size > limit:
         raise _too_large(limit)
     if size > largest:
-        raise UserError(f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without content-encoding")
+        raise UserError(
+            f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without content-encoding"
+        )
     return b"".join(parts)
 
 

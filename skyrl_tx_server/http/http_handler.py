@@ -66,7 +66,9 @@ async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Re
     if lobby.context is not None:
         lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
-        endpoint.log_level if response.status_code < 400 or response.status_code in NOT_YET else logging.WARNING,
+        endpoint.log_level
+        if response.status_code < 400 or response.status_code in NOT_YET
+        else logging.WARNING,
         "method=%s route=%s status=%d ms=%.1f sdk=%s",
         endpoint.method,
         endpoint.path,
@@ -79,7 +81,9 @@ async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Re
 
 async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
     if lobby.context is None:
-        return refusal(endpoint.path, LoadingError("the server is still loading its model; try again in a moment"))
+        return refusal(
+            endpoint.path, LoadingError("the server is still loading its model; try again in a moment")
+        )
     try:
         context = lobby.context
         check_access(context.settings.access, request)
@@ -96,7 +100,11 @@ async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> 
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         logger.exception("%s %s failed", endpoint.method, endpoint.path)
-        return refusal(endpoint.path, ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"), status=400)
+        return refusal(
+            endpoint.path,
+            ServerError(f"internal error, see the server's log: {type(error).__name__}: {error}"),
+            status=400,
+        )
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:
@@ -104,12 +112,16 @@ def _check_key(settings: HttpSettings, request: Request) -> str:
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT
-    sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
+        "Bearer "
+    )
     if api_key is not None and hmac.compare_digest(sent.encode(), api_key.encode()):
         return DEFAULT_TENANT
     tenant = None if tenant_keys is None else tenant_keys.tenant_of(sent)
     if tenant is None:
-        raise UnauthorizedError("this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients")
+        raise UnauthorizedError(
+            "this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients"
+        )
     return tenant
 
 
@@ -132,7 +144,9 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
     return JSONResponse({"detail": detail, "category": error.category}, status_code=status)
 
 
-async def read_parsed[T](context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None) -> T:
+async def read_parsed[T](
+    context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
+) -> T:
     """`parse` of the body within the limits of the request's endpoint, or within tighter ones."""
     return await bodies.read_parsed(
         request,

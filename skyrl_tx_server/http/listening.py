@@ -52,7 +52,9 @@ def connection_limit(wanted: int, max_files: int) -> int:
     """`wanted`, or what the limit on open files leaves room for. ConfigError when that is next to nothing."""
     limit = min(wanted, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
-        raise ConfigError(f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more (ulimit -n)")
+        raise ConfigError(
+            f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more (ulimit -n)"
+        )
     return limit
 
 
@@ -182,7 +184,11 @@ class Acceptor:
     """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio server."""
 
     def __init__(
-        self, listener: socket.socket, connections: Connections, make: Callable[[], BoundedProtocol], tls: ssl.SSLContext | None
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        make: Callable[[], BoundedProtocol],
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._listener = listener
         self._connections = connections
@@ -246,7 +252,9 @@ class Acceptor:
 class BoundedServer(uvicorn.Server):
     """uvicorn on sockets that `Acceptor` accepts from."""
 
-    def __init__(self, config: uvicorn.Config, max_connections: int, *, head_timeout_s: float = HEAD_TIMEOUT_S) -> None:
+    def __init__(
+        self, config: uvicorn.Config, max_connections: int, *, head_timeout_s: float = HEAD_TIMEOUT_S
+    ) -> None:
         super().__init__(config)
         self.connections = Connections(max_connections)
         self._head_timeout_s = head_timeout_s
@@ -257,5 +265,7 @@ class BoundedServer(uvicorn.Server):
         def make() -> BoundedProtocol:
             return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
 
-        self.servers = [Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []]  # type: ignore[assignment]
+        self.servers = [
+            Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []
+        ]  # type: ignore[assignment]
         self.started = True

@@ -31,7 +31,9 @@ class EngineShare:
         with self._lock:
             return {"tokens_in_flight": self._tokens, "max_tokens_in_flight": self._max_tokens}
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         """Whatever `tenant` says, it is this one's. CapacityError while too much is under way, UserError for what never fits."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
@@ -62,7 +64,11 @@ def _num_tokens(op: Op, max_context_length: int) -> int:
     """Prompt and longest completion of every sample, or the tokens of every datum. What frees memory counts nothing."""
     match op:
         case Sample():
-            longest = max_context_length - len(op.prompt) if op.settings.max_tokens is None else op.settings.max_tokens
+            longest = (
+                max_context_length - len(op.prompt)
+                if op.settings.max_tokens is None
+                else op.settings.max_tokens
+            )
             return max(LEAST_TOKENS, len(op.prompt) + op.num_samples * max(0, longest))
         case ForwardBackward():
             return max(LEAST_TOKENS, sum(len(datum.tokens) for datum in op.data))

@@ -38,7 +38,9 @@ class StreamWatcher:
         self._put(None)
 
     def _put(self, news: TokenDelta | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: the server is gone and so is everyone who could ask
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop has closed: the server is gone and so is everyone who could ask
             self._loop.call_soon_threadsafe(self.news.put_nowait, news)
 
 
@@ -57,7 +59,10 @@ async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> 
         for index, sequence in enumerate(result.sequences):
             rest = slice(seen[index], None)
             yield TokenDelta(
-                index=index, tokens=sequence.tokens[rest].tolist(), logprobs=sequence.logprobs[rest].tolist(), ended=sequence.stop_reason
+                index=index,
+                tokens=sequence.tokens[rest].tolist(),
+                logprobs=sequence.logprobs[rest].tolist(),
+                ended=sequence.stop_reason,
             )
     finally:
         listener.leave()

@@ -21,14 +21,18 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     raw = _read_json(path)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
-        raise ConfigError(f"{path}: model_type is {model_type!r}; this server runs {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"{path}: model_type is {model_type!r}; this server runs {', '.join(sorted(FAMILIES))}"
+        )
     family = FAMILIES[model_type]
     for name, expected in family.expected.items():
         if raw.get(name, expected) not in (expected, None):
             raise ConfigError(f"{path}: {name}={raw[name]!r} is not supported, only {expected!r}")
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method")
-        raise ConfigError(f"{path}: its weights are quantised (quantization_config, {method}); convert them to bfloat16 first")
+        raise ConfigError(
+            f"{path}: its weights are quantised (quantization_config, {method}); convert them to bfloat16 first"
+        )
     try:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:
@@ -36,9 +40,13 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if config.num_heads % config.num_kv_heads:
-        raise ConfigError(f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads")
+        raise ConfigError(
+            f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads"
+        )
     if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
-        raise ConfigError(f"{path}: num_experts_per_tok={config.experts.per_token} of {config.experts.count} experts")
+        raise ConfigError(
+            f"{path}: num_experts_per_tok={config.experts.per_token} of {config.experts.count} experts"
+        )
     return config
 
 
@@ -61,7 +69,9 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
         "rope_parameters": _rope_json(config),
-        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
+        "eos_token_id": list(config.eos_token_ids)
+        if len(config.eos_token_ids) != 1
+        else config.eos_token_ids[0],
         "dtype": dtype,
         **family.write(config),
     }
@@ -136,7 +146,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face model directory") from None
+        raise ConfigError(
+            f"{path} does not exist: base_model must be a Hugging Face model directory"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     except OSError as error:

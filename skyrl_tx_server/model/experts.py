@@ -20,7 +20,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, LoraTarget, ShardAxis, Weight, mlp, mlp_layer_weights
+from skyrl_tx_server.model.families.layer_spec import (
+    STACK_INDEX,
+    LayerParams,
+    LoraTarget,
+    ShardAxis,
+    Weight,
+    mlp,
+    mlp_layer_weights,
+)
 from skyrl_tx_server.model.kernels import grouped_kernel
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, low_rank_deltas
@@ -53,16 +61,28 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
             split=ShardAxis.OUTPUTS,
         ),
         "down": Weight(
-            names=(names["down"],), inputs=width, widths=(hidden,), experts=count, switch=LoraTarget.MLP, split=ShardAxis.INPUTS
+            names=(names["down"],),
+            inputs=width,
+            widths=(hidden,),
+            experts=count,
+            switch=LoraTarget.MLP,
+            split=ShardAxis.INPUTS,
         ),
     }
 
 
-def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
+def add_experts(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+) -> jax.Array:
     """x [B, T, D] plus its experts' outputs."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    inputs = (normed, route(config.experts, Router(params["router"], params.get("router_bias")), normed), params["gate_up"], params["down"])
+    inputs = (
+        normed,
+        route(config.experts, Router(params["router"], params.get("router_bias")), normed),
+        params["gate_up"],
+        params["down"],
+    )
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
     mix, layer = partial(_mix, config.experts), params.get(STACK_INDEX)
     if config.experts.shared:
@@ -73,8 +93,17 @@ def add_experts(config: ModelConfig, x: jax.Array, params: LayerParams, adapter:
     lead = () if layer is None else (None,)
     gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
     adapted = None if modules is None else _module_specs(modules, rows, fsdp)
-    specs = (PartitionSpec(rows), PartitionSpec(rows), gate_up, PartitionSpec(*lead, "expert", fsdp, "tensor"), adapted, PartitionSpec())
-    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(*inputs, modules, layer)
+    specs = (
+        PartitionSpec(rows),
+        PartitionSpec(rows),
+        gate_up,
+        PartitionSpec(*lead, "expert", fsdp, "tensor"),
+        adapted,
+        PartitionSpec(),
+    )
+    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(
+        *inputs, modules, layer
+    )
     return shard_batch(config, x + mixed)
 
 
@@ -147,10 +176,14 @@ def _mix(
     blocks = layout.fill(tokens[assigned])
     deltas = None
     if modules is not None:
-        deltas = [partial(low_rank_deltas, module=_of_blocks(module, own_experts, entry)) for module in modules]
+        deltas = [
+            partial(low_rank_deltas, module=_of_blocks(module, own_experts, entry)) for module in modules
+        ]
 
     both = _block_products(blocks, gate_up, own_experts + offset, layout.used)
-    gate, up = jnp.split(both if fsdp is None else jax.lax.all_gather(both, fsdp, axis=-1, tiled=True), 2, axis=-1)
+    gate, up = jnp.split(
+        both if fsdp is None else jax.lax.all_gather(both, fsdp, axis=-1, tiled=True), 2, axis=-1
+    )
     if deltas is not None:
         gate_delta, up_delta = deltas[0](blocks)
         gate, up = gate + gate_delta, up + up_delta
@@ -174,10 +207,14 @@ def _shared_mix(
 ) -> jax.Array:
     """`_mix` on one of several devices, each of which has some experts and some columns of theirs."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
-    return jax.lax.psum(mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor"))
+    return jax.lax.psum(
+        mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
+    )
 
 
-def _module_specs(modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None) -> tuple[LoraWeights, LoraWeights]:
+def _module_specs(
+    modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
+) -> tuple[LoraWeights, LoraWeights]:
     """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
     bank = () if modules[0].users is None else (None, None)
 
@@ -222,7 +259,12 @@ class _Layout:
 
 def _block_size(assignments: int, experts: int) -> int:
     """About what an expert gets: smaller blocks make more products, larger ones more padding."""
-    return min(max(MIN_BLOCK, 1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_BLOCK), MAX_BLOCK)
+    return min(
+        max(
+            MIN_BLOCK, 1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_BLOCK
+        ),
+        MAX_BLOCK,
+    )
 
 
 def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
@@ -234,9 +276,15 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
     order = jnp.argsort(groups)
     group = groups[order]
     within = jnp.arange(assignments) - (jnp.cumsum(sizes) - sizes)[group]
-    blocks = (assignments + min(count, assignments) * (block - 1)) // block  # as many as any distribution can need
+    blocks = (
+        assignments + min(count, assignments) * (block - 1)
+    ) // block  # as many as any distribution can need
     starts = jnp.append((ends - -(-sizes // block)) * block, blocks * block)
-    places = jnp.zeros(assignments, jnp.int32).at[order].set(jnp.where(group < count, starts[group] + within, blocks * block))
+    places = (
+        jnp.zeros(assignments, jnp.int32)
+        .at[order]
+        .set(jnp.where(group < count, starts[group] + within, blocks * block))
+    )
     owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
     return _Layout(block=block, groups=owners, places=places, used=ends[-1])
 
@@ -247,7 +295,9 @@ def _of_blocks(module: LoraWeights, experts: jax.Array, entry: jax.Array | None)
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     at = (entry, module.layer, experts)
     return LoraWeights(
-        a=module.a[at], b=tuple(b[at] for b in module.b), scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None]
+        a=module.a[at],
+        b=tuple(b[at] for b in module.b),
+        scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None],
     )
 
 
@@ -257,7 +307,9 @@ def _block_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, us
     return _products(blocks, weight, experts, used, transposed=False)
 
 
-def _products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool) -> jax.Array:
+def _products(
+    blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
+) -> jax.Array:
     """A kernel on NVIDIA's devices, elsewhere a loop."""
     weight = jnp.asarray(weight)
 
@@ -266,7 +318,9 @@ def _products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: ja
             own = weight[experts[index]]
             return out.at[index].set(blocks[index] @ (own if transposed else own.T))
 
-        return jax.lax.fori_loop(0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[2 if transposed else 1]), blocks.dtype))
+        return jax.lax.fori_loop(
+            0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[2 if transposed else 1]), blocks.dtype)
+        )
 
     if not grouped_kernel.fits(blocks, weight):
         return loop(blocks, weight, experts, used)
@@ -276,7 +330,11 @@ def _products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: ja
 
 def _products_forward(blocks, weight, experts, used):
     assert not weight.perturbed, "the base model's experts are frozen: only their adapters are trained"
-    return _block_products(blocks.value, weight.value, experts.value, used.value), (weight.value, experts.value, used.value)
+    return _block_products(blocks.value, weight.value, experts.value, used.value), (
+        weight.value,
+        experts.value,
+        used.value,
+    )
 
 
 def _products_backward(saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array | SymbolicZero):

@@ -63,7 +63,11 @@ def stacked(segments: Sequence[Segment]) -> Segment:
     """Layer by layer: as one concatenation it would be computed anew wherever it is read, and take as long to compile as all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
-        whole = jax.tree.map(lambda leaf, new, index=index: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0), whole, segment)
+        whole = jax.tree.map(
+            lambda leaf, new, index=index: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0),
+            whole,
+            segment,
+        )
     return whole
 
 
@@ -75,7 +79,12 @@ def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 @partial(jax.jit, static_argnames=("config", "pages", "dtype"))
 def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
     lead, head_dim = (config.num_layers, pages, config.num_kv_heads), config.head_dim
-    return keep_cache(config, KVCache(keys=jnp.zeros((*lead, head_dim, PAGE), dtype), values=jnp.zeros((*lead, PAGE, head_dim), dtype)))
+    return keep_cache(
+        config,
+        KVCache(
+            keys=jnp.zeros((*lead, head_dim, PAGE), dtype), values=jnp.zeros((*lead, PAGE, head_dim), dtype)
+        ),
+    )
 
 
 def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
@@ -83,7 +92,9 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
-def read_rows(config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]) -> list[list[Segment]]:
+def read_rows(
+    config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
+) -> list[list[Segment]]:
     """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end there."""
     read = partial(_read_own_rows, config, ends)
     if config.mesh is not None:
@@ -92,14 +103,24 @@ def read_rows(config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: S
 
 
 def write_layer(
-    config: ModelConfig, cache: KVCache, layer: ArrayLike, new: Segment, tables_BW: ArrayLike, starts_B: ArrayLike, counts_B: ArrayLike
+    config: ModelConfig,
+    cache: KVCache,
+    layer: ArrayLike,
+    new: Segment,
+    tables_BW: ArrayLike,
+    starts_B: ArrayLike,
+    counts_B: ArrayLike,
 ) -> KVCache:
     """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
     describes."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
-        write = shard_map_over(config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES)
-    return write(cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
+        write = shard_map_over(
+            config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES
+        )
+    return write(
+        cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B)
+    )
 
 
 def write_rows(
@@ -138,22 +159,32 @@ def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax
     return jnp.where(here, own, 0), here
 
 
-def _read_own_rows(config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array) -> list[list[Segment]]:
+def _read_own_rows(
+    config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array
+) -> list[list[Segment]]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
     own, _ = own_pages(config, cache, tables_BW)
 
     def segment(layer: int, first: int, end: int) -> Segment:
         pages = own[:, first // PAGE : end // PAGE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
-        values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]  # two thirds of the time of transposed pages
+        values = cache.values[
+            layer, pages[:, None], jnp.arange(heads)[None, :, None]
+        ]  # two thirds of the time of transposed pages
         return Segment(keys=keys, values=values.reshape(batch, heads, -1, head_dim))
 
-    return [[segment(layer, first, end) for first, end in pairwise((0, *ends))] for layer in range(cache.keys.shape[0])]
+    return [
+        [segment(layer, first, end) for first, end in pairwise((0, *ends))]
+        for layer in range(cache.keys.shape[0])
+    ]
 
 
 def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
     """One layer's positions in the given pages of each row."""
-    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
+    keys, values = (
+        cache.keys[layer, own_BP],
+        cache.values[layer, own_BP],
+    )  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
     batch, _, heads, head_dim, _ = keys.shape
     return Segment(
         keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
@@ -162,7 +193,13 @@ def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
 
 
 def _write_own_layer(
-    config: ModelConfig, cache: KVCache, layer: jax.Array, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+    config: ModelConfig,
+    cache: KVCache,
+    layer: jax.Array,
+    new: Segment,
+    tables_BW: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
 ) -> KVCache:
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
@@ -172,7 +209,12 @@ def _write_own_layer(
 
 
 def _scatter_own_rows(
-    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+    config: ModelConfig,
+    cache: KVCache,
+    new: Segment,
+    tables_BW: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
 ) -> KVCache:
     pages, places = _places(config, cache, new, tables_BW, starts_B, counts_B)
     return KVCache(
@@ -182,17 +224,29 @@ def _scatter_own_rows(
 
 
 def _places(
-    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+    config: ModelConfig,
+    cache: KVCache,
+    new: Segment,
+    tables_BW: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(page, place in it) [B, n] of each new position; nobody's page for those that do not count."""
     own, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
-    return jnp.where(columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0), positions % PAGE
+    return jnp.where(
+        columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0
+    ), positions % PAGE
 
 
 def _write_own_rows(
-    config: ModelConfig, cache: KVCache, new: Segment, tables_BW: jax.Array, starts_B: jax.Array, counts_B: jax.Array
+    config: ModelConfig,
+    cache: KVCache,
+    new: Segment,
+    tables_BW: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
 ) -> KVCache:
     width = min(new.keys.shape[-1], PAGE)  # of the window of a page that is written
 
@@ -203,11 +257,20 @@ def _write_own_rows(
         def page(index: jax.Array, cache: KVCache) -> KVCache:
             at, _ = own_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE, 0, PAGE - width)
-            source = index * PAGE + first + jnp.arange(width) - start  # which new position belongs at each place
+            source = (
+                index * PAGE + first + jnp.arange(width) - start
+            )  # which new position belongs at each place
             here = (source >= 0) & (source < count)
             return KVCache(
-                keys=_merge(cache.keys, jnp.take(keys, source, axis=4, mode="clip"), here, (0, at, 0, 0, first)),
-                values=_merge(cache.values, jnp.take(values, source, axis=3, mode="clip"), here[:, None], (0, at, 0, first, 0)),
+                keys=_merge(
+                    cache.keys, jnp.take(keys, source, axis=4, mode="clip"), here, (0, at, 0, 0, first)
+                ),
+                values=_merge(
+                    cache.values,
+                    jnp.take(values, source, axis=3, mode="clip"),
+                    here[:, None],
+                    (0, at, 0, first, 0),
+                ),
             )
 
         return jax.lax.fori_loop(start // PAGE, -(-(start + count) // PAGE), page, cache)
@@ -215,8 +278,12 @@ def _write_own_rows(
     return jax.lax.fori_loop(0, tables_BW.shape[0], row, cache)
 
 
-def _merge(whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.Array | int, ...]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, jnp.where(here, window, jax.lax.dynamic_slice(whole, at, window.shape)), at)
+def _merge(
+    whole: jax.Array, window: jax.Array, here: jax.Array, at: tuple[jax.Array | int, ...]
+) -> jax.Array:
+    return jax.lax.dynamic_update_slice(
+        whole, jnp.where(here, window, jax.lax.dynamic_slice(whole, at, window.shape)), at
+    )
 
 
 def _copy_own_pages(config: ModelConfig, cache: KVCache, copies_C2: jax.Array) -> KVCache:

@@ -12,7 +12,9 @@ import numpy as np
 
 from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling
 
-QUERY_BLOCKS = 4  # each is one more attention to compile; four save 3/8 of a full causal mask's work, eight only 7/16
+QUERY_BLOCKS = (
+    4  # each is one more attention to compile; four save 3/8 of a full causal mask's work, eight only 7/16
+)
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 
@@ -26,10 +28,14 @@ class Rope(NamedTuple):
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Normalise in float32, scale in x's dtype (Hugging Face's order)."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype) * weight
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(
+        x.dtype
+    ) * weight
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array | np.ndarray, dtype: jnp.dtype = jnp.float32) -> Rope:
+def rope_tables(
+    config: ModelConfig, positions: jax.Array | np.ndarray, dtype: jnp.dtype = jnp.float32
+) -> Rope:
     """cos and sin for positions [B, T], computed in float32 and cast to the activations' dtype."""
     scale = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(config)
@@ -43,7 +49,9 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray) -> jax.Array:
+def packed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray
+) -> jax.Array:
     """Causal attention of q [B, T, H, hd] over k, v [B, T, K, hd], each token within its own segment.
 
     Long rows go block by block over the queries: a block sees only the keys before its end, and its probabilities are
@@ -57,17 +65,33 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: j
     blocks = []
     for first in range(0, length, block):
         end = min(first + block, length)
-        blocks.append(attend(q[:, first:end], k[:, :end], v[:, :end], segment_ids_BT[:, first:end], segment_ids_BT[:, :end], first))
+        blocks.append(
+            attend(
+                q[:, first:end],
+                k[:, :end],
+                v[:, :end],
+                segment_ids_BT[:, first:end],
+                segment_ids_BT[:, :end],
+                first,
+            )
+        )
     return jnp.concatenate(blocks, axis=1)
 
 
-def within_segments(segment_ids_BT: jax.Array | np.ndarray) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+def within_segments(
+    segment_ids_BT: jax.Array | np.ndarray,
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """`packed_attention` of rows laid out so, as `hidden_states` takes it."""
     return lambda q, k, v: packed_attention(q, k, v, segment_ids_BT)
 
 
 def _attend_block(
-    q: jax.Array, k: jax.Array, v: jax.Array, query_segments: jax.Array | np.ndarray, key_segments: jax.Array | np.ndarray, first: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_segments: jax.Array | np.ndarray,
+    key_segments: jax.Array | np.ndarray,
+    first: int,
 ) -> jax.Array:
     causal = (first + jnp.arange(q.shape[1]))[:, None] >= jnp.arange(k.shape[1])[None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
@@ -89,7 +113,9 @@ def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
 def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     """Keep what turns `high_freq_factor` times or more within the original length, slow what turns `low_freq_factor` times or less."""
     turns = scaling.original_max_position_embeddings * plain / np.float32(2 * math.pi)
-    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    kept = np.clip(
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
+    )
     return (plain / scaling.factor * (1 - kept) + plain * kept).astype(np.float32)
 
 

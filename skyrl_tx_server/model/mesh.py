@@ -71,7 +71,12 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
 
-def place(config: ModelConfig, shape: tuple[int, ...], spec: PartitionSpec, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+def place(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
     """An array on its devices from `read(part of it)`; host memory holds one device's part at a time."""
     if config.mesh is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
@@ -124,7 +129,10 @@ def bytes_per_device(tree: Any) -> int:
     """What a tree of arrays, or of their shapes, takes on each device."""
 
     def of(leaf: Any) -> int:
-        return prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        return (
+            prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+        )
 
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
@@ -140,11 +148,16 @@ def gathers(config: ModelConfig) -> bool:
     return config.mesh is not None and not config.weights_rest and config.mesh.shape["fsdp"] > 1
 
 
-def gathered(config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def gathered(
+    config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `weight_stationary`."""
     if not gathers(config):
         return dict(leaves)
-    return {name: constrain(config.mesh, leaf, PartitionSpec(*map(_without_fsdp, specs[name]))) for name, leaf in leaves.items()}
+    return {
+        name: constrain(config.mesh, leaf, PartitionSpec(*map(_without_fsdp, specs[name])))
+        for name, leaf in leaves.items()
+    }
 
 
 def _without_fsdp(axes: Axes) -> Axes:
@@ -168,7 +181,11 @@ def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
     """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are brought together from where a
     matrix that is `weight_stationary` has them made."""
-    made = shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp")) if config.weights_rest else x
+    made = (
+        shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
+        if config.weights_rest
+        else x
+    )
     return shard_batch(config, made, features=by)
 
 

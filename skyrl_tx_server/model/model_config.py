@@ -9,7 +9,9 @@ from jax.sharding import Mesh
 
 from skyrl_tx_server.errors import ConfigError
 
-YARN_ORIGINAL_LENGTH = 32_768  # the length Qwen2.5 and Qwen3 were trained on, which their model cards stretch from
+YARN_ORIGINAL_LENGTH = (
+    32_768  # the length Qwen2.5 and Qwen3 were trained on, which their model cards stretch from
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,9 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    mscale_all_dim: float = 0.0  # DeepSeek's: latent attention multiplies its scores by the square of what it makes of `factor`
+    mscale_all_dim: float = (
+        0.0  # DeepSeek's: latent attention multiplies its scores by the square of what it makes of `factor`
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +92,9 @@ class ModelConfig:
     rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: plain rotary embedding
     eos_token_ids: tuple[int, ...] = ()
     experts: Experts | None = None  # None: dense
-    latent: LatentAttention | None = None  # then the one key-value head is the latent vector beside the rotated key
+    latent: LatentAttention | None = (
+        None  # then the one key-value head is the latent vector beside the rotated key
+    )
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
     weights_rest: bool = False  # on a mesh, within a program: see `mesh.at_rest`
 
@@ -100,7 +106,11 @@ class ModelConfig:
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Output widths of the fused query, key and value projection."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
 
     @property
     def projected_width(self) -> int:
@@ -108,7 +118,9 @@ class ModelConfig:
         latent = self.latent
         if latent is None:
             return sum(self.qkv_widths)
-        return (latent.query_rank or 0) + self.num_heads * (latent.plain_dim + latent.rope_dim) + self.head_dim
+        return (
+            (latent.query_rank or 0) + self.num_heads * (latent.plain_dim + latent.rope_dim) + self.head_dim
+        )
 
     @property
     def rope_dim(self) -> int:
@@ -132,12 +144,22 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
     if length <= config.context_length:
         return config
     if config.rope_scaling is not None:
-        raise ConfigError(f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach")
-    if config.latent is not None:  # its scores would have to be sharpened too, by what only `mscale_all_dim` says
-        raise ConfigError(f"a {config.model_type} model is stretched by its own config.json alone: set rope_scaling there")
+        raise ConfigError(
+            f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach"
+        )
+    if (
+        config.latent is not None
+    ):  # its scores would have to be sharpened too, by what only `mscale_all_dim` says
+        raise ConfigError(
+            f"a {config.model_type} model is stretched by its own config.json alone: set rope_scaling there"
+        )
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))
-    scaling = YarnScaling(factor=factor, original_max_position_embeddings=original, attention_factor=attention_factor({}, factor))
+    scaling = YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor({}, factor),
+    )
     return replace(config, rope_scaling=scaling)
 
 

@@ -71,7 +71,9 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, kept)
         if not weight.inputs:
             return draw(key, shape, kept)
-        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(-1, -2)  # [in, out]: a seed keeps the model it always made
+        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(
+            -1, -2
+        )  # [in, out]: a seed keeps the model it always made
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
@@ -98,7 +100,9 @@ def layer[Aux](
         return shard_batch(config, attended, features="tensor"), aux
 
     specs = {field: PartitionSpec(*weight.spec[1:]) for field, weight in stack.weights.items()}
-    return family_of(config).layer(config, shard_batch(config, x), gathered(config, specs, params), adapter, rope, attend_and_return)
+    return family_of(config).layer(
+        config, shard_batch(config, x), gathered(config, specs, params), adapter, rope, attend_and_return
+    )
 
 
 def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
@@ -134,7 +138,11 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
     def one(leaf: jax.Array, index: int) -> jax.Array:
         return jax.device_put(np.asarray(leaf)[index : index + 1])
 
-    layers = [jax.tree.map(partial(one, index=index), tree) for tree in params.layers for index in range(_depth(tree))]
+    layers = [
+        jax.tree.map(partial(one, index=index), tree)
+        for tree in params.layers
+        for index in range(_depth(tree))
+    ]
     return replace(params, layers=tuple(layers))
 
 
@@ -156,13 +164,17 @@ def hidden_states(
     x = params.embed[tokens_BT]
     rope = rope_tables(config, positions_BT, x.dtype)
 
-    def body(stack: Stack, whole: LayerParams, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]) -> tuple[jax.Array, None]:
+    def body(
+        stack: Stack, whole: LayerParams, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]
+    ) -> tuple[jax.Array, None]:
         own, adapter = weights
         return layer(config, stack, x, own | whole, adapter, rope, lambda q, k, v: (attend(q, k, v), None))
 
     for index, stack in enumerate(stacks_of(config)):
         own, whole = cut_stack(config, params.layers[index])
-        x, _ = jax.lax.scan(_remat(partial(body, stack, whole), remat), x, (own, adapter and adapter.layers[index]))
+        x, _ = jax.lax.scan(
+            _remat(partial(body, stack, whole), remat), x, (own, adapter and adapter.layers[index])
+        )
     return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 
@@ -195,7 +207,9 @@ def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
 
 
-def _wide_logits_forward(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _wide_logits_forward(
+    hidden: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _wide_logits(hidden, weight), (hidden, weight)
 
 
@@ -211,4 +225,6 @@ def _remat(body: Callable, remat: Remat) -> Callable:
     if remat is Remat.NOTHING:
         return body
     saved = () if remat is Remat.LAYERS else ("qkv", "attended", "residual", "gate_up")
-    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
+    return jax.checkpoint(
+        body, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False
+    )

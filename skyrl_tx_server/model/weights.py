@@ -25,7 +25,15 @@ from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
 from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, adapted_stacks, head_weight, is_trained, rank_of, zero_adapter
+from skyrl_tx_server.model.lora.adapter import (
+    Adapter,
+    adapted_modules,
+    adapted_stacks,
+    head_weight,
+    is_trained,
+    rank_of,
+    zero_adapter,
+)
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights
 from skyrl_tx_server.model.mesh import VOCABULARY, place, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -46,10 +54,14 @@ def resolve_model(base_model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+        return Path(
+            snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean the same to the user
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"base_model={base_model}: not a local directory, and the hub download failed: {reason}") from None
+        raise ConfigError(
+            f"base_model={base_model}: not a local directory, and the hub download failed: {reason}"
+        ) from None
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
@@ -65,13 +77,17 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
             shards = config.tensor_shards if weight.split is ShardAxis.OUTPUTS else 1
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
-                out = np.empty([part.stop - part.start for part in index], np.float32 if weight.exact else target)
+                out = np.empty(
+                    [part.stop - part.start for part in index], np.float32 if weight.exact else target
+                )
                 for at, number in enumerate(stack.layers[index[0]]):
                     if not weight.experts:
                         out[at] = _read_field(part_of, f"model.layers.{number}.", weight, index[1:], shards)
                     else:
                         for inner, expert in enumerate(range(weight.experts)[index[1]]):
-                            out[at, inner] = _read_field(part_of, f"model.layers.{number}.", weight, index[2:], shards, expert)
+                            out[at, inner] = _read_field(
+                                part_of, f"model.layers.{number}.", weight, index[2:], shards, expert
+                            )
                 return out
 
             return place(config, (len(stack.layers), *weight.shape), weight.spec, read)
@@ -79,7 +95,10 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
         vocabulary = (config.vocab_size, config.hidden_size)
         return Params(
             embed=whole("model.embed_tokens.weight", vocabulary, VOCABULARY),
-            layers=tuple({field: stacked(stack, weight) for field, weight in stack.weights.items()} for stack in stacks_of(config)),
+            layers=tuple(
+                {field: stacked(stack, weight) for field, weight in stack.weights.items()}
+                for stack in stacks_of(config)
+            ),
             final_norm=whole("model.norm.weight", vocabulary[1:], PartitionSpec()),
             head=None if config.tie_word_embeddings else whole("lm_head.weight", vocabulary, VOCABULARY),
         )
@@ -92,7 +111,12 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
         ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
         ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
         ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
-        ("fsdp", shape.fsdp, config.hidden_size if config.latent is None else config.num_heads, "heads of a latent attention"),
+        (
+            "fsdp",
+            shape.fsdp,
+            config.hidden_size if config.latent is None else config.num_heads,
+            "heads of a latent attention",
+        ),
         ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
         ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
     ]
@@ -100,8 +124,19 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
     for stack in stacks_of(config):
         for field, weight in stack.weights.items():
             outputs = weight.spec[2 if weight.experts else 1]
-            axes = [axis for axis in (outputs if isinstance(outputs, tuple) else (outputs,)) if axis and sizes[axis] > 1]
-            divided.append((" and ".join(axes), prod(sizes[axis] for axis in axes), sum(weight.widths), f"outputs of {field}"))
+            axes = [
+                axis
+                for axis in (outputs if isinstance(outputs, tuple) else (outputs,))
+                if axis and sizes[axis] > 1
+            ]
+            divided.append(
+                (
+                    " and ".join(axes),
+                    prod(sizes[axis] for axis in axes),
+                    sum(weight.widths),
+                    f"outputs of {field}",
+                )
+            )
     for axis, size, whole, what in divided:
         if size > 1 and (whole == 0 or whole % size):
             raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
@@ -111,15 +146,22 @@ def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
     """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to compile programs with."""
 
     def at(shape: tuple[int, ...], spec: PartitionSpec, kept: np.dtype = dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, kept, sharding=None if config.mesh is None else NamedSharding(config.mesh, spec))
+        return jax.ShapeDtypeStruct(
+            shape, kept, sharding=None if config.mesh is None else NamedSharding(config.mesh, spec)
+        )
 
     def stacked(stack: Stack, weight: Weight) -> Any:
-        return at((len(stack.layers), *weight.shape), weight.spec, np.dtype(np.float32) if weight.exact else dtype)
+        return at(
+            (len(stack.layers), *weight.shape), weight.spec, np.dtype(np.float32) if weight.exact else dtype
+        )
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
         embed=at(vocabulary, VOCABULARY),
-        layers=tuple({field: stacked(stack, weight) for field, weight in stack.weights.items()} for stack in stacks_of(config)),
+        layers=tuple(
+            {field: stacked(stack, weight) for field, weight in stack.weights.items()}
+            for stack in stacks_of(config)
+        ),
         final_norm=at(vocabulary[1:], PartitionSpec()),
         head=None if config.tie_word_embeddings else at(vocabulary, VOCABULARY),
     )
@@ -137,14 +179,18 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
         for field, weight in stack.weights.items():
             tensors |= _tensors_of(stack, weight, layers[field])
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    (model_dir / "config.json").write_text(json.dumps(config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8")
+    (model_dir / "config.json").write_text(
+        json.dumps(config_json(config, str(host.embed.dtype)), indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, np.ndarray]:
     """One field's tensors under Hugging Face's names."""
     tensors = {}
     outputs = 2 if weight.experts else 1
-    for name, part in zip(weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=outputs), strict=True):
+    for name, part in zip(
+        weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=outputs), strict=True
+    ):
         for number, of_layer in zip(stack.layers, part, strict=True):
             for expert, tensor in enumerate(of_layer if weight.experts else of_layer[None]):
                 tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor)
@@ -163,7 +209,9 @@ def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> 
     return arrays
 
 
-def adapter_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
+def adapter_from_arrays(
+    arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
+) -> Adapter:
     """The inverse of `adapter_to_arrays`, padded to `max_rank`, in host memory. Raises UserError when a tensor is missing or misshapen."""
     if spec.rank > max_rank:
         raise UserError(
@@ -197,7 +245,9 @@ def _pieces(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_
         for field, weight in stack.weights.items():
             if is_trained(spec, weight):
                 for at, number in enumerate(stack.layers):
-                    yield from _module_pieces(f"model.layers.{number}.", weight, modules[field], (at,), config, spec)
+                    yield from _module_pieces(
+                        f"model.layers.{number}.", weight, modules[field], (at,), config, spec
+                    )
     if is_trained(spec, head_weight(config)):
         yield from _module_pieces("", head_weight(config), adapter.head, (), config, spec)
 
@@ -224,9 +274,13 @@ def _in_host_memory(leaf: ArrayLike) -> np.ndarray:
 
 def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name not in arrays:
-        raise UserError(f"the checkpoint has no tensor {name}: it belongs to another model or LoRA configuration")
+        raise UserError(
+            f"the checkpoint has no tensor {name}: it belongs to another model or LoRA configuration"
+        )
     if arrays[name].shape != shape:
-        raise UserError(f"the checkpoint's {name} has shape {arrays[name].shape}, expected {shape}: it belongs to another model or rank")
+        raise UserError(
+            f"the checkpoint's {name} has shape {arrays[name].shape}, expected {shape}: it belongs to another model or rank"
+        )
     return arrays[name]
 
 
@@ -244,7 +298,9 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
             where: dict[str, str] = weight_map
             paths = sorted(set(where.values()))
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise ConfigError(f"{index} is broken or cut short: it holds no weight_map; fetch it again") from None
+            raise ConfigError(
+                f"{index} is broken or cut short: it holds no weight_map; fetch it again"
+            ) from None
     elif single.exists():
         where, paths = {}, [single.name]
     else:
@@ -260,7 +316,9 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
         except SafetensorError:
             raise ConfigError(f"{model_dir}: the weights hold no tensor {name}") from None
         if tuple(tensor.get_shape()) != shape:
-            raise ConfigError(f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}")
+            raise ConfigError(
+                f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}"
+            )
         if tensor.get_dtype() not in STORED_DTYPES:
             raise ConfigError(
                 f"{model_dir}: {name} is stored as {tensor.get_dtype()}: only {', '.join(STORED_DTYPES)} are weights as they stand; "
@@ -271,7 +329,9 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
     return part_of
 
 
-def _read_field(part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0) -> np.ndarray:
+def _read_field(
+    part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
+) -> np.ndarray:
     """A part of one layer's (and expert's) field, [out, in] or [out], in the arrangement that `Weight` describes."""
     outputs, *inputs = index
     parts = []

@@ -52,16 +52,21 @@ class AdapterCache:
         self._free_host_bytes = free_host_bytes
         self._max_lora_rank = max_lora_rank
         self._read = read
-        self._in_memory: dict[str, Adapter] = {}  # host copies of ephemeral snapshots, least recently used first
+        self._in_memory: dict[
+            str, Adapter
+        ] = {}  # host copies of ephemeral snapshots, least recently used first
         self._slots: dict[str, int] = {}  # least recently used first
         self._free = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()  # by paused rows: what they go on with must stay as it is, on the device or not
+        self._kept: Counter[str] = (
+            Counter()
+        )  # by paused rows: what they go on with must stay as it is, on the device or not
         self._saves: Counter[str] = Counter()
         self._dropped: set[str] = set()  # to be forgotten once unpinned
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = place_adapter(
-            config, jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty)
+            config,
+            jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty),
         )
 
     @property
@@ -71,7 +76,9 @@ class AdapterCache:
     def put(self, weights: str, adapter: Adapter) -> None:
         """Copy a training adapter; it is sampleable under `weights` from now on."""
         if self._is_used(weights):
-            raise ConflictError(f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name")
+            raise ConflictError(
+                f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name"
+            )
         if weights in self._slots:
             self._evict(weights)
         if not is_on_disk(weights):
@@ -96,7 +103,9 @@ class AdapterCache:
             adapter = self._fetch(weights)
             slot = self._make_room()
             if slot is None:
-                raise CapacityError(f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_snapshots")
+                raise CapacityError(
+                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_snapshots"
+                )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1
         return self._slots[weights]
@@ -162,7 +171,9 @@ class AdapterCache:
             )
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
-            raise UserError(f"{weights} is a training checkpoint; sample from one made by save_weights_for_sampler")
+            raise UserError(
+                f"{weights} is a training checkpoint; sample from one made by save_weights_for_sampler"
+            )
         info, arrays = self._read(weights)
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
@@ -175,7 +186,9 @@ class AdapterCache:
         return self._free[-1]
 
     def _load(self, weights: str, adapter: Adapter, slot: int) -> None:
-        self.arrays = _write_slot(self.arrays, place_adapter(self._config, adapter), np.int32(slot), config=self._config)
+        self.arrays = _write_slot(
+            self.arrays, place_adapter(self._config, adapter), np.int32(slot), config=self._config
+        )
         self._free.remove(slot)
         self._slots[weights] = slot
 
@@ -186,7 +199,10 @@ class AdapterCache:
 @partial(jax.jit, static_argnames=("config",))
 def _write_slot(bank: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
     """Not donated: a failed copy must not take the snapshots of running samples with it."""
-    return keep_adapter(config, jax.tree.map(lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), bank, adapter))
+    return keep_adapter(
+        config,
+        jax.tree.map(lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), bank, adapter),
+    )
 
 
 def _bank_dtype(leaf: np.ndarray, dtype: np.dtype) -> np.dtype:

@@ -39,7 +39,15 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, CPU_PREFILL, GPU_PREFILL, PAGE, blocks_of, score_lengths, segment_ends
+from skyrl_tx_server.model.shapes import (
+    BLOCK,
+    CPU_PREFILL,
+    GPU_PREFILL,
+    PAGE,
+    blocks_of,
+    score_lengths,
+    segment_ends,
+)
 from skyrl_tx_server.model.transformer import Params, unstack_layers
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.block_tables import take_tables
@@ -126,7 +134,9 @@ class BatchRunner:
         ] = {}  # by ticket and index, with the pages of the device; longest ago first
         self._pages: list[PrefixCache] = []  # by group
         self._set_aside_count = self._pause_count = self._ahead_count = 0
-        self._flight: InFlightBatch | Exception | None = None  # the block under way, or why it could not begin
+        self._flight: InFlightBatch | Exception | None = (
+            None  # the block under way, or why it could not begin
+        )
         self._resumed: FinishedRow | FailedRow | None = None  # over as soon as it was computed again
         self._begun: dict[int, PendingPrefill] = {}  # by ticket
         self._tokenizer: Tokenizer | None = None
@@ -143,7 +153,9 @@ class BatchRunner:
             bank=programs_for,
         )
         self._blocks = DecodeLayout(
-            empty_tables=np.repeat(np.arange(groups, dtype=np.int32) * size.pages, size.slots)[:, None].repeat(table_width, axis=1),
+            empty_tables=np.repeat(np.arange(groups, dtype=np.int32) * size.pages, size.slots)[
+                :, None
+            ].repeat(table_width, axis=1),
             nothing_before=jax.tree.map(partial(replicate, config), Carry.of_none(len(self._rows))),
             ends=None if kernel_decodes(config) else ends,
             heads_together=config.num_heads // config.num_kv_heads,
@@ -206,7 +218,9 @@ class BatchRunner:
         try:
             outputs = iter(self._prefill([one.piece for one in pieces]) if pieces else [])
             return [
-                self._settle(one, next(outputs)) if isinstance(one, PrefillingRequest) else _nothing_new(admits[at])
+                self._settle(one, next(outputs))
+                if isinstance(one, PrefillingRequest)
+                else _nothing_new(admits[at])
                 for at, one in enumerate(joining)
             ]
         except RowsLostError:
@@ -277,7 +291,9 @@ class BatchRunner:
         try:
             jax.block_until_ready(self._cache)
         except Exception as error:
-            logger.warning("a decode block that nobody waited for has failed; the cache is empty again: %s", error)
+            logger.warning(
+                "a decode block that nobody waited for has failed; the cache is empty again: %s", error
+            )
             self._clear_all()
             if jax.process_count() > 1:  # nobody could say whether it failed for all
                 raise
@@ -287,7 +303,11 @@ class BatchRunner:
         op = admit.op
         if (paused := self._paused.get((admit.ticket, admit.first))) is not None:
             return self._next_piece_again(admit, paused[0], beside)
-        max_tokens = self._max_context_length - len(op.prompt) if op.settings.max_tokens is None else op.settings.max_tokens
+        max_tokens = (
+            self._max_context_length - len(op.prompt)
+            if op.settings.max_tokens is None
+            else op.settings.max_tokens
+        )
         stop_tokens = stop_tokens_of(op.settings, self._config)
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
@@ -295,7 +315,9 @@ class BatchRunner:
         begun = self._begun.get(admit.ticket)
         # what is in the cache has no logprobs any more
         limit = len(op.prompt) - 1 if not wants_logprobs else begun.done if begun else 0
-        seed = self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
+        seed = (
+            self._hosts.agreed(lambda: secrets.randbits(64)) if op.settings.seed is None else op.settings.seed
+        )
         adapter_slot = self._bank.pin(op.weights)
         rows = [
             SequenceState(
@@ -316,7 +338,11 @@ class BatchRunner:
         piece = None
         try:
             piece = self._place(op.prompt, rows, limit=limit, wants_logprobs=wants_logprobs, beside=beside)
-            topk, targets = self._score_prompt(op, adapter_slot) if piece is not None and piece.rows and admit.first == 0 else (None, None)
+            topk, targets = (
+                self._score_prompt(op, adapter_slot)
+                if piece is not None and piece.rows and admit.first == 0
+                else (None, None)
+            )
         except Exception:
             if piece is not None:
                 self._give_back(piece)
@@ -327,7 +353,9 @@ class BatchRunner:
             return None
         return PrefillingRequest(admit=admit, piece=piece, topk=topk, targets=targets)
 
-    def _next_piece_again(self, admit: PrefillRequest, row: SequenceState, beside: Sequence[PrefillChunk]) -> PrefillingRequest | None:
+    def _next_piece_again(
+        self, admit: PrefillRequest, row: SequenceState, beside: Sequence[PrefillChunk]
+    ) -> PrefillingRequest | None:
         """As `_next_piece`, of a paused row: of all its text."""
         text = row.text
         if row.pages:  # its device has no free slot
@@ -335,7 +363,14 @@ class BatchRunner:
         row.adapter_slot = self._bank.pin(row.weights)
         piece = None
         try:
-            piece = self._place(text, [row], limit=len(text) - 1, wants_logprobs=False, beside=beside, may_grow=self.rows_decoding > 0)
+            piece = self._place(
+                text,
+                [row],
+                limit=len(text) - 1,
+                wants_logprobs=False,
+                beside=beside,
+                may_grow=self.rows_decoding > 0,
+            )
         finally:
             if piece is None:
                 self._bank.unpin(row.weights)
@@ -353,7 +388,9 @@ class BatchRunner:
             self._bank.leave(row.weights)
             return replace(_nothing_new(one.admit), finished=self._join(piece, outputs))
         if ticket not in self._begun:
-            self._begun[ticket] = PendingPrefill(hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32))
+            self._begun[ticket] = PendingPrefill(
+                hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32)
+            )
         begun = self._begun[ticket]
         if piece.wants_logprobs:
             begun.logprobs[piece.cached + 1 : piece.length + 1] = outputs.logprobs
@@ -404,7 +441,11 @@ class BatchRunner:
             going = flight.sampled.carry.going
             if self._aside and not all(going[slot] for slot, _ in flight.block.live):
                 go_on = False  # rows that were set aside wait for the pages of those that ended
-            if go_on and flight.next is not None and any(going[slot] or not row.coming for slot, row in flight.next.live):
+            if (
+                go_on
+                and flight.next is not None
+                and any(going[slot] or not row.coming for slot, row in flight.next.live)
+            ):
                 try:
                     self._flight = self._begin(flight.next, flight.outputs.carry)
                     self._ahead_count += 1
@@ -414,14 +455,18 @@ class BatchRunner:
                 row.coming = 0
                 if self._rows[slot] is row:  # else it has been released
                     tokens, logprobs = flight.sampled.tokens[slot], flight.sampled.logprobs[slot]
-                    finished.append(self._extend(slot, tokens[tokens >= 0].tolist(), logprobs[tokens >= 0].tolist()))
+                    finished.append(
+                        self._extend(slot, tokens[tokens >= 0].tolist(), logprobs[tokens >= 0].tolist())
+                    )
             if isinstance(self._flight, InFlightBatch):
                 self._expect(self._flight.block)
         return [row for row in finished if row is not None]
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
         paused = (row for row, _ in self._paused.values())
-        rows = [row for row in (*self._rows, *self._aside, *paused) if row is not None and row.ticket == ticket]
+        rows = [
+            row for row in (*self._rows, *self._aside, *paused) if row is not None and row.ticket == ticket
+        ]
         return [RunningRow(index=row.index, tokens=row.tokens, logprobs=row.logprobs) for row in rows]
 
     def release(self, ticket: int) -> None:
@@ -467,7 +512,9 @@ class BatchRunner:
         free = self._free_slots(beside)
         found, home = self._find(weights, tokens, limit=limit, free=free)
         alike = (piece for piece in beside if piece.weights == weights)
-        shared = max((common_length(piece.tokens[: piece.length], tokens[:limit]) for piece in alike), default=0)
+        shared = max(
+            (common_length(piece.tokens[: piece.length], tokens[:limit]) for piece in alike), default=0
+        )
         room = self._layout.shapes.turn - sum(len(piece.blocks) for piece in beside)
         if not room or blocks_of(len(tokens) - shared) < blocks_of(len(tokens) - found.length):
             return None
@@ -479,7 +526,9 @@ class BatchRunner:
         places = [self._group(slot) for slot in slots]
         while True:
             try:
-                tables = take_tables(places, length, found=found, home=home, spare=spare, text_length=len(tokens))
+                tables = take_tables(
+                    places, length, found=found, home=home, spare=spare, text_length=len(tokens)
+                )
                 break
             except CapacityError:
                 if not self._reclaim():
@@ -499,7 +548,12 @@ class BatchRunner:
         )
 
     def _find(
-        self, weights: str | None, tokens: np.ndarray, *, limit: int, free: Mapping[PrefixCache, Sequence[int]]
+        self,
+        weights: str | None,
+        tokens: np.ndarray,
+        *,
+        limit: int,
+        free: Mapping[PrefixCache, Sequence[int]],
     ) -> tuple[Prefix, PrefixCache]:
         """What one device remembers of the first `limit` tokens, and its pages: of the device where the fewest blocks are left to compute,
         and among those alike the fewest rows sit. Nothing, where no block is spared."""
@@ -525,10 +579,17 @@ class BatchRunner:
     def _make_room(self) -> None:
         """Pages for the next block of every row, those that came first before others. When there are none, the row that came last of the
         tenant with the most pages is set aside."""
-        for slot, row in sorted(((slot, row) for slot, row in enumerate(self._rows) if row is not None), key=lambda each: _age(each[1])):
+        for slot, row in sorted(
+            ((slot, row) for slot, row in enumerate(self._rows) if row is not None),
+            key=lambda each: _age(each[1]),
+        ):
             while self._rows[slot] is row and not self._has_room(slot, row):
                 group = self._group(slot)
-                beside = [(at, other) for at, other in enumerate(self._rows) if other is not None and self._group(at) is group]
+                beside = [
+                    (at, other)
+                    for at, other in enumerate(self._rows)
+                    if other is not None and self._group(at) is group
+                ]
                 pages = Counter[str]()
                 for _, other in beside:
                     pages[other.tenant] += len(other.pages)
@@ -577,7 +638,13 @@ class BatchRunner:
         try:
             for run, settings in self._layout.passes(pieces):
                 self._cache, output = prefill(
-                    self._cache, self._params, self._bank.arrays, run, settings, config=self._config, tempered=self._tempered
+                    self._cache,
+                    self._params,
+                    self._bank.arrays,
+                    run,
+                    settings,
+                    config=self._config,
+                    tempered=self._tempered,
                 )
                 outputs.append(output)
             outputs = to_host(outputs)
@@ -587,7 +654,9 @@ class BatchRunner:
             self._recover(error)
             raise
         for piece in pieces:
-            for group, pages in {self._group(slot): pages for slot, pages in zip(piece.slots, piece.tables, strict=True)}.items():
+            for group, pages in {
+                self._group(slot): pages for slot, pages in zip(piece.slots, piece.tables, strict=True)
+            }.items():
                 group.remember(self._bank.key(piece.weights), piece.tokens[: piece.length], pages)
         return self._layout.outputs(pieces, outputs)
 
@@ -596,7 +665,11 @@ class BatchRunner:
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
             return None, None
         topk, targets = self._scorer.run(
-            self._bank.arrays, adapter_slot, op.prompt, top=op.topk_prompt_logprobs, targets=op.target_prompt_tokens
+            self._bank.arrays,
+            adapter_slot,
+            op.prompt,
+            top=op.topk_prompt_logprobs,
+            targets=op.target_prompt_tokens,
         )
         if not op.topk_prompt_logprobs:
             return None, targets
@@ -611,21 +684,33 @@ class BatchRunner:
         nobody, passes, longest = self._blocks.block([]), self._layout.examples(), self._blocks.ends
         ends = [None] if longest is None else [longest[:count] for count in range(1, len(longest) + 1)]
         of_adapters = adapter_count_buckets(self._layout.bank, rows=self.num_slots)
-        for most in sorted({run.adapters.most for run, _ in passes} | {*of_adapters}, key=lambda most: most or 0):
+        for most in sorted(
+            {run.adapters.most for run, _ in passes} | {*of_adapters}, key=lambda most: most or 0
+        ):
             for run, of_rows in passes:
                 if run.adapters.most == most:
                     given = (self._cache, self._params, self._bank.arrays, run, of_rows)
-                    yield f"prefill, {len(run.tokens)} blocks", prefill.lower(*given, config=config, tempered=tempered)
+                    yield (
+                        f"prefill, {len(run.tokens)} blocks",
+                        prefill.lower(*given, config=config, tempered=tempered),
+                    )
             for each in ends if most in of_adapters else ():
                 rows = replace(nobody.rows, adapters=replace(nobody.rows.adapters, most=most))
                 given = (self._cache, self._params_apart, self._bank.arrays, rows, nobody.settings)
-                yield "decode_block", decode_block.lower(*given, config=config, steps=self._block, ends=each, tempered=tempered)
+                yield (
+                    "decode_block",
+                    decode_block.lower(
+                        *given, config=config, steps=self._block, ends=each, tempered=tempered
+                    ),
+                )
 
     def _block_after(self, block: Block) -> Block | None:
         """What may follow a block that is under way: None where that needs pages that are not free, or another program, whose compilation
         nobody should wait for."""
         live = [(slot, row) for slot, row in enumerate(self._rows) if row is not None and row.remaining > 0]
-        if not live or not all(self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))):
+        if not live or not all(
+            self._has_room(slot, row) for slot, row in sorted(live, key=lambda each: _age(each[1]))
+        ):
             return None
         after = self._blocks.block(live)
         return after if after.same_program(block) else None
@@ -648,7 +733,9 @@ class BatchRunner:
         for _, row in block.live:
             row.coming = self._block
 
-    def _extend(self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]) -> FinishedRow | FailedRow | None:
+    def _extend(
+        self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> FinishedRow | FailedRow | None:
         """Append what was sampled; when that completes the row or goes wrong, free its slot and return what became of it."""
         row = self._rows[slot]
         assert row is not None and tokens
@@ -675,7 +762,9 @@ class BatchRunner:
         """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
         text = row.text[: len(row.prompt) + length - 1]
         temperature = row.settings.temperature if self._tempered and row.settings.temperature > 0 else 1.0
-        topk, _ = self._scorer.run(self._bank.arrays, row.adapter_slot, text, top=row.topk, temperature=temperature)
+        topk, _ = self._scorer.run(
+            self._bank.arrays, row.adapter_slot, text, top=row.topk, temperature=temperature
+        )
         return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
 
     # --- slots --------------------------------------------------------------------------------------------------------
@@ -728,7 +817,9 @@ class BatchRunner:
             jax.block_until_ready(self._cache)
         except Exception:
             self._clear_all()
-            raise RowsLostError(f"a failed prefill took the key-value cache of all running samples with it: {error}") from error
+            raise RowsLostError(
+                f"a failed prefill took the key-value cache of all running samples with it: {error}"
+            ) from error
 
 
 def _nothing_new(admit: PrefillRequest) -> PrefillResult:

@@ -17,12 +17,20 @@ class BlockTables:
     """Pages that have been taken for rows. The first row's are computed, the others continue from them."""
 
     of_rows: Sequence[Sequence[int]]
-    before: Sequence[tuple[int, int]]  # pages to copy into others before the first is computed: of what was found
+    before: Sequence[
+        tuple[int, int]
+    ]  # pages to copy into others before the first is computed: of what was found
     after: Sequence[tuple[int, int]]  # and after it: of the first
 
 
 def take_tables(
-    places: Sequence[PrefixCache], length: int, *, found: Prefix, home: PrefixCache, spare: Mapping[PrefixCache, int], text_length: int
+    places: Sequence[PrefixCache],
+    length: int,
+    *,
+    found: Prefix,
+    home: PrefixCache,
+    spare: Mapping[PrefixCache, int],
+    text_length: int,
 ) -> BlockTables:
     """Pages for `length` tokens of each row, where `places` says for each among whose pages; what was `found` lies in those of `home`.
 
@@ -30,7 +38,9 @@ def take_tables(
     the length of the whole text, where there are too few; nothing is taken then.
     """
     full, total = length // PAGE, -(-length // PAGE)
-    shared = {home: found.pages[: found.length // PAGE]}  # what the next row of a place has in common with others there
+    shared = {
+        home: found.pages[: found.length // PAGE]
+    }  # what the next row of a place has in common with others there
     home.share(found.pages)  # or they might be given up for what comes now
     taken: dict[PrefixCache, Sequence[int]] = {}
     for place, num_rows in Counter(places).items():
@@ -53,7 +63,9 @@ def take_tables(
         place.share(beginning)
         rest = list(islice(own[place], total - len(beginning)))
         tables.append([*beginning, *rest])
-        copies.append(list(zip(source[len(beginning) :], rest, strict=False)))  # what was found may end before
+        copies.append(
+            list(zip(source[len(beginning) :], rest, strict=False))
+        )  # what was found may end before
         shared[place], source = tables[-1][:full], tables[0]
     home.give_back(found.pages)
     return BlockTables(of_rows=tables, before=copies[0], after=list(chain.from_iterable(copies[1:])))

@@ -33,7 +33,9 @@ class DecodeLayout:
 
     empty_tables: np.ndarray  # [slots, W] int32, in each slot's the page of its device that is nobody's
     nothing_before: Carry  # on the device, for a block that follows none
-    ends: tuple[int, ...] | None  # of the segments that rows are read in; None: a kernel reads their pages as they lie
+    ends: (
+        tuple[int, ...] | None
+    )  # of the segments that rows are read in; None: a kernel reads their pages as they lie
     heads_together: int  # query heads that share a key-value head
     devices: int  # over which the slots are divided
     vocab_size: int
@@ -63,7 +65,9 @@ class DecodeLayout:
                 positions=positions,
                 remaining=remaining,
                 tables=tables,
-                stretches=stretches_of(tables, positions, group=self.heads_together, devices=self.devices) if ends is None else None,
+                stretches=stretches_of(tables, positions, group=self.heads_together, devices=self.devices)
+                if ends is None
+                else None,
                 adapters=lora_indices(adapters, bank=self.bank),
                 stop_tokens=stop_tokens,
             ),

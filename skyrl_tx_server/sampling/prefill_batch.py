@@ -73,8 +73,13 @@ class PrefillLayout:
             own = logprobs[taken : taken + len(piece.blocks)].reshape(-1)[: piece.length - piece.cached]
             taken += len(piece.blocks)
             last, begin = passes[pass_of[taken - 1]], list(piece.slots[: len(piece.rows)])
-            first_tokens, first_logprobs = last.first_tokens[begin].tolist(), last.first_logprobs[begin].tolist()
-            found.append(PrefillOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs))
+            first_tokens, first_logprobs = (
+                last.first_tokens[begin].tolist(),
+                last.first_logprobs[begin].tolist(),
+            )
+            found.append(
+                PrefillOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs)
+            )
         return found
 
     def examples(self) -> list[tuple[PrefillBatch, RowSettings]]:
@@ -100,7 +105,9 @@ class PrefillLayout:
                 found.append((replace(run, adapters=users, row_adapters=of_rows), settings))
         return found
 
-    def _pass(self, blocks: Sequence[tuple[PrefillChunk, int, int]], size: int) -> tuple[PrefillBatch, RowSettings]:
+    def _pass(
+        self, blocks: Sequence[tuple[PrefillChunk, int, int]], size: int
+    ) -> tuple[PrefillBatch, RowSettings]:
         pieces = [piece for piece, _, _ in blocks]
         padded = [*pieces, *[pieces[0]] * (size - len(pieces))]
         tokens, targets = np.zeros((2, size, BLOCK), np.int32)
@@ -114,15 +121,25 @@ class PrefillLayout:
             starts[at], lengths[at] = first, end - first
             if end == piece.length:
                 for slot, row in zip(piece.slots, piece.rows, strict=False):
-                    beginning[slot], lasts[slot], adapters[slot] = row, at * BLOCK + end - first - 1, piece.adapter_slot
+                    beginning[slot], lasts[slot], adapters[slot] = (
+                        row,
+                        at * BLOCK + end - first - 1,
+                        piece.adapter_slot,
+                    )
         users = lora_indices(np.array([piece.adapter_slot for piece in padded]), bank=self.bank)
         run = PrefillBatch(
             tokens=tokens,
             targets=targets,
-            blocks=Blocks(starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])),
+            blocks=Blocks(
+                starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])
+            ),
             adapters=users,
-            before=self._copies([pair for piece, first, _ in blocks if first == piece.cached for pair in piece.before]),
-            after=self._copies([pair for piece, _, end in blocks if end == piece.length for pair in piece.after]),
+            before=self._copies(
+                [pair for piece, first, _ in blocks if first == piece.cached for pair in piece.before]
+            ),
+            after=self._copies(
+                [pair for piece, _, end in blocks if end == piece.length for pair in piece.after]
+            ),
             want_logprobs=np.array(any(piece.wants_logprobs for piece in pieces)),
             lasts=lasts,
             begins=np.array([row is not None for row in beginning]),

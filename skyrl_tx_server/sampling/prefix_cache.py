@@ -40,7 +40,9 @@ class PrefixCache:
         self._free = list(range(first + count - 1, first, -1))
         self._users: Counter[int] = Counter()  # rows that have a page, and the tree
         self._roots: dict[Hashable, _Node] = {}
-        self._by_use: OrderedDict[_Node, None] = OrderedDict()  # every node, longest unused first and children before their parents
+        self._by_use: OrderedDict[_Node, None] = (
+            OrderedDict()
+        )  # every node, longest unused first and children before their parents
 
     @property
     def num_free(self) -> int:
@@ -79,7 +81,10 @@ class PrefixCache:
         rest = tokens[len(path) * PAGE :]
         parent = path[-1] if path else self._roots.get(weights)
         common, best = max(
-            ((common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())),
+            (
+                (common_length(node.tokens, rest), node)
+                for node in (parent.children.values() if parent else ())
+            ),
             key=lambda each: each[0],
             default=(0, None),
         )

@@ -41,7 +41,15 @@ from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, bank_layer
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, by_layer, cut_stack, head_logits, layer, reads_in_place
+from skyrl_tx_server.model.transformer import (
+    COMPILER_OPTIONS,
+    Params,
+    by_layer,
+    cut_stack,
+    head_logits,
+    layer,
+    reads_in_place,
+)
 
 MAX_STOP_TOKENS = 16
 MAX_PROMPT_LOGITS = 1 << 24
@@ -137,9 +145,21 @@ class _BlockState:
     logprobs: jax.Array  # [B, steps] float32
 
 
-@partial(jax.jit, static_argnames=("config", "tempered"), donate_argnames=("cache",), compiler_options=COMPILER_OPTIONS)
+@partial(
+    jax.jit,
+    static_argnames=("config", "tempered"),
+    donate_argnames=("cache",),
+    compiler_options=COMPILER_OPTIONS,
+)
 def prefill(
-    cache: KVCache, params: Params, bank: Adapter, run: PrefillBatch, settings: RowSettings, *, config: ModelConfig, tempered: bool
+    cache: KVCache,
+    params: Params,
+    bank: Adapter,
+    run: PrefillBatch,
+    settings: RowSettings,
+    *,
+    config: ModelConfig,
+    tempered: bool,
 ) -> tuple[KVCache, PassOutputs]:
     """Compute blocks of prompts, put their keys and values into their pages, and sample the first token of the B rows that begin."""
     config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, run.before))
@@ -149,14 +169,23 @@ def prefill(
     rope = rope_tables(config, positions, x.dtype)
 
     def body(
-        stack: Stack, modules: LayerAdapter, whole: LayerParams, state: tuple[jax.Array, KVCache], weights: tuple[jax.Array, LayerParams]
+        stack: Stack,
+        modules: LayerAdapter,
+        whole: LayerParams,
+        state: tuple[jax.Array, KVCache],
+        weights: tuple[jax.Array, LayerParams],
     ) -> tuple[tuple[jax.Array, KVCache], None]:
         x, cache = state
         index, own = weights
-        adapter = {field: replace(module, users=run.adapters, layer=index - stack.layers.start) for field, module in modules.items()}
+        adapter = {
+            field: replace(module, users=run.adapters, layer=index - stack.layers.start)
+            for field, module in modules.items()
+        }
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
-            written = write_layer(config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths)
+            written = write_layer(
+                config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths
+            )
             return attend_to_pages(config, written, index, blocks, q), written
 
         return layer(config, stack, x, own | whole, adapter, rope, attend), None
@@ -170,13 +199,17 @@ def prefill(
     hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
     logprobs = jax.lax.cond(
         run.want_logprobs,
-        lambda: _prompt_logprobs(config, params, replace(bank, head=replace(bank.head, users=run.adapters)), hidden, run.targets),
+        lambda: _prompt_logprobs(
+            config, params, replace(bank, head=replace(bank.head, users=run.adapters)), hidden, run.targets
+        ),
         lambda: jnp.zeros(tokens.shape, jnp.float32),
     )
 
     def first() -> tuple[jax.Array, jax.Array]:
         adapter = replace(bank, head=replace(bank.head, users=run.row_adapters))
-        logits = head_logits(config, params, adapter, hidden.reshape(-1, 1, hidden.shape[-1])[run.lasts])[:, 0]
+        logits = head_logits(config, params, adapter, hidden.reshape(-1, 1, hidden.shape[-1])[run.lasts])[
+            :, 0
+        ]
         return choose(logits, settings, positions.reshape(-1)[run.lasts] + 1, tempered=tempered)
 
     rows = jnp.asarray(run.begins)
@@ -186,7 +219,12 @@ def prefill(
     return cache, PassOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "ends", "tempered"), donate_argnames=("cache",), compiler_options=COMPILER_OPTIONS)
+@partial(
+    jax.jit,
+    static_argnames=("config", "steps", "ends", "tempered"),
+    donate_argnames=("cache",),
+    compiler_options=COMPILER_OPTIONS,
+)
 def decode_block(
     cache: KVCache,
     params: Params,
@@ -210,10 +248,16 @@ def decode_block(
     config, batch = weight_stationary(config), rows.tokens.shape[0]
     adapter = replace(bank, head=replace(bank.head, users=rows.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters, apart = bank_layers(bank, rows.adapters), None if reads_in_place(config) else by_layer(config, params)
+    adapters, apart = (
+        bank_layers(bank, rows.adapters),
+        None if reads_in_place(config) else by_layer(config, params),
+    )
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
-    past_masks = [(jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None] for first, end in pairwise((0, *(ends or ())))]
+    past_masks = [
+        (jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None]
+        for first, end in pairwise((0, *(ends or ())))
+    ]
     empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
     recent = [segment_of(empty, empty)] * config.num_layers
 
@@ -223,21 +267,31 @@ def decode_block(
         rope = rope_tables(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        layers = by_layer(config, params) if apart is None else apart  # outside of the loop they would be copied
-        for number, (stack, layer_weights, layer_adapter) in enumerate(zip(stacks, layers, adapters, strict=True)):
+        layers = (
+            by_layer(config, params) if apart is None else apart
+        )  # outside of the loop they would be copied
+        for number, (stack, layer_weights, layer_adapter) in enumerate(
+            zip(stacks, layers, adapters, strict=True)
+        ):
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: int = number) -> tuple[jax.Array, Segment]:
+            def attend(
+                q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
+            ) -> tuple[jax.Array, Segment]:
                 recent = _append(state.recent[number], index, k, v)
                 if past is None:
                     assert rows.stretches is not None
-                    return attend_over_pages(config, cache, number, q, tables, rows.stretches, recent, visible), recent
+                    return attend_over_pages(
+                        config, cache, number, q, tables, rows.stretches, recent, visible
+                    ), recent
                 q = constrain(config.mesh, q, HEADS)
                 return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
 
             x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
-        logits = constrain(config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH))
+        logits = constrain(
+            config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH)
+        )
         chosen, logprobs = choose(logits, settings, positions + 1, tempered=tempered)
         live = state.remaining > 0
         stopped = (chosen[:, None] == rows.stop_tokens).any(axis=1)
@@ -259,12 +313,16 @@ def decode_block(
     )
     end = jax.lax.fori_loop(0, steps, step, start)
     counts = jnp.where(start.remaining > 0, steps, 0)
-    cache = write_rows(config, cache, stacked(end.recent), rows.tables, rows.positions, counts, scatter=past is None)
+    cache = write_rows(
+        config, cache, stacked(end.recent), rows.tables, rows.positions, counts, scatter=past is None
+    )
     carry = keep_replicated(config, Carry(tokens=end.last, going=end.remaining > 0))
     return keep_cache(config, cache), BlockOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
 
 
-def choose(logits: jax.Array, settings: RowSettings, positions: ArrayLike, *, tempered: bool) -> tuple[jax.Array, jax.Array]:
+def choose(
+    logits: jax.Array, settings: RowSettings, positions: ArrayLike, *, tempered: bool
+) -> tuple[jax.Array, jax.Array]:
     """Tokens [B] and their unfiltered logprobs [B] from float32 logits [B, V]; `positions` [B] are the new tokens' own."""
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
@@ -286,14 +344,19 @@ def _argmax(scores: jax.Array) -> jax.Array:
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)
-    return jnp.minimum(first, scores.shape[-1] - 1)  # NaN equals nothing; stay within the vocabulary all the same
+    return jnp.minimum(
+        first, scores.shape[-1] - 1
+    )  # NaN equals nothing; stay within the vocabulary all the same
 
 
 def _noise(settings: RowSettings, positions: ArrayLike, vocab_size: int) -> jax.Array:
     """Gumbel noise [B, V]: its argmax with the logits is a draw from their softmax."""
 
     def row(seed: ArrayLike, index: ArrayLike, position: ArrayLike) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32"), index), position)
+        key = jax.random.fold_in(
+            jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32"), index),
+            position,
+        )
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
     return jax.vmap(row)(settings.seeds, settings.sample_indices, positions)
@@ -320,7 +383,9 @@ def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Se
     )
 
 
-def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike) -> jax.Array:
+def _prompt_logprobs(
+    config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
+) -> jax.Array:
     """[N, T] log p(targets) after every position of hidden [N, T, D]."""
     blocks, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (blocks * config.vocab_size)))
@@ -331,6 +396,12 @@ def _prompt_logprobs(config: ModelConfig, params: Params, adapter: Adapter, hidd
 
     def of(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = head_logits(config, params, adapter, part[0])
-        return jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        return jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0] - jax.nn.logsumexp(
+            logits, axis=-1
+        )
 
-    return jax.lax.map(of, (states.swapaxes(0, 1), targets.swapaxes(0, 1))).swapaxes(0, 1).reshape(blocks, -1)[:, :length]
+    return (
+        jax.lax.map(of, (states.swapaxes(0, 1), targets.swapaxes(0, 1)))
+        .swapaxes(0, 1)
+        .reshape(blocks, -1)[:, :length]
+    )

@@ -35,7 +35,9 @@ class Text:
     tokens: ArrayLike  # [T] int32, right-padded to whole blocks
     length: ArrayLike  # [] int32
     adapter_index: ArrayLike  # [] int32, slot of the bank
-    temperature: ArrayLike  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
+    temperature: (
+        ArrayLike  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
+    )
     targets: ArrayLike  # [T, K] int32; K may be 0
 
 
@@ -54,7 +56,9 @@ def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top
     length = text.tokens.shape[0]
     positions = jnp.arange(length)
     attend = partial(tree_attention, config, _one_sequence(text))
-    (hidden,) = hidden_states(config, params, adapter, text.tokens[None], positions[None], attend, remat=Remat.NOTHING)
+    (hidden,) = hidden_states(
+        config, params, adapter, text.tokens[None], positions[None], attend, remat=Remat.NOTHING
+    )
     chunk = min(length, max(1, MAX_SCORE_LOGITS // config.vocab_size))
     count = -(-length // chunk)
 
@@ -103,13 +107,20 @@ class Scorer:
         )
         rounded = min(_power_of_two(top), self.config.vocab_size) if top else 0
         host = to_host(score(self.params, bank, text, config=self.config, top=rounded))
-        topk = TopkLogprobs(token_ids=host.top_tokens[: len(tokens), :top], logprobs=host.top_logprobs[: len(tokens), :top])
+        topk = TopkLogprobs(
+            token_ids=host.top_tokens[: len(tokens), :top], logprobs=host.top_logprobs[: len(tokens), :top]
+        )
         if targets is None:
             return topk, None
         wanted = targets.values >= 0
         values = np.zeros(len(targets.values), np.float32)
         values[wanted] = host.target_logprobs[targets.rows()[wanted], columns]
-        return topk, CsrMatrix(values=values, shape=targets.shape, crow_indices=targets.crow_indices, col_indices=targets.col_indices)
+        return topk, CsrMatrix(
+            values=values,
+            shape=targets.shape,
+            crow_indices=targets.crow_indices,
+            col_indices=targets.col_indices,
+        )
 
 
 def _one_sequence(text: Text) -> TreeLayout:

@@ -63,7 +63,9 @@ class SequenceState:
         """All but the last, which the next step computes."""
         return self.text[:-1]
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None) -> tuple[int, StopReason] | None:
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None
+    ) -> tuple[int, StopReason] | None:
         """Append what was sampled; (how many of its tokens count, why) once the row is complete. UserError where weights have diverged."""
         if np.isnan(logprobs).any():
             raise UserError(
@@ -107,6 +109,10 @@ def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
-    if len(settings.stop_strings) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings):
-        raise UserError(f"at most {MAX_STOP_STRINGS} stop strings of at most {MAX_STOP_LENGTH} characters are supported")
+    if len(settings.stop_strings) > MAX_STOP_STRINGS or any(
+        len(stop) > MAX_STOP_LENGTH for stop in settings.stop_strings
+    ):
+        raise UserError(
+            f"at most {MAX_STOP_STRINGS} stop strings of at most {MAX_STOP_LENGTH} characters are supported"
+        )
     return tuple(sorted(tokens))

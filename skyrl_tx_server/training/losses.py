@@ -86,8 +86,12 @@ def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInpu
     advantages = inputs.advantages
 
     def gspo() -> jax.Array:
-        ratio = jnp.exp(jnp.minimum(inputs.sampler_logprobs, MAX_LOG_RATIO) + (logprobs - jax.lax.stop_gradient(logprobs)))
-        return -jnp.minimum(ratio * advantages, jnp.clip(ratio, selection.clip_low, selection.clip_high) * advantages)
+        ratio = jnp.exp(
+            jnp.minimum(inputs.sampler_logprobs, MAX_LOG_RATIO) + (logprobs - jax.lax.stop_gradient(logprobs))
+        )
+        return -jnp.minimum(
+            ratio * advantages, jnp.clip(ratio, selection.clip_low, selection.clip_high) * advantages
+        )
 
     branches = (  # in the order of LossFn
         lambda: -inputs.weights * logprobs,

@@ -97,8 +97,12 @@ class PackedBatch:
     tokens: np.ndarray  # int32
     positions: np.ndarray  # int32, from 0 in every sequence
     ends: np.ndarray  # int32, where in the stream a token's subtree ends; its own index + 1 for padding
-    key_blocks: np.ndarray  # [rows, length / BLOCK, length / BLOCK] int32, the blocks that each block of the stream looks at
-    num_key_blocks: np.ndarray  # [rows, length / BLOCK] int32, how many of them count; 0 for a block of padding
+    key_blocks: (
+        np.ndarray
+    )  # [rows, length / BLOCK, length / BLOCK] int32, the blocks that each block of the stream looks at
+    num_key_blocks: (
+        np.ndarray
+    )  # [rows, length / BLOCK] int32, how many of them count; 0 for a block of padding
     sources: np.ndarray  # int32, the token of each entry
     targets: np.ndarray  # int32
     weights: np.ndarray  # float32
@@ -112,19 +116,27 @@ class PackedBatch:
 def example(shape: BucketShape) -> PackedBatch:
     """A batch of that shape, full of nothing in particular."""
     tokens = np.zeros(shape.length, np.int32)
-    datum, fitting = TrainDatum(tokens=tokens, target_tokens=tokens), BucketShapes(shapes=(shape,), budget=shape)
+    datum, fitting = (
+        TrainDatum(tokens=tokens, target_tokens=tokens),
+        BucketShapes(shapes=(shape,), budget=shape),
+    )
     (packed,) = pack([datum], [np.ones(shape.length, np.bool_)], fitting)
     return packed
 
 
-def pack(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes) -> list[PackedBatch]:
+def pack(
+    data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes
+) -> list[PackedBatch]:
     """Lay checked data out in micro-batches, so that few tokens are computed: in long streams, where sequences share most, or in shorter
     ones, where less is padding. `trained`, [N] bool for each datum, says which positions have a gradient."""
     width = _target_width(data)
     longest = max(len(datum.tokens) for datum in data)
     sequences = _in_order(data, trained, width or 1)
     limits = [shape for shape in shapes.shapes if longest <= shape.length <= shapes.full(longest).length]
-    plans = [_by_shape(_streams(list(_clusters(sequences, limit)), shapes.shapes, limit)) for limit in reversed(limits)]
+    plans = [
+        _by_shape(_streams(list(_clusters(sequences, limit)), shapes.shapes, limit))
+        for limit in reversed(limits)
+    ]
     streams = min(plans, key=_computed_tokens)
     return [
         _lay_out(of_shape[first : first + shape.rows], shape, width)
@@ -143,7 +155,9 @@ def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tupl
     return tuple(found[index] for index in range(len(found)))
 
 
-def with_sequence_ratios(data: Sequence[TrainDatum], logprobs: Sequence[np.ndarray]) -> tuple[TrainDatum, ...]:
+def with_sequence_ratios(
+    data: Sequence[TrainDatum], logprobs: Sequence[np.ndarray]
+) -> tuple[TrainDatum, ...]:
     """The data for gspo, from the model's own `logprobs`: s in place of the sampler's (see `steps/losses.py`)."""
 
     def ratio(datum: TrainDatum, own: np.ndarray) -> TrainDatum:
@@ -187,8 +201,12 @@ def _in_order(data: Sequence[TrainDatum], trained: Sequence[np.ndarray], width: 
         sequence = _sequence(index, data[index], trained[index], width)
         if found and (shared := common_length(found[-1].tokens, sequence.tokens)) >= MIN_SHARED:
             last, begin = found[-1], slice(shared)
-            same = (last.targets[begin] == sequence.targets[begin]).all(axis=1) & (last.inputs[begin] == sequence.inputs[begin]).all(axis=1)
-            same &= (last.trained[begin] == sequence.trained[begin]) & (last.num_targets == sequence.num_targets)
+            same = (last.targets[begin] == sequence.targets[begin]).all(axis=1) & (
+                last.inputs[begin] == sequence.inputs[begin]
+            ).all(axis=1)
+            same &= (last.trained[begin] == sequence.trained[begin]) & (
+                last.num_targets == sequence.num_targets
+            )
             sequence = replace(sequence, shared=shared, same_entries=same)
         found.append(sequence)
     return found
@@ -267,18 +285,25 @@ def _cluster(sequences: Sequence[_Sequence]) -> _Cluster:
     )
 
 
-def _streams(clusters: Sequence[_Cluster], shapes: Sequence[BucketShape], full: BucketShape) -> Iterator[tuple[BucketShape, _Cluster]]:
+def _streams(
+    clusters: Sequence[_Cluster], shapes: Sequence[BucketShape], full: BucketShape
+) -> Iterator[tuple[BucketShape, _Cluster]]:
     """Clusters side by side in streams of the longest shape they fill. Those left over, too few for one more, take a shorter shape."""
     while clusters:
         total = sum(cluster.tokens for cluster in clusters)
         fitting = [shape for shape in shapes if all(cluster.fits(shape) for cluster in clusters)]
-        filled = [shape for shape in fitting if shape.length <= full.length and MIN_FILL * shape.tokens <= total]
+        filled = [
+            shape for shape in fitting if shape.length <= full.length and MIN_FILL * shape.tokens <= total
+        ]
         shape = filled[-1] if filled else fitting[0]
         good, poor = [], []
         for stream in _first_fit(clusters, shape):
             fills = not filled or sum(cluster.tokens for cluster in stream) >= MIN_FILL * shape.length
             (good if fills else poor).append(stream)
-        yield from ((shape, _cluster([sequence for cluster in stream for sequence in cluster.sequences])) for stream in good or poor)
+        yield from (
+            (shape, _cluster([sequence for cluster in stream for sequence in cluster.sequences]))
+            for stream in good or poor
+        )
         clusters = [cluster for stream in poor for cluster in stream] if good else []
 
 
@@ -299,7 +324,14 @@ def _first_fit(clusters: Sequence[_Cluster], shape: BucketShape) -> list[list[_C
     streams: list[list[_Cluster]] = []
     free: list[tuple[int, int]] = []  # tokens and entries, by stream
     for cluster in sorted(clusters, key=lambda cluster: -cluster.tokens):
-        at = next((at for at, (tokens, entries) in enumerate(free) if cluster.tokens <= tokens and cluster.entries <= entries), len(free))
+        at = next(
+            (
+                at
+                for at, (tokens, entries) in enumerate(free)
+                if cluster.tokens <= tokens and cluster.entries <= entries
+            ),
+            len(free),
+        )
         if at == len(free):
             streams.append([])
             free.append((shape.length, shape.entries))
@@ -319,7 +351,10 @@ def _lay_out(streams: Sequence[_Cluster], shape: BucketShape, width: int | None)
         for at, (stream, row) in enumerate(zip(streams, rows, strict=False))
         for sequence, entries in zip(stream.sequences, row.entries, strict=True)
     ]
-    return PackedBatch(**{name: np.stack([row.arrays[name] for row in rows]) for name in rows[0].arrays}, placements=tuple(placements))
+    return PackedBatch(
+        **{name: np.stack([row.arrays[name] for row in rows]) for name in rows[0].arrays},
+        placements=tuple(placements),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,7 +367,10 @@ class _Row:
 
 def _row(stream: _Cluster, shape: BucketShape, width: int | None) -> _Row:
     tokens, positions, ends, paths = _walk(stream.sequences, shape.length)
-    made = [(path, sequence, _new_entries(sequence)) for path, sequence in zip(paths, stream.sequences, strict=True)]
+    made = [
+        (path, sequence, _new_entries(sequence))
+        for path, sequence in zip(paths, stream.sequences, strict=True)
+    ]
     trained = np.concatenate([np.zeros(0, bool), *(sequence.trained[new] for _, sequence, new in made)])
     order = np.argsort(~trained, kind="stable")  # what trains comes first
 
@@ -342,7 +380,9 @@ def _row(stream: _Cluster, shape: BucketShape, width: int | None) -> _Row:
 
     columns = width or 1
     targets = ordered([sequence.targets[new] for _, sequence, new in made], np.zeros((0, columns), np.int32))
-    inputs = ordered([sequence.inputs[new] for _, sequence, new in made], np.zeros((0, columns + 2), np.float32))
+    inputs = ordered(
+        [sequence.inputs[new] for _, sequence, new in made], np.zeros((0, columns + 2), np.float32)
+    )
     if width is None:
         targets, weights, logprobs, advantages = targets[:, 0], *inputs.T
     else:
@@ -360,13 +400,17 @@ def _row(stream: _Cluster, shape: BucketShape, width: int | None) -> _Row:
         "weights": weights,
         "sampler_logprobs": logprobs,
         "advantages": advantages,
-        "counts": np.bincount(np.concatenate([np.zeros(0, np.int32), *entries]), minlength=shape.entries).astype(np.float32),
+        "counts": np.bincount(
+            np.concatenate([np.zeros(0, np.int32), *entries]), minlength=shape.entries
+        ).astype(np.float32),
         "num_trained": np.array(trained.sum(), np.int32),
     }
     return _Row(arrays=arrays, entries=entries)
 
 
-def _walk(sequences: Sequence[_Sequence], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+def _walk(
+    sequences: Sequence[_Sequence], length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """(tokens, positions, ends) of the stream, and for each sequence where in it its tokens are."""
     tokens, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     ends = np.arange(1, length + 1, dtype=np.int32)
@@ -400,7 +444,9 @@ def _entries_of(sequences: Sequence[_Sequence], places: np.ndarray) -> list[np.n
         own = np.zeros(len(new), np.int32)
         own[new] = places[made : made + new.sum()]
         if sequence.shared:
-            own[: sequence.shared][sequence.same_entries] = found[-1][: sequence.shared][sequence.same_entries]
+            own[: sequence.shared][sequence.same_entries] = found[-1][: sequence.shared][
+                sequence.same_entries
+            ]
         made += int(new.sum())
         found.append(own)
     return found
@@ -410,6 +456,8 @@ def _blocks_to_look_at(ends: np.ndarray, used: int) -> tuple[np.ndarray, np.ndar
     """For each block of queries the blocks of keys that any of it sees, and how many they are."""
     count = len(ends) // BLOCK
     block = np.arange(count)
-    seen = (block[None] <= block[:, None]) & (ends.reshape(count, BLOCK).max(axis=1)[None] > block[:, None] * BLOCK)
+    seen = (block[None] <= block[:, None]) & (
+        ends.reshape(count, BLOCK).max(axis=1)[None] > block[:, None] * BLOCK
+    )
     seen &= (block * BLOCK < used)[:, None]
     return np.argsort(~seen, axis=1, kind="stable").astype(np.int32), seen.sum(axis=1).astype(np.int32)

@@ -17,11 +17,24 @@ import numpy as np
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
-from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, keep_adapter, place_adapter, zero_adapter
+from skyrl_tx_server.model.lora.adapter import (
+    Adapter,
+    LayerAdapter,
+    keep_adapter,
+    place_adapter,
+    zero_adapter,
+)
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights
 from skyrl_tx_server.model.mesh import replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states, with_gathered_head
+from skyrl_tx_server.model.transformer import (
+    COMPILER_OPTIONS,
+    Params,
+    Remat,
+    head_logits,
+    hidden_states,
+    with_gathered_head,
+)
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_losses
 from skyrl_tx_server.training.packing import PackedBatch
@@ -58,7 +71,9 @@ class TrainBatch:
 class TokenOutputs:
     """What a training program returns to the host."""
 
-    logprobs: jax.Array  # float32, shaped like the targets: log p(target) of every entry; of padding it means nothing
+    logprobs: (
+        jax.Array
+    )  # float32, shaped like the targets: log p(target) of every entry; of padding it means nothing
     loss: jax.Array  # [] float32, summed
 
 
@@ -83,7 +98,11 @@ def adam_scalars(settings: AdamSettings) -> np.ndarray:
 
 def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
     """Fresh optimizer state in host memory."""
-    return AdamState(step=np.zeros((), np.int32), first=zero_adapter(config, max_rank), second=zero_adapter(config, max_rank))
+    return AdamState(
+        step=np.zeros((), np.int32),
+        first=zero_adapter(config, max_rank),
+        second=zero_adapter(config, max_rank),
+    )
 
 
 def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
@@ -112,19 +131,27 @@ def forward_backward(
         return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
 
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)
-    outputs, grad_hidden, grad_head = _head_gradient(config, with_gathered_head(config, params), adapter, hidden, batch, loss)
+    outputs, grad_hidden, grad_head = _head_gradient(
+        config, with_gathered_head(config, params), adapter, hidden, batch, loss
+    )
     (grad_layers,) = pull_back(grad_hidden)
-    return keep_adapter(config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))), outputs
+    return keep_adapter(
+        config, jax.tree.map(jnp.add, grad_sum, Adapter(layers=grad_layers, head=grad_head))
+    ), outputs
 
 
 @partial(jax.jit, static_argnames=("config",), compiler_options=COMPILER_OPTIONS)
-def forward(adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig) -> TokenOutputs:
+def forward(
+    adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig
+) -> TokenOutputs:
     """The batch's logprobs and summed loss, leaving everything as it was."""
     chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
     params = with_gathered_head(config, params)
 
     def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond(chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk))
+        return jax.lax.cond(
+            chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk)
+        )
 
     losses, logprobs = jax.lax.map(run, chunks)
     return TokenOutputs(logprobs=_whole(logprobs, batch), loss=losses.sum())
@@ -158,18 +185,27 @@ def adam_step(
 
     adapter = jax.tree.map(update, adapter, first, second, mask)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(adapter)]).all()
-    return adapter, AdamState(step=step, first=first, second=second), jnp.stack([norm, finite.astype(jnp.float32)])
+    return (
+        adapter,
+        AdamState(step=step, first=first, second=second),
+        jnp.stack([norm, finite.astype(jnp.float32)]),
+    )
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
     """Optimizer state under names that sit beside an adapter's in one checkpoint."""
     arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
     for moment, adapter in (("first", state.first), ("second", state.second)):
-        arrays |= {f"optimizer.{moment}.{name}": array for name, array in adapter_to_arrays(adapter, config, spec).items()}
+        arrays |= {
+            f"optimizer.{moment}.{name}": array
+            for name, array in adapter_to_arrays(adapter, config, spec).items()
+        }
     return arrays
 
 
-def adam_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int) -> AdamState:
+def adam_from_arrays(
+    arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
+) -> AdamState:
     """The inverse of `adam_to_arrays`, in host memory."""
 
     def moment(name: str) -> Adapter:
@@ -177,16 +213,30 @@ def adam_from_arrays(arrays: Mapping[str, np.ndarray], config: ModelConfig, spec
         mine = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
         return adapter_from_arrays(mine, config, spec, max_rank)
 
-    return AdamState(step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()), first=moment("first"), second=moment("second"))
+    return AdamState(
+        step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()),
+        first=moment("first"),
+        second=moment("second"),
+    )
 
 
 # --- the head, a chunk of entries at a time --------------------------------------------------------------------------
 
 
-def _entry_states(config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat) -> jax.Array:
+def _entry_states(
+    config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat
+) -> jax.Array:
     """[R, E, D], the final hidden state that each entry needs."""
     layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
-    hidden = hidden_states(config, params, adapter, batch.tokens, batch.positions, partial(tree_attention, config, layout), remat=remat)
+    hidden = hidden_states(
+        config,
+        params,
+        adapter,
+        batch.tokens,
+        batch.positions,
+        partial(tree_attention, config, layout),
+        remat=remat,
+    )
     return jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
@@ -203,7 +253,12 @@ class _Chunk:
 
 
 def _head_gradient(
-    config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, batch: TrainBatch, loss: LossSelection
+    config: ModelConfig,
+    params: Params,
+    adapter: Adapter,
+    hidden: jax.Array,
+    batch: TrainBatch,
+    loss: LossSelection,
 ) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
     """Outputs, gradient on `hidden`, and gradient on the head's adapter.
 
@@ -213,9 +268,13 @@ def _head_gradient(
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
         def loss_of(head: LoraWeights, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _chunk_loss(config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states))
+            return _chunk_loss(
+                config, params, replace(adapter, head=head), loss, replace(chunk, hidden=states)
+            )
 
-        (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(adapter.head, chunk.hidden)
+        (summed, logprobs), (grads, grad_states) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(
+            adapter.head, chunk.hidden
+        )
         return grads, summed, logprobs, grad_states
 
     def evaluate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
@@ -224,21 +283,31 @@ def _head_gradient(
     def skip(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
         return nothing, *_nothing_of(chunk), jnp.zeros_like(chunk.hidden)
 
-    def step(grad_head: LoraWeights, chunk: _Chunk) -> tuple[LoraWeights, tuple[jax.Array, jax.Array, jax.Array]]:
+    def step(
+        grad_head: LoraWeights, chunk: _Chunk
+    ) -> tuple[LoraWeights, tuple[jax.Array, jax.Array, jax.Array]]:
         kind = chunk.used.astype(jnp.int32) + chunk.trained
         grads, *outputs = jax.lax.switch(kind, (skip, evaluate, differentiate), chunk)
         return jax.tree.map(jnp.add, grad_head, grads), tuple(outputs)
 
     nothing = jax.tree.map(jnp.zeros_like, adapter.head)
     grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, nothing, _chunks(config, hidden, batch))
-    return TokenOutputs(logprobs=_whole(logprobs, batch), loss=sums.sum()), _whole(grad_hidden, batch), grad_head
+    return (
+        TokenOutputs(logprobs=_whole(logprobs, batch), loss=sums.sum()),
+        _whole(grad_hidden, batch),
+        grad_head,
+    )
 
 
-def _chunk_loss(config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+def _chunk_loss(
+    config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk
+) -> tuple[jax.Array, jax.Array]:
     """(summed loss, logprobs of the targets) of one chunk."""
     logits = head_logits(config, params, adapter, chunk.hidden)
     targets = chunk.targets if chunk.targets.ndim == 3 else chunk.targets[..., None]
-    logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(
+        logits, axis=-1, keepdims=True
+    )
     logprobs = logprobs.reshape(chunk.targets.shape)
     return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
 
@@ -249,7 +318,10 @@ def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
     """Entries of each of `rows` streams that go through the head together."""
-    return max(1, min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries))
+    return max(
+        1,
+        min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries),
+    )
 
 
 def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:

@@ -44,7 +44,9 @@ class TrainingModelPool:
         self._limit = on_device
         self._hosts = hosts
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        self._parked: dict[str, tuple[TrainingModel, object]] = {}  # numpy arrays, and how they lay on the devices
+        self._parked: dict[
+            str, tuple[TrainingModel, object]
+        ] = {}  # numpy arrays, and how they lay on the devices
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._device or model_id in self._parked
@@ -96,7 +98,11 @@ def _places(model: TrainingModel) -> object:
     """How its arrays lie on a mesh; None on one device, where an array that is put back by name of the device is another kind of input to
     jax, for which every program it goes to, those of sampling too, would be compiled again."""
     arrays = model.arrays()
-    return jax.tree.map(lambda leaf: leaf.sharding, arrays) if any(leaf.committed for leaf in jax.tree.leaves(arrays)) else None
+    return (
+        jax.tree.map(lambda leaf: leaf.sharding, arrays)
+        if any(leaf.committed for leaf in jax.tree.leaves(arrays))
+        else None
+    )
 
 
 def available_host_bytes() -> int:

@@ -44,12 +44,17 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument!r} is not key=value; write {nearest(argument.lstrip('-'), known) or 'key'}=VALUE, or --help")
+            raise ConfigError(
+                f"{argument!r} is not key=value; write {nearest(argument.lstrip('-'), known) or 'key'}=VALUE, or --help"
+            )
         if name in REFUSED:
             raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
         if name not in known:
             guess = nearest(name.lstrip("-"), known)
-            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {guess}?" if guess else "; --help lists them all"))
+            raise ConfigError(
+                f"unknown option {name!r}"
+                + (f"; did you mean {guess}?" if guess else "; --help lists them all")
+            )
     try:
         return chz.Blueprint(kind).make_from_argv([_none_in_any_case(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
@@ -81,7 +86,10 @@ def help_for(kind: type[object], *, title: Sequence[str], sections: Mapping[str,
             lines += ["", sections[name]]
         default = defaults[name].default
         shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
-        lines += [f"  {name} {shown}   {values_of(field.final_type)}", *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6))]
+        lines += [
+            f"  {name} {shown}   {values_of(field.final_type)}",
+            *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6)),
+        ]
     return "\n".join(lines)
 
 
@@ -93,7 +101,9 @@ def values_of(kind: object) -> str:
     """
     choices: list[str] = []
     for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
-        choices += [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+        choices += (
+            [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
+        )
     return " | ".join(choices).replace("NoneType", "None")
 
 
@@ -102,7 +112,9 @@ def print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again when it exits
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python says so again when it exits
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

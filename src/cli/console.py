@@ -22,7 +22,9 @@ from src.rollouts.group_rollout import TimedGroup
 logger = logging.getLogger(__name__)
 
 MAX_DOMAINS = 5  # that have a line each at a run's end
-MIN_SIGNAL = 0.25  # the share of steps with differing rewards below which, by seed 004, tasks and model do not fit
+MIN_SIGNAL = (
+    0.25  # the share of steps with differing rewards below which, by seed 004, tasks and model do not fit
+)
 
 # What a step's table shows of its metrics, in this order; the rest is in metrics.jsonl.
 SHOWN = (
@@ -72,7 +74,9 @@ class Display:
         failed = f", {len(group.failures)} ungraded ({group.failures[0].kind})" if group.failures else ""
         mean_turns = f"{sum(turns) / len(turns):.1f} turns, " if turns else ""
         place = f"[{self._done}/{self._expected}]"
-        self.say(f"  {place} {group.task.id}: {_solved(group.rewards)} solved, {earned}{mean_turns}{finished.duration_s:.1f} s{failed}")
+        self.say(
+            f"  {place} {group.task.id}: {_solved(group.rewards)} solved, {earned}{mean_turns}{finished.duration_s:.1f} s{failed}"
+        )
 
     def step(self, title: str, metrics: Mapping[str, float]) -> None:
         table = _table()
@@ -92,7 +96,9 @@ class Display:
         table.add_column(f"step {evaluation.step}", justify="right")
         before = {} if previous is None else {group.task.id: group.rewards for group in previous.groups}
         for group in evaluation.groups:
-            row = [group.task.id] if previous is None else [group.task.id, _cell(before.get(group.task.id, []))]
+            row = (
+                [group.task.id] if previous is None else [group.task.id, _cell(before.get(group.task.id, []))]
+            )
             table.add_row(*row, _cell(group.rewards))
         self._show(table)
         floor = evaluation.whole.floor
@@ -100,12 +106,16 @@ class Display:
         partial = any(group.task.grading for group in evaluation.groups)
         rewards = [reward for group in evaluation.groups for reward in group.rewards]
         earned = "" if _all_or_nothing(rewards) else f"; mean reward {fmean(rewards):.3f}"
-        self.say(f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){earned}{beside}")
+        self.say(
+            f"{_success(partial)}: {evaluation.success_rate:.1%} ({evaluation.num_solved}/{evaluation.num_graded}){earned}{beside}"
+        )
 
     def _show(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
         """A terminal that hung up, or a full disk behind `>`, ends no run: its folder has what there was to read."""
         try:
-            self._console.print(what, emoji=False, highlight=False, soft_wrap=soft_wrap)  # a model id may hold :train:
+            self._console.print(
+                what, emoji=False, highlight=False, soft_wrap=soft_wrap
+            )  # a model id may hold :train:
         except OSError as error:
             logger.warning("the output cannot be written any more: %s", error.strerror)
             self._console.quiet = True
@@ -137,15 +147,23 @@ class Success:
     rewards: tuple[float, float] | None = None  # the mean before and after, where a reward may be partial
 
 
-def outcome(success: Success, signals: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> Sequence[str]:
+def outcome(
+    success: Success, signals: Sequence[str], *, steps: int, wall_s: float, log_path: Path
+) -> Sequence[str]:
     """The run's last lines."""
     lines = [f"done: {steps} step{_s(steps)} in {_duration(wall_s)}"]
     before, after = success.before, success.after
     if before is not None and after is not None:
         beside = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
         name = _success(success.is_partial)
-        earned = "" if success.rewards is None else "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
-        lines.append(f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){earned}{beside}")
+        earned = (
+            ""
+            if success.rewards is None
+            else "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
+        )
+        lines.append(
+            f"{name}: {before:.1%} before, {after:.1%} after ({100 * (after - before):+.1f} points){earned}{beside}"
+        )
     files = [name for name in FILES if (log_path / name).exists()]
     return [*lines, *signals, f"files: {log_path} ({', '.join(files)})"]
 
@@ -163,7 +181,10 @@ def signal(name: str, variances: Sequence[float]) -> str:
     >>> signal("retail", [0.1875, 0.0, 0.0, 0.0, 0.0])
     'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this model'
     """
-    share, mean = sum(variance > 0 for variance in variances) / len(variances), sum(variances) / len(variances)
+    share, mean = (
+        sum(variance > 0 for variance in variances) / len(variances),
+        sum(variances) / len(variances),
+    )
     verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
     return f"signal of {name}: mean variance per prompt {mean:.4f}, {share:.0%} of {len(variances)} steps with any{verdict}"
 

@@ -29,7 +29,9 @@ class GapMeter:
         self._schedule()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -150,7 +150,9 @@ def leave(status: int) -> NoReturn:
 
 def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
     with suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n")  # `print` could be what was interrupted
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n"
+        )  # `print` could be what was interrupted
     os._exit(INTERRUPTED)
 
 

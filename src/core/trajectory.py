@@ -57,9 +57,13 @@ class Task:
     path: Path  # its folder, or the file that its row stands in
     instruction: str = ""
     domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
-    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # what its environment has to know of it
+    row: Mapping[str, object] = field(
+        default_factory=dict, hash=False
+    )  # what its environment has to know of it
     grading: str = ""  # where only a part of its benchmark's grading counts, the name of the part, which rates of success then carry
-    gold_writes: bool | None = None  # whether solving it takes an action that changes something; None: nobody says
+    gold_writes: bool | None = (
+        None  # whether solving it takes an action that changes something; None: nobody says
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +87,12 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
-    turn_rewards: list[float] = field(default_factory=list)  # one per turn where rewards came on the way; `reward` is their sum
-    conversation: list[Mapping[str, object]] = field(default_factory=list)  # the messages, for readers; what trains is `turns`
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # one per turn where rewards came on the way; `reward` is their sum
+    conversation: list[Mapping[str, object]] = field(
+        default_factory=list
+    )  # the messages, for readers; what trains is `turns`
     bonus: float = 0.0  # a judge's, on top of `reward` in training alone: no rate of success knows it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without a verifier's word; None: it was graded
 
@@ -126,4 +134,7 @@ class TimeSpent:
         >>> TimeSpent(started=0, first_answer=2, sampling_s=3).is_mostly_the_agents(12), TimeSpent(started=0).is_mostly_the_agents(12)
         (True, False)
         """
-        return self.first_answer is not None and now - self.first_answer - self.sampling_s > (now - self.started) / 2
+        return (
+            self.first_answer is not None
+            and now - self.first_answer - self.sampling_s > (now - self.started) / 2
+        )

@@ -15,7 +15,9 @@ from src.envs.sandbox.run_directory import living_labels, sweep
 
 def clean() -> Cleaned:
     """Remove what dead runs left."""
-    living = living_labels()  # before their directories are looked at: a run that starts meanwhile has nothing yet
+    living = (
+        living_labels()
+    )  # before their directories are looked at: a run that starts meanwhile has nothing yet
     directories = [f"sandbox directory {label}" for label in sweep()]
     cleaned = remove_dead(keep=living) if why_no_engine() is None else Cleaned()
     cleaned.removed[:0] = directories

@@ -33,10 +33,18 @@ class EnvSpec:
     """A kind of problem: its tasks, and the environment of one attempt at one of them."""
 
     tasks: Sequence[Task]
-    make: Callable[[Task, int], MessageEnv]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
-    held_out: Sequence[Task] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
-    do_nothing: Callable[[MessageEnv], Awaitable[float]] | None = None  # plays it as an agent that does nothing, for its reward
-    close: Callable[[], Awaitable[None]] | None = None  # what its environments share is freed by it; None: they share nothing
+    make: Callable[
+        [Task, int], MessageEnv
+    ]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
+    held_out: Sequence[
+        Task
+    ] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
+    do_nothing: Callable[[MessageEnv], Awaitable[float]] | None = (
+        None  # plays it as an agent that does nothing, for its reward
+    )
+    close: Callable[[], Awaitable[None]] | None = (
+        None  # what its environments share is freed by it; None: they share nothing
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +64,12 @@ class EpisodeTrial:
         except (Exception, SystemExit) as error:  # the border of a trial: as if its `start` had failed
             logger.warning("%s: no environment could be made", self.task.id, exc_info=True)
             message = f"{type(error).__name__}: {error}"
-            return TrialFailure(task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name)
-        return await run_episode(env, policy, self.chat, self.limits, self.settings, task_id=self.task.id, trial_name=name)
+            return TrialFailure(
+                task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name
+            )
+        return await run_episode(
+            env, policy, self.chat, self.limits, self.settings, task_id=self.task.id, trial_name=name
+        )
 
 
 class EpisodeTasks:
@@ -77,14 +89,20 @@ class EpisodeTasks:
         settings = replace(self._settings, seed=seed, temperature=temperature)
         env_seed = environment_seed(self._settings.seed, task.id, member)
         return EpisodeTrial(
-            task=task, env=lambda: self._domain.make(task, env_seed), chat=self._chat, limits=self._limits, settings=settings
+            task=task,
+            env=lambda: self._domain.make(task, env_seed),
+            chat=self._chat,
+            limits=self._limits,
+            settings=settings,
         )
 
     async def floor(self, task: Task) -> float | None:
         """As the first member of a group would meet it."""
         if self._domain.do_nothing is None:
             return None
-        return await self._domain.do_nothing(self._domain.make(task, environment_seed(self._settings.seed, task.id, 0)))
+        return await self._domain.do_nothing(
+            self._domain.make(task, environment_seed(self._settings.seed, task.id, 0))
+        )
 
     async def close(self) -> None:
         if self._domain.close is not None:
@@ -94,13 +112,17 @@ class EpisodeTasks:
         """There is nothing to sum up beside rollouts/."""
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
-        return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False)
+        return self._chat.tokenizer.decode(
+            list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False
+        )
 
 
 def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks:
     """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
     require_unique_ids([*domain.tasks, *domain.held_out])
-    train, held_out = split(domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed)
+    train, held_out = split(
+        domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed
+    )
     settings = EpisodeSettings(
         temperature=config.temperature,
         seed=config.seed,
@@ -113,10 +135,17 @@ def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks
 
 def environment_seed(run_seed: int, task_id: str, member: int) -> int:
     """A 31-bit seed that a task's nth attempt has in every step and every evaluation."""
-    return int.from_bytes(hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()[:4], "big") >> 1
+    return (
+        int.from_bytes(
+            hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()[:4], "big"
+        )
+        >> 1
+    )
 
 
-def split(domain: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+def split(
+    domain: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int
+) -> tuple[Sequence[Task], Sequence[Task]]:
     """(training, held out). Of a test split that the domain comes with, `patterns` choose, and no training task is ever held out."""
     if not domain.held_out:
         return hold_out(domain.tasks, patterns=patterns, fraction=fraction, seed=seed)
@@ -125,5 +154,7 @@ def split(domain: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: in
     _, chosen = hold_out([*domain.tasks, *domain.held_out], patterns=patterns, fraction=0.0, seed=seed)
     trained = {task.id for task in domain.tasks}
     if wrong := [task.id for task in chosen if task.id in trained]:
-        raise ConfigError(f"eval_tasks: {wrong[0]} is a training task of this environment; name tasks of its test split")
+        raise ConfigError(
+            f"eval_tasks: {wrong[0]} is a training task of this environment; name tasks of its test split"
+        )
     return domain.tasks, chosen

@@ -42,7 +42,9 @@ class ResetResult:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas
-    use_native_tool_calling: bool = False  # whether the chat template may show them, where the run wants that too
+    use_native_tool_calling: bool = (
+        False  # whether the chat template may show them, where the run wants that too
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +85,21 @@ class EpisodeSettings:
     temperature: float
     seed: int
     max_turns: int | None = None
-    use_native_tool_calling: bool = False  # let the chat template show the environment's tools, where that agrees
+    use_native_tool_calling: bool = (
+        False  # let the chat template show the environment's tools, where that agrees
+    )
     step_wise: bool = False  # render the whole history for each answer, as the template shows it by then, instead of extending the tokens
 
 
 async def run_episode(
-    env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings, *, task_id: str, trial_name: str = ""
+    env: MessageEnv,
+    policy: Policy,
+    chat: Chat,
+    limits: LengthLimits,
+    settings: EpisodeSettings,
+    *,
+    task_id: str,
+    trial_name: str = "",
 ) -> Trajectory | TrialFailure:
     """Play one episode to its end. Never raises but for cancellation; `env` is closed either way."""
     episode = _Episode(env, policy, chat, limits, settings)
@@ -104,7 +115,9 @@ async def run_episode(
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
     except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
-        logger.warning("%s: the environment broke", task_id, exc_info=True)  # the author's only sight of the line
+        logger.warning(
+            "%s: the environment broke", task_id, exc_info=True
+        )  # the author's only sight of the line
         failure = (episode.blame, f"{type(error).__name__}: {error}")
     finally:
         await _close(env)
@@ -116,7 +129,9 @@ async def run_episode(
 class _Episode:
     """The state of one episode; `blame` is who is at work, for when that fails."""
 
-    def __init__(self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
+    def __init__(
+        self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings
+    ) -> None:
         self.blame = FailureKind.ENV_INIT_FAILED
         self.stop_reason = StopReason.STOP
         self._env, self._policy, self._chat = env, policy, chat
@@ -218,7 +233,9 @@ class _Episode:
         reward = float(observation.reward)  # environments reckon in numpy, records are JSON
         if not math.isfinite(reward):
             self._take(turn, 0.0)
-            raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"the environment gave a reward that is no number: {reward}")
+            raise AgentFault(
+                ZeroReason.UNREADABLE_REWARD, f"the environment gave a reward that is no number: {reward}"
+            )
         self._reward += reward
         self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
         self._take(turn, reward)
@@ -233,7 +250,9 @@ class _Episode:
                 self._rewards[-1] += reward
 
 
-def shown(opening: ResetResult, settings: EpisodeSettings) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
+def shown(
+    opening: ResetResult, settings: EpisodeSettings
+) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
     """The first messages, and the tools that the template shows: in native mode, which environment and run must both want.
 
     In text mode the tools are described in the system message instead.

@@ -79,7 +79,10 @@ class OpenEnv:
             except RuntimeError as error:  # what the client makes of a server's refusal
                 if IS_FULL not in str(error) or time.monotonic() > deadline:
                     raise
-                logger.info("%s; set n_parallel_envs to the max_concurrent_envs that the server is started with", error)
+                logger.info(
+                    "%s; set n_parallel_envs to the max_concurrent_envs that the server is started with",
+                    error,
+                )
             else:
                 return ResetResult(messages=[self._message(result)])
             client, self._client = self._client, None
@@ -95,7 +98,9 @@ class OpenEnv:
             if type(error).__module__.startswith("websockets"):  # its errors are no ConnectionErrors
                 raise ConnectionError(f"the OpenEnv server: {error}") from error
             raise
-        return StepResult(messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done)
+        return StepResult(
+            messages=[self._message(result)], reward=float(result.reward or 0.0), is_done=result.done
+        )
 
     async def close(self) -> None:
         if self._client is not None:
@@ -118,7 +123,11 @@ def field_of(observation: object, *, field: str) -> str:
 def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
     """ConfigError where the package or an option is missing."""
     options = pairs(config.environment_kwargs, option="environment_kwargs")
-    url, action, field = options.pop("url", ""), options.pop("action", "message"), options.pop("observation", "")
+    url, action, field = (
+        options.pop("url", ""),
+        options.pop("action", "message"),
+        options.pop("observation", ""),
+    )
     number = options.pop("tasks", str(DEFAULT_TASKS))
     if not url.startswith(("http://", "https://")):
         raise ConfigError("env=openenv needs environment_kwargs=url=http://host:port of an OpenEnv server")
@@ -129,14 +138,24 @@ def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
     try:
         from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports] an optional package
     except ImportError as error:
-        raise ConfigError(f"env=openenv needs the openenv package ({error}); run scripts/setup.sh openenv") from error
+        raise ConfigError(
+            f"env=openenv needs the openenv package ({error}); run scripts/setup.sh openenv"
+        ) from error
 
     async def connect() -> Client:
         return await GenericEnvClient(base_url=url).connect()
 
     def make(task: Task, seed: int) -> OpenEnv:
         to_text = partial(field_of, field=field)
-        return OpenEnv(connect, to_action=lambda answer: {action: answer}, to_text=to_text, reset_options={"seed": task.row["seed"]})
+        return OpenEnv(
+            connect,
+            to_action=lambda answer: {action: answer},
+            to_text=to_text,
+            reset_options={"seed": task.row["seed"]},
+        )
 
-    tasks = [Task(id=f"openenv-{seed:04d}", path=Path(url), instruction=url, row={"seed": seed}) for seed in range(int(number))]
+    tasks = [
+        Task(id=f"openenv-{seed:04d}", path=Path(url), instruction=url, row={"seed": seed})
+        for seed in range(int(number))
+    ]
     return episodes(config, chat, EnvSpec(tasks=tasks, make=make))

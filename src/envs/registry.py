@@ -32,7 +32,9 @@ def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
     with boundary(ConfigError, f"env={config.env}"):
         source = factory(config, chat)
     if not isinstance(source, TaskSource):
-        raise ConfigError(f"env={config.env} returned {type(source).__name__}, which is no task source; return episodes(...)")
+        raise ConfigError(
+            f"env={config.env} returned {type(source).__name__}, which is no task source; return episodes(...)"
+        )
     return source
 
 
@@ -47,16 +49,24 @@ def find(name: str) -> Factory:
     place = names.get(name, name)
     module_name, colon, factory_name = place.partition(":")
     if not (colon and module_name and factory_name) or module_name.startswith("."):
-        raise ConfigError(f"env={name} is none of {', '.join(sorted(names))}; choose one, or give your own as env=module:factory")
+        raise ConfigError(
+            f"env={name} is none of {', '.join(sorted(names))}; choose one, or give your own as env=module:factory"
+        )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?") from error
+        raise ConfigError(
+            f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
+        ) from error
     except Exception as error:  # whatever a module of the user's own does when it is imported
-        raise ConfigError(f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); mend it") from error
+        raise ConfigError(
+            f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); mend it"
+        ) from error
     factory: Factory | None = vars(module).get(factory_name)
     if factory is None:
         raise ConfigError(f"env={name}: {module_name} has no function {factory_name}")
     if not callable(factory) or iscoroutinefunction(factory):
-        raise ConfigError(f"env={name}: {factory_name} of {module_name} is no plain function; write def {factory_name}(config, chat)")
+        raise ConfigError(
+            f"env={name}: {factory_name} of {module_name} is no plain function; write def {factory_name}(config, chat)"
+        )
     return factory

@@ -10,7 +10,9 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 
 
-def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int) -> tuple[list[Task], list[Task]]:
+def hold_out(
+    tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int
+) -> tuple[list[Task], list[Task]]:
     """(training, held out). With `patterns` (ids or globs) those are held out, else `fraction` of the tasks, drawn by `seed`.
 
     ConfigError for a pattern that matches nothing or a split that leaves nothing to train on.
@@ -27,7 +29,9 @@ def hold_out(tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float,
         chosen = {task.id for task in random.Random(seed).sample(list(tasks), count)}
     train = [task for task in tasks if task.id not in chosen]
     if not train:
-        raise ConfigError(f"all {len(tasks)} tasks are held out; nothing is left to train on: lower eval_split or name fewer eval_tasks")
+        raise ConfigError(
+            f"all {len(tasks)} tasks are held out; nothing is left to train on: lower eval_split or name fewer eval_tasks"
+        )
     return train, [task for task in tasks if task.id in chosen]
 
 
@@ -36,5 +40,7 @@ def require_unique_ids(tasks: Sequence[Task]) -> None:
     seen: dict[str, Task] = {}
     for task in tasks:
         if task.id in seen:
-            raise ConfigError(f"two tasks are called {task.id}: {seen[task.id].path} and {task.path}; rename one")
+            raise ConfigError(
+                f"two tasks are called {task.id}: {seen[task.id].path} and {task.path}; rename one"
+            )
         seen[task.id] = task

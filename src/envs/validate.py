@@ -23,7 +23,12 @@ from src.cli.command_line import help_for, parse_as, print_help
 from src.config import pairs
 from src.core.errors import INTERRUPTED, TrainerError, VerifierError
 from src.core.trajectory import Task
-from src.envs.harbor.environment import load_harbor, new_run_label, resolve_environment_type, trial_environment
+from src.envs.harbor.environment import (
+    load_harbor,
+    new_run_label,
+    resolve_environment_type,
+    trial_environment,
+)
 from src.envs.harbor.grading_choice import Choice, Way, take_option, write_records
 from src.envs.harbor.verifier_reward import score
 
@@ -37,7 +42,9 @@ SOLUTION = "solution/solve.sh"
 class ValidateConfig:
     tasks_dir: str = chz.field(doc="Folder of Harbor task folders")
     environment_type: str = chz.field(default="auto", doc="auto, docker, sandbox or one of Harbor's own")
-    environment_kwargs: list[str] | None = chz.field(default=None, doc="Settings of the environment as key=value,...")
+    environment_kwargs: list[str] | None = chz.field(
+        default=None, doc="Settings of the environment as key=value,..."
+    )
     n_parallel_envs: int = chz.field(default=4, doc="Trials running at once")
     logs_dir: str | None = chz.field(default=None, doc="Where to keep the trials' files; None: nowhere")
 
@@ -45,7 +52,9 @@ class ValidateConfig:
     def _can_be_honoured(self) -> None:
         pairs(self.environment_kwargs, option="environment_kwargs")
         if self.n_parallel_envs < 1:
-            raise ValueError(f"n_parallel_envs={self.n_parallel_envs}: at least one trial must be allowed to run")
+            raise ValueError(
+                f"n_parallel_envs={self.n_parallel_envs}: at least one trial must be allowed to run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +110,9 @@ async def validate(
         """A task without a solution is graded in a fresh environment: nothing tells whether another way would be better."""
         first = choice or FRESH
         oracle, nop, *others = await asyncio.gather(
-            play(task, "oracle", first), play(task, "nop", first), *([] if choice else [play(task, "oracle", KEEPING)])
+            play(task, "oracle", first),
+            play(task, "nop", first),
+            *([] if choice else [play(task, "oracle", KEEPING)]),
         )
         assert nop is not None
         if not others or others[0] == oracle or not isinstance(others[0], float):
@@ -120,8 +131,16 @@ async def validate(
     return verdicts
 
 
-async def _play(task: Task, agent: str, choice: Choice, *, environment: Mapping[str, object], directory: Path) -> float | str | None:
-    from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+async def _play(
+    task: Task, agent: str, choice: Choice, *, environment: Mapping[str, object], directory: Path
+) -> float | str | None:
+    from harbor.models.trial.config import (
+        AgentConfig,
+        EnvironmentConfig,
+        TaskConfig,
+        TrialConfig,
+        VerifierConfig,
+    )
     from harbor.trial.trial import Trial
 
     from src.envs.harbor.grading import graded
@@ -169,11 +188,21 @@ def run(config: ValidateConfig) -> int:
                 tell=lambda verdict: print(verdict.line(), flush=True),
             )
         )
-    known = {verdict.task: verdict.grading for verdict in verdicts if isinstance(verdict.oracle, float) and isinstance(verdict.nop, float)}
+    known = {
+        verdict.task: verdict.grading
+        for verdict in verdicts
+        if isinstance(verdict.oracle, float) and isinstance(verdict.nop, float)
+    }
     print(f"how each task is graded: {write_records(Path(config.tasks_dir).expanduser(), kind, known)}")
-    sound, unsound = sum(verdict.is_sound for verdict in verdicts), sum(verdict.is_unsound for verdict in verdicts)
+    sound, unsound = (
+        sum(verdict.is_sound for verdict in verdicts),
+        sum(verdict.is_unsound for verdict in verdicts),
+    )
     unknown = len(verdicts) - sound - unsound
-    print(f"{len(verdicts)} tasks in {kind}: {sound} sound, {unsound} unsound" + (f", {unknown} without solution" if unknown else ""))
+    print(
+        f"{len(verdicts)} tasks in {kind}: {sound} sound, {unsound} unsound"
+        + (f", {unknown} without solution" if unknown else "")
+    )
     return 1 if unsound else 0
 
 

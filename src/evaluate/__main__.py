@@ -33,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
         with ended_by_signals():
             config = parse_as(EvaluateConfig, with_server_from_environment(argv))
             from src.cli.console import Display, terminal
-            from src.evaluate.run import run  # seconds of imports that --help and a typing mistake do not need
+            from src.evaluate.run import (
+                run,
+            )  # seconds of imports that --help and a typing mistake do not need
 
             quieten()
             display = Display(terminal())

@@ -21,27 +21,38 @@ def _trainers(name: str, *, doc: str = "") -> Any:
 class EvaluateConfig:
     """Options of `python -m src.evaluate key=value ...`."""
 
-    model_name: str | None = chz.field(default=None, doc="Model as the server or the endpoint names it; not needed with results=")
+    model_name: str | None = chz.field(
+        default=None, doc="Model as the server or the endpoint names it; not needed with results="
+    )
     env: str = _trainers("env")
-    tasks_dir: str | None = _trainers("tasks_dir", doc="Folder of Harbor task folders to evaluate on; not needed with results=")
+    tasks_dir: str | None = _trainers(
+        "tasks_dir", doc="Folder of Harbor task folders to evaluate on; not needed with results="
+    )
     test_data: list[str] | None = _trainers(
         "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
     )
-    tasks: list[str] | None = chz.field(default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included")
+    tasks: list[str] | None = chz.field(
+        default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included"
+    )
     train_data: str | None = chz.field(
         default=None,
         doc="Run folder or folder of tasks that no evaluated task may share its content with; None: the run folder given as checkpoint",
     )
     checkpoint: str | None = chz.field(
-        default=None, doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: the base model"
+        default=None,
+        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: the base model",
     )
     base_url: str | None = chz.field(
-        default=None, doc="An OpenAI-compatible endpoint to evaluate instead, e.g. http://127.0.0.1:8000/v1; its key is OPENAI_API_KEY's"
+        default=None,
+        doc="An OpenAI-compatible endpoint to evaluate instead, e.g. http://127.0.0.1:8000/v1; its key is OPENAI_API_KEY's",
     )
     compare_with: str | None = chz.field(
-        default=None, doc="Compare task by task with: another evaluation's folder, a checkpoint (as above), or base"
+        default=None,
+        doc="Compare task by task with: another evaluation's folder, a checkpoint (as above), or base",
     )
-    results: str | None = chz.field(default=None, doc="Folder of an evaluation that was played already, to be compared; nothing is played")
+    results: str | None = chz.field(
+        default=None, doc="Folder of an evaluation that was played already, to be compared; nothing is played"
+    )
 
     n_samples: int = chz.field(default=4, doc="Trials per task")
     temperature: float = _trainers("temperature", doc="Sampling temperature")
@@ -52,7 +63,9 @@ class EvaluateConfig:
     tinker_base_url: str | None = _trainers("tinker_base_url")
     tokenizer: str | None = _trainers("tokenizer")
     logs_dir: str = _trainers("logs_dir")
-    log_path: str | None = chz.field(default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>")
+    log_path: str | None = chz.field(
+        default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
+    )
 
     max_turns: int | None = _trainers("max_turns")
     max_tokens: int = _trainers("max_tokens")
@@ -61,7 +74,9 @@ class EvaluateConfig:
     max_length_stops: int = _trainers("max_length_stops")
     enable_summarize: bool = _trainers("enable_summarize")
     proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
-    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers("environment_type")
+    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers(
+        "environment_type"
+    )
     environment_kwargs: list[str] | None = _trainers("environment_kwargs")
     use_native_tool_calling: bool = _trainers("use_native_tool_calling")
     tau2_home: str | None = _trainers("tau2_home")
@@ -72,8 +87,12 @@ class EvaluateConfig:
     trial_attempts: int = _trainers("trial_attempts")
     retry_wait_sec: float = _trainers("retry_wait_sec")
     server_timeout_sec: float = _trainers("server_timeout_sec")
-    answer_timeout_sec: float = _trainers("answer_timeout_sec", doc="Longest wait for one answer of the server: opened or sampled")
-    max_failure_rate: float = chz.field(default=0.5, doc="Fail, results written, when more than this share of the trials had no grade")
+    answer_timeout_sec: float = _trainers(
+        "answer_timeout_sec", doc="Longest wait for one answer of the server: opened or sampled"
+    )
+    max_failure_rate: float = chz.field(
+        default=0.5, doc="Fail, results written, when more than this share of the trials had no grade"
+    )
 
     @property
     def trials(self) -> TrainerConfig:
@@ -92,16 +111,22 @@ class EvaluateConfig:
     def _something_is_evaluated(self) -> None:
         if self.results is not None:
             if self.compare_with is None:
-                raise ValueError("results= is an evaluation that was played already; add compare_with=<another evaluation's folder>")
+                raise ValueError(
+                    "results= is an evaluation that was played already; add compare_with=<another evaluation's folder>"
+                )
             return
         if self.model_name is None:
             raise ValueError("missing: model_name; e.g. model_name=..., or --help")
         if self.base_url is not None and self.checkpoint is not None:
-            raise ValueError("base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url")
+            raise ValueError(
+                "base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+            )
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url={self.base_url} is no address; write base_url=http://host:port/v1")
         if self.base_url is not None and self.use_native_tool_calling:
-            raise ValueError("use_native_tool_calling needs the model's own chat template, which base_url hides; drop one of them")
+            raise ValueError(
+                "use_native_tool_calling needs the model's own chat template, which base_url hides; drop one of them"
+            )
         if self.n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, not {self.n_samples}")
         assert self.trials

@@ -16,7 +16,10 @@ from src.records.reading import Hashes, read_document, same
 
 HASHES_FILE = "train_tasks.json"  # of a run: task id -> content hash
 NAMED = 5  # tasks that a message proposes
-CONTENT = ("environment", "tests")  # beside the instruction, what makes a task the problem it is; a renamed copy has the same
+CONTENT = (
+    "environment",
+    "tests",
+)  # beside the instruction, what makes a task the problem it is; a renamed copy has the same
 
 
 def content_hash(task: Task) -> str:
@@ -41,11 +44,19 @@ def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, ch
     ids = {content: task_id for task_id, content in trained.items()}
     same = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
     if same:
-        first = f"{same[0][0]} is training task {same[0][1]}" + (" under another name" if same[0][0] != same[0][1] else "")
+        first = f"{same[0][0]} is training task {same[0][1]}" + (
+            " under another name" if same[0][0] != same[0][1] else ""
+        )
         more = f" (and {len(same) - 1} more)" if len(same) > 1 else ""
         held = [task.id for task in held_out if task.id not in dict(same)]
-        unseen = f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(held[:NAMED])}" if held and chosen_by else ""
-        raise ConfigError(f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{unseen}")
+        unseen = (
+            f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(held[:NAMED])}"
+            if held and chosen_by
+            else ""
+        )
+        raise ConfigError(
+            f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{unseen}"
+        )
 
 
 def content_hashes(tasks: Sequence[Task]) -> dict[str, str]:
@@ -59,5 +70,7 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 def read_hashes(log_path: Path) -> dict[str, str]:
     """What the run in `log_path` trained on. ConfigError where it does not say."""
     if not (log_path / HASHES_FILE).is_file():
-        raise ConfigError(f"{log_path} holds no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks")
+        raise ConfigError(
+            f"{log_path} holds no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks"
+        )
     return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), same)

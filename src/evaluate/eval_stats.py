@@ -76,12 +76,18 @@ def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estima
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
-    wanted = [(f"{name}_{k}", rate, k) for k in sizes for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))]
+    wanted = [
+        (f"{name}_{k}", rate, k)
+        for k in sizes
+        for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))
+    ]
     found: dict[str, Estimate] = {}
     for name, rate, k in wanted:
         values = [rate(tally, k) for tally in tallies if tally.graded >= k]
         if values:
-            found[name] = mean_rate(values, num_trials=sum(tally.graded for tally in tallies if tally.graded >= k))
+            found[name] = mean_rate(
+                values, num_trials=sum(tally.graded for tally in tallies if tally.graded >= k)
+            )
     return found
 
 
@@ -102,7 +108,9 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     ratio = quantile**2 / size
     centre = (mean + ratio / 2) / (1 + ratio)
     half = quantile / (1 + ratio) * math.sqrt(spread / size + ratio / (4 * size))
-    return Estimate(value=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), num_tasks=num_tasks)
+    return Estimate(
+        value=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), num_tasks=num_tasks
+    )
 
 
 def compared(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
@@ -113,11 +121,17 @@ def compared(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
     exact = [Fraction(b.solved, b.graded) - Fraction(a.solved, a.graded) for a, b in pairs]
     values = [float(difference) for difference in exact]
     mean, num_tasks = fmean(values), len(pairs)
-    half = 1.0 if num_tasks == 1 else student_quantile((1 + LEVEL) / 2, num_tasks - 1) * stdev(values) / math.sqrt(num_tasks)
+    half = (
+        1.0
+        if num_tasks == 1
+        else student_quantile((1 + LEVEL) / 2, num_tasks - 1) * stdev(values) / math.sqrt(num_tasks)
+    )
     return Comparison(
         first=fmean(a.solved / a.graded for a, _ in pairs),
         second=fmean(b.solved / b.graded for _, b in pairs),
-        difference=Estimate(value=mean, low=max(-1.0, mean - half), high=min(1.0, mean + half), num_tasks=num_tasks),
+        difference=Estimate(
+            value=mean, low=max(-1.0, mean - half), high=min(1.0, mean + half), num_tasks=num_tasks
+        ),
         p_value=sign_flip_p_value(exact),
         num_better=sum(value > 0 for value in values),
         num_worse=sum(value < 0 for value in values),

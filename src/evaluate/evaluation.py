@@ -24,7 +24,9 @@ class EvaluationSettings:
 class Block:
     """What was found out about some of the tasks: all of them, or those of a domain."""
 
-    rates: dict[str, Estimate]  # pass_at_<k>, pass_hat_<k>, after the part of the grading that counts where only a part does
+    rates: dict[
+        str, Estimate
+    ]  # pass_at_<k>, pass_hat_<k>, after the part of the grading that counts where only a part does
     floor: Estimate | None  # what doing nothing solves; None where nobody can say
     patterns: dict[str, int]  # how many failed trials show which
     num_failed: int
@@ -69,12 +71,21 @@ async def evaluate(
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
     """RubbleError when not one trial could be graded."""
-    plan = RolloutPlan(step=step, purpose="eval", group_size=settings.group_size, temperature=settings.temperature, directory=directory)
+    plan = RolloutPlan(
+        step=step,
+        purpose="eval",
+        group_size=settings.group_size,
+        temperature=settings.temperature,
+        directory=directory,
+    )
     groups = await rollouts.play(tasks, policy, plan, on_group)
     require_some_graded(groups, plan)
     floors = await rollouts.floors(tasks)
     whole = block_of(groups, floors, group_size=settings.group_size)
-    domains = {name: block_of(own, floors, group_size=settings.group_size) for name, own in by_environment(groups).items()}
+    domains = {
+        name: block_of(own, floors, group_size=settings.group_size)
+        for name, own in by_environment(groups).items()
+    }
     metrics = held_out_metrics(groups, group_size=settings.group_size) | block_metrics("test", whole)
     for name, block in domains.items():
         metrics |= block_metrics(f"test/env/{name}", block)
@@ -82,7 +93,10 @@ async def evaluate(
 
 
 def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
-    return replace(group, trajectories=[replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories])
+    return replace(
+        group,
+        trajectories=[replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories],
+    )
 
 
 def block_of(groups: Sequence[TrajectoryGroup], floors: Mapping[str, float], *, group_size: int) -> Block:
@@ -108,7 +122,14 @@ def block_metrics(prefix: str, block: Block) -> dict[str, float]:
     """`<prefix>/pass_at_4` and the ends of its interval, `<prefix>/floor`, and `<prefix>/failures/<pattern>` as shares of failed trials."""
     values: dict[str, float] = {}
     for name, rate in block.rates.items():
-        values |= {f"{prefix}/{name}": rate.value, f"{prefix}/{name}_low": rate.low, f"{prefix}/{name}_high": rate.high}
+        values |= {
+            f"{prefix}/{name}": rate.value,
+            f"{prefix}/{name}_low": rate.low,
+            f"{prefix}/{name}_high": rate.high,
+        }
     if block.floor is not None:
         values[f"{prefix}/floor"] = block.floor.value
-    return values | {f"{prefix}/failures/{name}": count / max(1, block.num_failed) for name, count in block.patterns.items()}
+    return values | {
+        f"{prefix}/failures/{name}": count / max(1, block.num_failed)
+        for name, count in block.patterns.items()
+    }

@@ -36,9 +36,15 @@ class Pattern(StrEnum):
 # What an error says, the first that fits.
 ERRORS = (
     (Pattern.UNREADABLE, r"could not be read|answer was empty"),
-    (Pattern.AUTHORISATION, r"authori[sz]|permission|forbidden|denied|not allowed|cannot be|belong|eligible|insufficient"),
+    (
+        Pattern.AUTHORISATION,
+        r"authori[sz]|permission|forbidden|denied|not allowed|cannot be|belong|eligible|insufficient",
+    ),
     (Pattern.NOT_FOUND, r"not found|not exist|there is no|no such|unknown"),
-    (Pattern.ARGUMENTS, r"argument|parameter|validation|invalid|missing|required|takes|expected|must|should|valid (string|number|integer)"),
+    (
+        Pattern.ARGUMENTS,
+        r"argument|parameter|validation|invalid|missing|required|takes|expected|must|should|valid (string|number|integer)",
+    ),
 )
 
 
@@ -74,13 +80,21 @@ def pattern_of(error: str) -> Pattern:
     >>> [str(pattern_of(text)) for text in ("Error: Order not found", "Error: Non-pending order cannot be cancelled", "Error: 7")]
     ['not_found', 'authorisation', 'other_tool_error']
     """
-    return next((pattern for pattern, words in ERRORS if re.search(words, error, re.IGNORECASE)), Pattern.OTHER_ERROR)
+    return next(
+        (pattern for pattern, words in ERRORS if re.search(words, error, re.IGNORECASE)), Pattern.OTHER_ERROR
+    )
 
 
 def customer_faults(trajectory: Trajectory) -> list[str]:
     """What a failed conversation's customer did that a customer does not do."""
-    said = [str(message.get("content") or "") for message in trajectory.conversation[1:] if message.get("role") == "user"]
-    said = [text for text in said if not text.startswith("Error")]  # the environment's, about an answer that nobody could hear
+    said = [
+        str(message.get("content") or "")
+        for message in trajectory.conversation[1:]
+        if message.get("role") == "user"
+    ]
+    said = [
+        text for text in said if not text.startswith("Error")
+    ]  # the environment's, about an answer that nobody could hear
     found: list[str] = []
     if any(OUT_OF_SCOPE in text for text in said):
         found.append("left its scenario")
@@ -95,7 +109,11 @@ def customer_faults(trajectory: Trajectory) -> list[str]:
 
 def is_stuck(conversation: Sequence[Mapping[str, object]]) -> bool:
     """Whether a customer gave one long answer to several different questions in a row; `Yes.` may well answer them all."""
-    spoken = [message for message in conversation if message.get("role") in ("assistant", "user") and message.get("content")]
+    spoken = [
+        message
+        for message in conversation
+        if message.get("role") in ("assistant", "user") and message.get("content")
+    ]
     exchanges = [
         (str(before["content"]), str(after["content"]))
         for before, after in pairwise(spoken)

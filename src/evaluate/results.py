@@ -74,7 +74,11 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     for name, block in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
         display.say(f"{name}:")
         report_block(block, f"test/env/{name}", metrics, display, indent="  ")
-    stops = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("test/env/all/stop_reason/")}
+    stops = {
+        name.rpartition("/")[2]: value
+        for name, value in metrics.items()
+        if name.startswith("test/env/all/stop_reason/")
+    }
     calls = metrics.get("test/env/all/tool_calls")
     display.say(
         f"per trial: {metrics['test/env/all/turns']:.1f} turns"
@@ -85,17 +89,24 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     failed = sum((Counter(task["failures"]) for task in results["tasks"]), Counter())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
     graded = sum(task["graded"] for task in results["tasks"])
-    display.say(f"trials: {graded} graded" + (f", {failed.total()} without a grade, in no rate above: {kinds}" if failed else ""))
+    display.say(
+        f"trials: {graded} graded"
+        + (f", {failed.total()} without a grade, in no rate above: {kinds}" if failed else "")
+    )
 
 
-def report_block(block: Mapping[str, Any], prefix: str, metrics: Mapping[str, float], display: Display, *, indent: str = "") -> None:
+def report_block(
+    block: Mapping[str, Any], prefix: str, metrics: Mapping[str, float], display: Display, *, indent: str = ""
+) -> None:
     """Rates, what doing nothing solves, success by what the tasks take, and how the failed trials failed."""
     for name, rate in block["rates"].items():
         display.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
     if block["floor"] is not None:
         display.say(f"{indent}doing nothing: {shown(Estimate(**block['floor']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SPLIT.items()}
-    parts = [f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None]
+    parts = [
+        f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
+    ]
     if parts:
         display.say(f"{indent}solved: {', '.join(parts)}")
     shares = sorted(((count, name) for name, count in block["patterns"].items() if count), reverse=True)
@@ -114,16 +125,28 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
         )
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any], display: Display, *, write_to: Path | None = None) -> Comparison:
+def compare(
+    first: Mapping[str, Any], second: Mapping[str, Any], display: Display, *, write_to: Path | None = None
+) -> Comparison:
     """Task by task, those of equal content: what the second solves that the first does not. ConfigError where they share no task."""
-    before, after = ({task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second))
+    before, after = (
+        {task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second)
+    )
     common = [content for content in before if content in after]
     if not common:
-        raise ConfigError("the two evaluations share no graded task, by content; compare evaluations of the same tasks")
-    pairs = [[Tally(solved=side[content]["solved"], graded=side[content]["graded"]) for content in common] for side in (before, after)]
+        raise ConfigError(
+            "the two evaluations share no graded task, by content; compare evaluations of the same tasks"
+        )
+    pairs = [
+        [Tally(solved=side[content]["solved"], graded=side[content]["graded"]) for content in common]
+        for side in (before, after)
+    ]
     comparison = compared(*pairs)
     if write_to is not None:
-        write_json(write_to, {"first_name": first["evaluated"], "second_name": second["evaluated"], **asdict(comparison)})
+        write_json(
+            write_to,
+            {"first_name": first["evaluated"], "second_name": second["evaluated"], **asdict(comparison)},
+        )
     display.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
     left_out = len(before) + len(after) - 2 * len(common)
     if left_out:

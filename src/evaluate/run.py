@@ -28,7 +28,15 @@ from src.envs.registry import find, open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import EvaluationSettings, evaluate
-from src.evaluate.results import RESULTS_FILE, compare, read_results, report, require_enough, results_of, write_json
+from src.evaluate.results import (
+    RESULTS_FILE,
+    compare,
+    read_results,
+    report,
+    require_enough,
+    results_of,
+    write_json,
+)
 from src.loop.run import closed, logging_to_file
 from src.policy.backend import BackendSettings, connect
 from src.policy.chat import load_chat
@@ -66,16 +74,29 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
     if config.base_url is not None:
         limit_s = config.server_timeout_sec
         async with AsyncExitStack() as stack:
-            async with deadline(limit_s, BackendError, f"{config.base_url} did not answer within server_timeout_sec={limit_s:g}"):
-                endpoint = await stack.enter_async_context(connect_endpoint(config.base_url, trials.model_name))
+            async with deadline(
+                limit_s,
+                BackendError,
+                f"{config.base_url} did not answer within server_timeout_sec={limit_s:g}",
+            ):
+                endpoint = await stack.enter_async_context(
+                    connect_endpoint(config.base_url, trials.model_name)
+                )
             watchdog = await stack.enter_async_context(watching(_unprobed, limits))
             source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
-    async with connect(subconfig(trials, BackendSettings)) as endpoint, watching(endpoint.check, limits) as watchdog:
-        policy = WatchedPolicy(await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog)
+    async with (
+        connect(subconfig(trials, BackendSettings)) as endpoint,
+        watching(endpoint.check, limits) as watchdog,
+    ):
+        policy = WatchedPolicy(
+            await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
+        )
         chat = await asyncio.to_thread(load_chat, trials.tokenizer or trials.model_name)
-        yield Evaluated(policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat), watchdog=watchdog)
+        yield Evaluated(
+            policy=policy, source=await asyncio.to_thread(open_task_source, trials, chat), watchdog=watchdog
+        )
 
 
 async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open = open_evaluated) -> None:
@@ -86,7 +107,9 @@ async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open 
         return
     directory = evaluation_folder(config)
     second = None if config.compare_with is None else compared_with(config.compare_with)
-    first = await play(config, sampler_path(config.checkpoint), directory, display, open_evaluated=open_evaluated)
+    first = await play(
+        config, sampler_path(config.checkpoint), directory, display, open_evaluated=open_evaluated
+    )
     if second is None:
         return
     if isinstance(second, str):
@@ -99,7 +122,9 @@ async def play(
     config: EvaluateConfig, checkpoint: str | None, directory: Path, display: Display, *, open_evaluated: Open
 ) -> Mapping[str, Any]:
     """One evaluation, into its folder. What the folder holds of it already is not played again."""
-    name = checkpoint or (f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name))
+    name = checkpoint or (
+        f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name)
+    )
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
         source_open.push_async_callback(closed, evaluated.source)
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
@@ -114,8 +139,12 @@ async def play(
             display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             settings = EvaluationSettings(group_size=config.n_samples, temperature=config.temperature)
-            evaluating = evaluate(rollouts, tasks, evaluated.policy, settings, step=0, directory=jobs, on_group=display.group)
-            result = await (evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating)
+            evaluating = evaluate(
+                rollouts, tasks, evaluated.policy, settings, step=0, directory=jobs, on_group=display.group
+            )
+            result = await (
+                evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating
+            )
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
     results = await asyncio.to_thread(results_of, name, config, result)
@@ -133,7 +162,11 @@ def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     for pattern in patterns or ():
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
             raise ConfigError(f"tasks: {pattern!r} matches no task")
-    return [task for task in tasks if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)]
+    return [
+        task
+        for task in tasks
+        if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)
+    ]
 
 
 def sampler_path(checkpoint: str | None) -> str | None:
@@ -146,7 +179,9 @@ def sampler_path(checkpoint: str | None) -> str | None:
         return checkpoint
     last = checkpoints.last(Path(checkpoint).expanduser())
     if last is None:
-        raise ConfigError(f"{checkpoint} is no tinker:// path and no run folder with a checkpoint; give one of them")
+        raise ConfigError(
+            f"{checkpoint} is no tinker:// path and no run folder with a checkpoint; give one of them"
+        )
     return last.sampler_path
 
 
@@ -182,13 +217,25 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
     before = read_document(path, TypeAdapter(dict[str, Any]), same) if path.is_file() else None
-    for free in ("log_path", "logs_dir", "compare_with", "n_parallel_envs", "train_data", "checkpoint", "skyrl_tx_url"):
+    for free in (
+        "log_path",
+        "logs_dir",
+        "compare_with",
+        "n_parallel_envs",
+        "train_data",
+        "checkpoint",
+        "skyrl_tx_url",
+    ):
         identity.pop(free)
         if before is not None:
             before.pop(free, None)
     if before is not None and before != json.loads(json.dumps(identity)):
         raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
-    if before is None and directory.is_dir() and any(not child.name.startswith(".") for child in directory.iterdir()):
+    if (
+        before is None
+        and directory.is_dir()
+        and any(not child.name.startswith(".") for child in directory.iterdir())
+    ):
         raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
     make_private(directory)
     write_json(path, identity)

@@ -63,7 +63,9 @@ def whitened(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[fl
     return [(value - mean) / math.sqrt(variance + WHITENING_EPSILON) for value in returns_S]
 
 
-def token_weights(num_tokens_S: Sequence[int], *, prompts_S: Sequence[str], reduction: str, max_sequence_length: int) -> list[float]:
+def token_weights(
+    num_tokens_S: Sequence[int], *, prompts_S: Sequence[str], reduction: str, max_sequence_length: int
+) -> list[float]:
     """For each sequence of one optimizer step, the weight of each of its trained tokens.
 
     `num_tokens_S` counts trained tokens; a fully masked sequence counts 0 and still is one of the `S` sequences. `prompts_S` names the

@@ -63,7 +63,9 @@ class Curriculum:
             count += 1
         return replace(self, evidence=evidence, num_groups=count)
 
-    def choose(self, tasks: Sequence[Task], count: int, settings: CurriculumSettings, *, step: int, attempt: int) -> list[Task]:
+    def choose(
+        self, tasks: Sequence[Task], count: int, settings: CurriculumSettings, *, step: int, attempt: int
+    ) -> list[Task]:
         """`count` different tasks for a step, or for its nth refill; a pure function of the state, the seed and the place."""
         rng = random.Random(f"{settings.seed}/curriculum/{step}/{attempt}")
         order = sorted(tasks, key=lambda task: task.id)
@@ -72,14 +74,19 @@ class Curriculum:
         num_explored = int(share) + (rng.random() < share - int(share))
         waiting = sorted(order, key=lambda task: self.of(task).last_played)
         explored, rest = waiting[:num_explored], waiting[num_explored:]
-        distance = {task.id: abs(rng.betavariate(self.of(task).solved + 1, self.of(task).failed + 1) - 0.5) for task in rest}
+        distance = {
+            task.id: abs(rng.betavariate(self.of(task).solved + 1, self.of(task).failed + 1) - 0.5)
+            for task in rest
+        }
         return [*explored, *sorted(rest, key=lambda task: distance[task.id])[: max(0, count - num_explored)]]
 
     def of(self, task: Task) -> TaskPosterior:
         return self.evidence.get(task.id, TaskPosterior())
 
 
-def curriculum_metrics(state: Curriculum, tasks: Sequence[Task], settings: CurriculumSettings) -> dict[str, float]:
+def curriculum_metrics(
+    state: Curriculum, tasks: Sequence[Task], settings: CurriculumSettings
+) -> dict[str, float]:
     """How the pool looks: tasks never played, and those whose rate is thought below 0.1, above 0.9, or between."""
     if settings.task_sampling == "uniform":
         return {}
@@ -104,6 +111,9 @@ def from_records(records: Iterable[Mapping[str, Any]]) -> Curriculum:
     evidence: dict[str, TaskPosterior] = {}
     num_groups = 0
     for record in records:
-        evidence |= {task: TaskPosterior(solved=a, failed=b, last_played=last) for task, (a, b, last) in record.get("evidence", {}).items()}
+        evidence |= {
+            task: TaskPosterior(solved=a, failed=b, last_played=last)
+            for task, (a, b, last) in record.get("evidence", {}).items()
+        }
         num_groups = record.get("num_groups", num_groups)
     return Curriculum(evidence=evidence, num_groups=num_groups)

@@ -96,10 +96,16 @@ def has_gradient(sequence: TokenSequence) -> bool:
 def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
     """The last turn's prompt and completion hold every other's."""
     tokens = np.array([*run[-1].prompt_ids, *run[-1].completion_ids], dtype=np.int64)
-    sampled, logprobs, versions = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.float32), np.zeros_like(tokens)
+    sampled, logprobs, versions = (
+        np.zeros(len(tokens), dtype=bool),
+        np.zeros(len(tokens), dtype=np.float32),
+        np.zeros_like(tokens),
+    )
     for turn in run:
         start = len(turn.prompt_ids)
         said = slice(start, start + len(turn.completion_ids))
         sampled[said], logprobs[said], versions[said] = True, turn.logprobs, turn.policy_version
     advantages = np.where(sampled, np.float32(advantage), np.float32(0.0))
-    return TokenSequence(tokens=tokens, sampled=sampled, logprobs=logprobs, advantages=advantages, versions=versions)
+    return TokenSequence(
+        tokens=tokens, sampled=sampled, logprobs=logprobs, advantages=advantages, versions=versions
+    )

@@ -14,7 +14,9 @@ from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import FilterSettings, apply_reward_rules, is_constant
 
-Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]  # plays the step's tasks, or its nth refill
+Play = Callable[
+    [Sequence[Task], int], Awaitable[list[TrajectoryGroup]]
+]  # plays the step's tasks, or its nth refill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,9 @@ class Sampled:
     num_surplus: int = 0  # good groups beyond what was asked for
 
 
-Refill = Callable[[Sampled, int], Sequence[Task]]  # the tasks to go on with, where the step wants so many groups
+Refill = Callable[
+    [Sampled, int], Sequence[Task]
+]  # the tasks to go on with, where the step wants so many groups
 
 NOTHING = Sampled(played=[], kept=[], is_complete=False)
 
@@ -49,7 +53,13 @@ def is_good(group: TrajectoryGroup) -> bool:
 
 
 async def sample_groups(
-    play: Play, tasks: Sequence[Task], refills: Refill, settings: DynamicSamplingSettings, filters: FilterSettings, *, step: int
+    play: Play,
+    tasks: Sequence[Task],
+    refills: Refill,
+    settings: DynamicSamplingSettings,
+    filters: FilterSettings,
+    *,
+    step: int,
 ) -> Sampled:
     """Plays `tasks`, and where dynamic sampling asks for more, batches of `refills`, until the step has what it learns from."""
     state = NOTHING
@@ -62,7 +72,14 @@ async def sample_groups(
     return state
 
 
-def sampled(before: Sampled, groups: Sequence[TrajectoryGroup], settings: DynamicSamplingSettings, *, step: int, wanted: int) -> Sampled:
+def sampled(
+    before: Sampled,
+    groups: Sequence[TrajectoryGroup],
+    settings: DynamicSamplingSettings,
+    *,
+    step: int,
+    wanted: int,
+) -> Sampled:
     """The state after one more batch; `wanted` groups are to be learned from.
 
     Raises TrainerError when `dynamic_sampling_max_batches` are not enough.
@@ -70,13 +87,19 @@ def sampled(before: Sampled, groups: Sequence[TrajectoryGroup], settings: Dynami
     if settings.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)
     good = [group for group in groups if is_good(group)]
-    after = replace(before, num_batches=before.num_batches + 1, num_bad=before.num_bad + len(groups) - len(good))
+    after = replace(
+        before, num_batches=before.num_batches + 1, num_bad=before.num_bad + len(groups) - len(good)
+    )
     if settings.dynamic_sampling == "filter":
         kept = [*before.kept, *good]
-        after = replace(after, kept=kept[:wanted], is_complete=len(kept) >= wanted, num_surplus=max(0, len(kept) - wanted))
+        after = replace(
+            after, kept=kept[:wanted], is_complete=len(kept) >= wanted, num_surplus=max(0, len(kept) - wanted)
+        )
     elif len(good) > len(groups) * settings.dynamic_sampling_min_replace_ratio:
         rng = random.Random(f"{settings.seed}/replace/{step}/{after.num_batches}")
-        after = replace(after, kept=with_bad_replaced(groups, rng), is_complete=True, num_copies=len(groups) - len(good))
+        after = replace(
+            after, kept=with_bad_replaced(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
+        )
     limit = settings.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(

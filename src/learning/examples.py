@@ -37,18 +37,24 @@ class Example:
         return sum(sequence.num_sampled for sequence in self.sequences)
 
 
-def examples_of_batch(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings) -> list[list[Example]]:
+def examples_of_batch(
+    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings
+) -> list[list[Example]]:
     """The examples of each group. Only reinforce++ compares groups with one another."""
     examples_P_G = [examples_of(group, settings, filters) for group in groups]
     return whitened_examples(examples_P_G) if settings.estimator == "reinforce++" else examples_P_G
 
 
-def examples_of(group: TrajectoryGroup, settings: AdvantageSettings, filters: FilterSettings) -> list[Example]:
+def examples_of(
+    group: TrajectoryGroup, settings: AdvantageSettings, filters: FilterSettings
+) -> list[Example]:
     """The group's examples, compared with one another: one per trajectory, or one per turn where trajectories are trained step by step.
 
     A group's advantages are those of whole trajectories either way, so each step has its trajectory's.
     """
-    advantages_G = group_advantages(group.rewards, estimator=settings.estimator, singleton=settings.singleton_advantage)
+    advantages_G = group_advantages(
+        group.rewards, estimator=settings.estimator, singleton=settings.singleton_advantage
+    )
     return [
         example
         for trajectory, advantage in zip(group.trajectories, advantages_G, strict=True)
@@ -56,7 +62,9 @@ def examples_of(group: TrajectoryGroup, settings: AdvantageSettings, filters: Fi
     ]
 
 
-def _examples(trajectory: Trajectory, advantage: float, settings: AdvantageSettings, filters: FilterSettings) -> list[Example]:
+def _examples(
+    trajectory: Trajectory, advantage: float, settings: AdvantageSettings, filters: FilterSettings
+) -> list[Example]:
     if settings.step_wise_trajectories:
         parts = [[sequence] for sequence in step_sequences_of(trajectory.turns, advantage=advantage)] or [[]]
     else:
@@ -79,7 +87,11 @@ def whitened_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Ex
     flat = [example for group in examples_P_G for example in group]
     values = whitened([example.advantage for example in flat], [example.num_tokens for example in flat])
     changed = iter(
-        replace(example, advantage=value, sequences=[with_advantage(sequence, value) for sequence in example.sequences])
+        replace(
+            example,
+            advantage=value,
+            sequences=[with_advantage(sequence, value) for sequence in example.sequences],
+        )
         for example, value in zip(flat, values, strict=True)
     )
     return [[next(changed) for _ in group] for group in examples_P_G]

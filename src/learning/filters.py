@@ -15,7 +15,14 @@ logger = logging.getLogger(__name__)
 
 # Endings that a limit forced, what SkyRL calls non-stop; closing the terminal is the agent's own act.
 OVERLONG = frozenset(
-    {StopReason.LENGTH, StopReason.CONTEXT_LENGTH, StopReason.MAX_TURNS, StopReason.AGENT_TIMEOUT, StopReason.TIMEOUT, StopReason.FAILED}
+    {
+        StopReason.LENGTH,
+        StopReason.CONTEXT_LENGTH,
+        StopReason.MAX_TURNS,
+        StopReason.AGENT_TIMEOUT,
+        StopReason.TIMEOUT,
+        StopReason.FAILED,
+    }
 )
 
 
@@ -36,7 +43,9 @@ class FilterSettings:
     max_assistant_response_tokens: int = 2048
 
 
-def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
+def keep_groups(
+    groups: Sequence[TrajectoryGroup], settings: FilterSettings
+) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
     """The groups to learn from, with the rewards to learn from."""
     kept: list[TrajectoryGroup] = []
     dropped: Counter[DropReason] = Counter()
@@ -52,17 +61,25 @@ def keep_groups(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
     """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
     trajectories' rewards zeroed; masks stay."""
-    groups = [with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group for group in groups]
+    groups = [
+        with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
+        for group in groups
+    ]
     if settings.failed_trial_reward is not None:
         groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
     if settings.zero_reward_on_non_stop:
-        groups = [_zeroed(group, [member.stop_reason in OVERLONG for member in group.trajectories]) for group in groups]
+        groups = [
+            _zeroed(group, [member.stop_reason in OVERLONG for member in group.trajectories])
+            for group in groups
+        ]
     if settings.zero_reward_on_length_threshold:
         limit = settings.max_assistant_response_tokens
         too_long = [[_has_long_answer(member, limit) for member in group.trajectories] for group in groups]
         if num_zeroed := sum(map(sum, too_long)):
             total = sum(map(len, too_long))
-            message = "Length filtering (individual response): Set %d/%d responses to zero reward (>%d tokens)"
+            message = (
+                "Length filtering (individual response): Set %d/%d responses to zero reward (>%d tokens)"
+            )
             logger.info(message, num_zeroed, total, limit)
         groups = [_zeroed(group, flags) for group, flags in zip(groups, too_long, strict=True)]
     return list(groups)
@@ -71,10 +88,21 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettin
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
     """How many rewards above 0 the two rules take away."""
     apply_reward_rules = [member for group in groups for member in group.trajectories if member.reward > 0]
-    non_stop = [member for member in apply_reward_rules if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG]
+    non_stop = [
+        member
+        for member in apply_reward_rules
+        if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG
+    ]
     limit = settings.max_assistant_response_tokens
-    too_long = [member for member in apply_reward_rules if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)]
-    return {"rewards/zeroed_by_non_stop": float(len(non_stop)), "rewards/zeroed_by_length": float(len(too_long))}
+    too_long = [
+        member
+        for member in apply_reward_rules
+        if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)
+    ]
+    return {
+        "rewards/zeroed_by_non_stop": float(len(non_stop)),
+        "rewards/zeroed_by_length": float(len(too_long)),
+    }
 
 
 def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
@@ -98,14 +126,22 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def with_bonus_in_reward(group: TrajectoryGroup) -> TrajectoryGroup:
-    members = [replace(member, reward=member.reward + member.bonus, bonus=0.0) for member in group.trajectories]
+    members = [
+        replace(member, reward=member.reward + member.bonus, bonus=0.0) for member in group.trajectories
+    ]
     return replace(group, trajectories=members)
 
 
 def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryGroup:
     """Failures become trajectories without turns, which move the group's baseline and train no token."""
     stand_ins = [
-        Trajectory(task_id=failure.task_id, turns=[], reward=reward, stop_reason=StopReason.FAILED, trial_name=failure.trial_name)
+        Trajectory(
+            task_id=failure.task_id,
+            turns=[],
+            reward=reward,
+            stop_reason=StopReason.FAILED,
+            trial_name=failure.trial_name,
+        )
         for failure in group.failures
     ]
     return replace(group, trajectories=[*group.trajectories, *stand_ins], failures=[])
@@ -124,11 +160,17 @@ def is_trainable(trajectory: Trajectory, settings: FilterSettings) -> bool:
 
 def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
     """Counts what was sampled, without the token that ended the answer."""
-    longest = max((len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns), default=0)
+    longest = max(
+        (len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns),
+        default=0,
+    )
     logger.debug("%s: the longest answer has %d tokens, %d are allowed", trajectory.task_id, longest, limit)
     return longest > limit
 
 
 def _zeroed(group: TrajectoryGroup, flags: Sequence[bool]) -> TrajectoryGroup:
-    members = [replace(member, reward=0.0) if flag else member for member, flag in zip(group.trajectories, flags, strict=True)]
+    members = [
+        replace(member, reward=0.0) if flag else member
+        for member, flag in zip(group.trajectories, flags, strict=True)
+    ]
     return replace(group, trajectories=members)

@@ -71,7 +71,10 @@ def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSetting
     inside = (ratios >= low) & (ratios <= high)
     kept = inside & (not is_masked)
     return Correction(
-        factors=np.where(kept, factors, 0.0), num_capped=num_capped, is_masked=is_masked, num_masked_tokens=int((~inside).sum())
+        factors=np.where(kept, factors, 0.0),
+        num_capped=num_capped,
+        is_masked=is_masked,
+        num_masked_tokens=int((~inside).sum()),
     )
 
 
@@ -83,7 +86,11 @@ def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
     low, high = SEQUENCE_BOUNDS[kind]
     low = low if settings.tis_sequence_mask_low is None else settings.tis_sequence_mask_low
     high = high if settings.tis_sequence_mask_high is None else settings.tis_sequence_mask_high
-    values = {"geometric": _exp(log_ratios.mean()), "product": _exp(log_ratios.sum()), "outlier": _exp(log_ratios)}[kind]
+    values = {
+        "geometric": _exp(log_ratios.mean()),
+        "product": _exp(log_ratios.sum()),
+        "outlier": _exp(log_ratios),
+    }[kind]
     return bool(np.any((values > high) | (values < low)))
 
 
@@ -104,16 +111,24 @@ def apply_tis(
         if not sequences:
             return replace(example, sequences=[])
         before = np.concatenate([sequence.logprobs[sequence.sampled] for sequence in sequences])
-        after = np.concatenate([values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)])
+        after = np.concatenate(
+            [values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)]
+        )
         result = correction(after, before, settings)
         corrections.append(result)
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
-        return replace(example, sequences=[_corrected(*each) for each in zip(sequences, parts, old, strict=True)])
+        return replace(
+            example, sequences=[_corrected(*each) for each in zip(sequences, parts, old, strict=True)]
+        )
 
     changed = [[correct(example) for example in share] for share in shares]
-    num_units = len(corrections) if settings.tis == "sequence" else sum(len(item.factors) for item in corrections)
+    num_units = (
+        len(corrections) if settings.tis == "sequence" else sum(len(item.factors) for item in corrections)
+    )
     return changed, {
-        "tis/mean_factor": float(np.concatenate([item.factors for item in corrections]).mean()) if corrections else 1.0,
+        "tis/mean_factor": float(np.concatenate([item.factors for item in corrections]).mean())
+        if corrections
+        else 1.0,
         "tis/capped_fraction": sum(item.num_capped for item in corrections) / max(1, num_units),
         "tis/masked_sequences": float(sum(item.is_masked for item in corrections)),
         "tis/masked_tokens": float(sum(item.num_masked_tokens for item in corrections)),
@@ -124,7 +139,9 @@ def _corrected(sequence: TokenSequence, factors: np.ndarray, old: np.ndarray) ->
     scale = np.zeros(len(sequence.tokens), dtype=np.float32)
     scale[sequence.sampled] = factors
     return replace(
-        sequence, advantages=sequence.advantages * scale, logprobs=np.where(sequence.sampled, old, np.float32(0.0)).astype(np.float32)
+        sequence,
+        advantages=sequence.advantages * scale,
+        logprobs=np.where(sequence.sampled, old, np.float32(0.0)).astype(np.float32),
     )
 
 

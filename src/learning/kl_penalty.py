@@ -34,17 +34,25 @@ async def penalised(examples: Sequence[Example], reference: Policy, settings: Kl
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))
-    differences = [difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)]
+    differences = [
+        difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)
+    ]
     penalties = [kl_estimates(values, estimator=settings.kl_estimator) for values in differences]
     num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
     mean = sum(float(values.sum()) for values in penalties) / num_tokens
     coefficient = settings.kl_penalty_coef
     changed = iter(
-        replace(sequence, advantages=sequence.advantages + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32))
+        replace(
+            sequence,
+            advantages=sequence.advantages
+            + np.where(sequence.sampled, coefficient * (mean - values), 0).astype(np.float32),
+        )
         for sequence, values in zip(sequences, penalties, strict=True)
     )
     return KlResult(
-        examples=[replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples],
+        examples=[
+            replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples
+        ],
         mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
     )
 

@@ -12,7 +12,10 @@ import tinker
 from src.core.errors import TrainerError
 from src.policy.sampling_policy import sdk_boundary
 
-DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's, as absolute bounds of the ratio
+DEFAULT_CLIP = {
+    "clip_low_threshold": 0.8,
+    "clip_high_threshold": 1.2,
+}  # Tinker's, as absolute bounds of the ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +54,13 @@ class Learner:
         if not datums:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
-            output = await self._client.forward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
-        return [np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32) for answer in output.loss_fn_outputs]
+            output = await self._client.forward(
+                list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None
+            )
+        return [
+            np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32)
+            for answer in output.loss_fn_outputs
+        ]
 
     def add(self, datums: Sequence[tinker.Datum]) -> None:
         """Sets out on the gradient of datums that belong to the first share of the next update."""
@@ -60,7 +68,9 @@ class Learner:
             with sdk_boundary("training"):
                 self._added.append((list(datums), self._gradient(datums)))
 
-    async def update(self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1) -> dict[str, float]:
+    async def update(
+        self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
+    ) -> dict[str, float]:
         """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
 
         `step`, from 1, is the batch's place in the learning-rate schedule.
@@ -94,14 +104,18 @@ class Learner:
                 f"step {step}: the weights have diverged, their logprobs are no numbers; resume from the last checkpoint with a lower "
                 "learning_rate"
             )
-        metrics["optim/loss"] = float(sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics))
+        metrics["optim/loss"] = float(
+            sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics)
+        )
         for name in sorted({name for answer in answers for name in answer.metrics or {}}):
             values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
         return metrics | sampler_trainer_kl(tokens) | clipping(tokens, settings)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
-        return self._client.forward_backward(list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None)
+        return self._client.forward_backward(
+            list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None
+        )
 
 
 def learning_rate(settings: LearnerSettings, *, step: int) -> float:
@@ -113,7 +127,9 @@ def learning_rate(settings: LearnerSettings, *, step: int) -> float:
     if step <= warmup:
         return settings.learning_rate * step / warmup
     done = min(1.0, (step - warmup - 1) / max(1, settings.num_steps - warmup))
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.lr_schedule]
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        settings.lr_schedule
+    ]
     return settings.learning_rate * factor
 
 
@@ -149,6 +165,8 @@ def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> di
     if settings.loss_fn not in ("ppo", "cispo"):
         return {}
     bounds = DEFAULT_CLIP | dict(settings.loss_fn_config)
-    ratios = np.concatenate([np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps])
+    ratios = np.concatenate(
+        [np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps]
+    )
     outside = (ratios < bounds["clip_low_threshold"]) | (ratios > bounds["clip_high_threshold"])
     return {"optim/clip_frac": float(outside.mean())}

@@ -28,9 +28,13 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     zeros = Counter(trajectory.zero_reason for trajectory in trajectories)
     metrics |= {f"trials/graded_zero/{reason}": float(zeros[reason]) for reason in ZeroReason}
     metrics["trials/ungraded"] = float(failures.total())
-    metrics |= {"trials/total": float(len(trajectories) + failures.total()), "trials/graded": float(len(trajectories))}
     metrics |= {
-        f"rollouts/{name}": metrics[f"trials/{key}"] for name, key in (("total", "total"), ("valid", "graded"), ("invalid", "ungraded"))
+        "trials/total": float(len(trajectories) + failures.total()),
+        "trials/graded": float(len(trajectories)),
+    }
+    metrics |= {
+        f"rollouts/{name}": metrics[f"trials/{key}"]
+        for name, key in (("total", "total"), ("valid", "graded"), ("invalid", "ungraded"))
     }
     metrics["generate/env_init_failures"] = float(failures[FailureKind.ENV_INIT_FAILED])
     metrics["generate/trajectory_timeouts"] = float(
@@ -39,7 +43,12 @@ def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict
     if not trajectories:
         return metrics
     metrics |= {f"env/all/{name}": value for name, value in success_split(groups).items()}
-    return metrics | reward_metrics(groups, group_size=group_size) | by_group(groups) | length_metrics(trajectories)
+    return (
+        metrics
+        | reward_metrics(groups, group_size=group_size)
+        | by_group(groups)
+        | length_metrics(trajectories)
+    )
 
 
 def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
@@ -121,7 +130,9 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {
         "env/all/turns": len(turns) / len(trajectories),
         "tokens/sampled": float(sum(sampled)),
-        "tokens/context_max": float(max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns), default=0)),
+        "tokens/context_max": float(
+            max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns), default=0)
+        ),
         "generate/batch_num_seq": float(len(trajectories)),
         "sampling_client/step_min": float(min(versions)),
         "sampling_client/step_mean": float(np.mean(versions)),
@@ -130,11 +141,20 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [trajectory.reward for trajectory in trajectories]
     metrics |= token_metrics([num_response_tokens(trajectory) for trajectory in trajectories], rewards)
     metrics |= _statistics("generate/{}_assistant_tokens", sampled, ("avg", "min", "max", "std"))
-    metrics |= _statistics("generate/tokens_per_turn_{}", [len(turn.completion_ids) for turn in turns], ("mean", "std", "max"))
-    times = [trajectory.metrics["duration_s"] for trajectory in trajectories if "duration_s" in trajectory.metrics]
-    metrics |= _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
+    metrics |= _statistics(
+        "generate/tokens_per_turn_{}", [len(turn.completion_ids) for turn in turns], ("mean", "std", "max")
+    )
+    times = [
+        trajectory.metrics["duration_s"] for trajectory in trajectories if "duration_s" in trajectory.metrics
+    ]
+    metrics |= (
+        _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
+    )
     endings = Counter(trajectory.stop_reason for trajectory in trajectories)
-    metrics |= {f"env/all/stop_reason/{reason}": count / len(trajectories) for reason, count in sorted(endings.items())}
+    metrics |= {
+        f"env/all/stop_reason/{reason}": count / len(trajectories)
+        for reason, count in sorted(endings.items())
+    }
     return metrics | parse_metrics(trajectories) | judge_metrics(trajectories) | measured(trajectories)
 
 
@@ -155,9 +175,14 @@ def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not judged:
         return {}
     return {
-        "reward/avg_shaped_reward": float(np.mean([trajectory.reward + trajectory.bonus for trajectory in trajectories])),
+        "reward/avg_shaped_reward": float(
+            np.mean([trajectory.reward + trajectory.bonus for trajectory in trajectories])
+        ),
         "reward/judge_bonus_mean": float(np.mean([trajectory.bonus for trajectory in judged])),
-        **{f"judge/{name}": sum(trajectory.metrics[f"judge_{name}"] for trajectory in judged) for name in ("calls", "errors", "cost_usd")},
+        **{
+            f"judge/{name}": sum(trajectory.metrics[f"judge_{name}"] for trajectory in judged)
+            for name in ("calls", "errors", "cost_usd")
+        },
     }
 
 
@@ -207,7 +232,13 @@ def num_response_tokens(trajectory: Trajectory) -> int:
 
 def _statistics(pattern: str, values: Sequence[float], names: Sequence[str]) -> dict[str, float]:
     array = np.array(values or [0.0], dtype=float)
-    known = {"avg": array.mean(), "mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
+    known = {
+        "avg": array.mean(),
+        "mean": array.mean(),
+        "std": array.std(),
+        "min": array.min(),
+        "max": array.max(),
+    }
     return {pattern.format(name): float(known[name]) for name in names}
 
 
@@ -222,7 +253,9 @@ def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReas
         "advantage/std": float(np.std(advantages)) if advantages else 0.0,
         "loss/avg_raw_advantages": float(np.mean(advantages)) if advantages else 0.0,
         "loss/avg_raw_advantages_abs": float(np.mean(np.abs(advantages))) if advantages else 0.0,
-        "loss/avg_final_rewards": float(np.mean([example.trajectory.reward for example in examples])) if examples else 0.0,
+        "loss/avg_final_rewards": float(np.mean([example.trajectory.reward for example in examples]))
+        if examples
+        else 0.0,
         "rollouts/truncated_overlong": float(sum(example.num_too_long > 0 for example in examples)),
         "tokens/trained": float(sum(example.num_tokens for example in examples)),
         "tokens/in_batch": float(sum(len(sequence.tokens) for sequence in sequences)),
@@ -235,7 +268,10 @@ def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> d
     """A held-out set's rewards and failures under `test/`, and a block of its own for each domain, or family where tasks form families."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
     for name, own in by_environment(groups).items():
-        metrics |= {f"test/env/{name}/{key}": value for key, value in domain_metrics(own, group_size=group_size).items()}
+        metrics |= {
+            f"test/env/{name}/{key}": value
+            for key, value in domain_metrics(own, group_size=group_size).items()
+        }
     return metrics
 
 
@@ -243,7 +279,11 @@ def domain_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dic
     """What one domain's held-out trials come to."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
-    shown = {name.removeprefix("env/all/"): value for name, value in measured(trajectories).items() if name.startswith("env/all/")}
+    shown = {
+        name.removeprefix("env/all/"): value
+        for name, value in measured(trajectories).items()
+        if name.startswith("env/all/")
+    }
     signals = signal_metrics([group.rewards for group in groups], group_size=group_size)
     return (
         shown

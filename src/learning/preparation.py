@@ -54,10 +54,14 @@ async def prepare(
     if reference is not None:
         penalties = [await penalised(share, reference, settings.kl) for share in shares]
         shares = [penalty.examples for penalty in penalties]
-        metrics["optim/kl_policy_base"] = statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
+        metrics["optim/kl_policy_base"] = (
+            statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
+        )
     shares = [weighted(share, settings.advantages) for share in shares]
     if settings.importance.is_on:
-        before_the_update = await learner.logprobs(to_datums(sequence for share in shares for sequence in _sequences(share)))
+        before_the_update = await learner.logprobs(
+            to_datums(sequence for share in shares for sequence in _sequences(share))
+        )
         shares, corrections = apply_tis(shares, before_the_update, settings.importance)
         metrics |= corrections
     if settings.max_staleness:
@@ -66,7 +70,9 @@ async def prepare(
     return Prepared(datums_per_substep=[to_datums(_sequences(share)) for share in shares], metrics=metrics)
 
 
-def streamed(examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int) -> list[tinker.Datum]:
+def streamed(
+    examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int
+) -> list[tinker.Datum]:
     """The datums of one group out of a batch of `num_groups`. Each group weighs the same, whatever becomes of the others."""
     share = [
         replace(example, sequences=[scaled(sequence, 1 / num_groups) for sequence in example.sequences])
@@ -77,7 +83,11 @@ def streamed(examples: Sequence[Example], settings: PreparationSettings, *, vers
 
 
 def streamed_metrics(
-    examples_P_G: Sequence[Sequence[Example]], dropped: Counter[DropReason], settings: PreparationSettings, *, version: int
+    examples_P_G: Sequence[Sequence[Example]],
+    dropped: Counter[DropReason],
+    settings: PreparationSettings,
+    *,
+    version: int,
 ) -> dict[str, float]:
     """What `prepare` would say of a batch whose groups have been streamed."""
     _, ages = within_bound(examples_P_G, version=version, max_staleness=settings.max_staleness)

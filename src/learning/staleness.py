@@ -11,7 +11,9 @@ from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 
 
-def within_bound(shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int) -> tuple[list[list[Example]], dict[str, float]]:
+def within_bound(
+    shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int
+) -> tuple[list[list[Example]], dict[str, float]]:
     """The examples with a zero advantage for every token that was sampled more than `max_staleness` updates before `version`.
 
     `version` is that of the weights about to be trained. A masked token still counts in the loss reduction and contributes nothing,
@@ -19,17 +21,25 @@ def within_bound(shares: Sequence[Sequence[Example]], *, version: int, max_stale
     """
     oldest = version - max_staleness
     bounded = [
-        [replace(example, sequences=[_masked(sequence, oldest) for sequence in example.sequences]) for example in share] for share in shares
+        [
+            replace(example, sequences=[_masked(sequence, oldest) for sequence in example.sequences])
+            for example in share
+        ]
+        for share in shares
     ]
     sequences = [sequence for share in shares for example in share for sequence in example.sequences]
-    ages = np.concatenate([version - sequence.versions[sequence.sampled] for sequence in sequences] or [np.zeros(0, dtype=np.int64)])
+    ages = np.concatenate(
+        [version - sequence.versions[sequence.sampled] for sequence in sequences]
+        or [np.zeros(0, dtype=np.int64)]
+    )
     return bounded, {
         "staleness/mean": float(ages.mean()) if ages.size else 0.0,
         "staleness/max": float(ages.max()) if ages.size else 0.0,
         "staleness/masked_tokens": float((ages > max_staleness).sum()),
         "staleness/masked_trajectories": float(
             sum(
-                bool(example.sequences) and all(_is_too_old(sequence, oldest) for sequence in example.sequences)
+                bool(example.sequences)
+                and all(_is_too_old(sequence, oldest) for sequence in example.sequences)
                 for share in shares
                 for example in share
             )
@@ -42,4 +52,6 @@ def _is_too_old(sequence: TokenSequence, oldest: int) -> bool:
 
 
 def _masked(sequence: TokenSequence, oldest: int) -> TokenSequence:
-    return replace(sequence, advantages=np.where(sequence.versions < oldest, np.float32(0.0), sequence.advantages))
+    return replace(
+        sequence, advantages=np.where(sequence.versions < oldest, np.float32(0.0), sequence.advantages)
+    )

@@ -36,7 +36,9 @@ class Capabilities(BaseModel):
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
     def seen_to_fail(self, name: str) -> Finding | None:
-        return next((finding for finding in self.findings if finding.name == name and not finding.holds), None)
+        return next(
+            (finding for finding in self.findings if finding.name == name and not finding.holds), None
+        )
 
 
 def read(path: str | Path) -> Capabilities:
@@ -45,7 +47,9 @@ def read(path: str | Path) -> Capabilities:
         return Capabilities.model_validate_json(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"capabilities={path}: {reason}; write it with python -m src.probe URL output={path}") from error
+        raise ConfigError(
+            f"capabilities={path}: {reason}; write it with python -m src.probe URL output={path}"
+        ) from error
 
 
 def require(capabilities: Capabilities, config: TrainerConfig) -> None:
@@ -64,8 +68,14 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "gradient clipping": f"grad_clip_norm={config.grad_clip_norm}" if config.grad_clip_norm else None,
         "temperature": f"temperature={config.temperature}" if config.temperature != 1 else None,
     }
-    asked_for |= {finding.name: "this run" for finding in capabilities.findings if finding.is_needed and finding.name not in asked_for}
+    asked_for |= {
+        finding.name: "this run"
+        for finding in capabilities.findings
+        if finding.is_needed and finding.name not in asked_for
+    }
     for name, option in asked_for.items():
         finding = capabilities.seen_to_fail(name)
         if option is not None and finding is not None:
-            raise ConfigError(f"{capabilities.url} does not honour {option}: {name}: {finding.seen} ({config.capabilities})")
+            raise ConfigError(
+                f"{capabilities.url} does not honour {option}: {name}: {finding.seen} ({config.capabilities})"
+            )

@@ -8,7 +8,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from datetime import datetime
 from pathlib import Path
 
@@ -50,7 +56,9 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
 CLOSE_TIMEOUT_S = 60.0  # of what the trials shared
-SMALLEST_LORA_RATE = 1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
+SMALLEST_LORA_RATE = (
+    1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +69,9 @@ class Dependencies:
     backend: Backend
 
 
-Open = Callable[[TrainerConfig, BackendSettings, Display, TaskSource | None], AbstractAsyncContextManager[Dependencies]]
+Open = Callable[
+    [TrainerConfig, BackendSettings, Display, TaskSource | None], AbstractAsyncContextManager[Dependencies]
+]
 
 
 @asynccontextmanager
@@ -74,7 +84,9 @@ async def open_parts(
     async with connect(settings) as endpoint:
         if source is None:
             chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
-            display.say(f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}")
+            display.say(
+                f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}"
+            )
             source = await asyncio.to_thread(open_task_source, config, chat)
         async with watching(endpoint.check, subconfig(config, WatchdogSettings)) as watchdog:
             backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
@@ -85,17 +97,23 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
     """The whole run. Raises a TrainerError for whatever the user can mend, and is cancelled to stop it."""
     started = time.monotonic()
     if config.learning_rate < SMALLEST_LORA_RATE:
-        display.say(f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter wants ten times that or more")
+        display.say(
+            f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter wants ten times that or more"
+        )
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
         source_open.enter_context(held(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
-        parts = await stack.enter_async_context(open_parts(config, backend_settings(config, folder), display, None))
+        parts = await stack.enter_async_context(
+            open_parts(config, backend_settings(config, folder), display, None)
+        )
         source_open.push_async_callback(closed, parts.source)
         if not parts.source.train:
-            raise ConfigError(f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks")
+            raise ConfigError(
+                f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks"
+            )
         trained = await asyncio.to_thread(content_hashes, parts.source.train)
         chosen_by = None if holds_out_folders(config) else "eval_tasks"
         await asyncio.to_thread(require_held_out, parts.source.eval, trained, chosen_by=chosen_by)
@@ -104,13 +122,23 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         with (
             logging_to_file(folder.path / "logs.log"),
             journalled(folder.path) as journal,
-            open_run_log(folder.path, subconfig(config, TrackingSettings), name=name, config=chz.asdict(config)) as run_log,
+            open_run_log(
+                folder.path, subconfig(config, TrackingSettings), name=name, config=chz.asdict(config)
+            ) as run_log,
         ):
-            await survive(config, parts, stack.pop_all(), folder, journal, run_log, display, open_parts=open_parts)
+            await survive(
+                config, parts, stack.pop_all(), folder, journal, run_log, display, open_parts=open_parts
+            )
     metrics_file = folder.path / "metrics.jsonl"
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     learnt_from = signals(recorded_variances(metrics_file))
-    for line in outcome(success_of(metrics_file), learnt_from, steps=steps, wall_s=time.monotonic() - started, log_path=folder.path):
+    for line in outcome(
+        success_of(metrics_file),
+        learnt_from,
+        steps=steps,
+        wall_s=time.monotonic() - started,
+        log_path=folder.path,
+    ):
         display.say(line)
 
 
@@ -132,9 +160,17 @@ def success_of(metrics_file: Path) -> Success:
     last = rates[max(rates)] if rates else None
     is_partial = not recorded(metrics_file, "test/pass_at_1")  # its rates carry the part's name
     earned = recorded(metrics_file, "test/env/all/reward/total")
-    is_earned_in_part = any(not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in earned.items())
+    is_earned_in_part = any(
+        not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in earned.items()
+    )
     rewards = (earned[0], earned[max(earned)]) if 0 in earned and is_earned_in_part else None
-    return Success(before=rates.get(0), after=last, floor=floors[max(floors)] if floors else None, is_partial=is_partial, rewards=rewards)
+    return Success(
+        before=rates.get(0),
+        after=last,
+        floor=floors[max(floors)] if floors else None,
+        is_partial=is_partial,
+        rewards=rewards,
+    )
 
 
 async def survive(
@@ -189,18 +225,30 @@ async def reconnected(
         await asyncio.sleep(min(RECONNECT_PERIOD_S, config.reconnect_timeout_sec / 4))
 
 
-async def train(config: TrainerConfig, parts: Dependencies, folder: RunFolder, journal: Journal, run_log: RunLog, display: Display) -> None:
+async def train(
+    config: TrainerConfig,
+    parts: Dependencies,
+    folder: RunFolder,
+    journal: Journal,
+    run_log: RunLog,
+    display: Display,
+) -> None:
     """Every step that the folder's last checkpoint has not done yet."""
     batches = schedule(parts.source.train, subconfig(config, ScheduleSettings))
     steps_done = folder.checkpoint.batch if folder.checkpoint else 0
-    display.say(f"tasks: {len(parts.source.train)} to train on, {len(parts.source.eval)} held out; {len(batches)} steps")
+    display.say(
+        f"tasks: {len(parts.source.train)} to train on, {len(parts.source.eval)} held out; {len(batches)} steps"
+    )
     if folder.checkpoint is not None:
         display.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
     display.say(f"files: {folder.path}")
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
-    async with judging(config) as judge, watching(parts.backend.check, subconfig(config, WatchdogSettings)) as watchdog:
+    async with (
+        judging(config) as judge,
+        watching(parts.backend.check, subconfig(config, WatchdogSettings)) as watchdog,
+    ):
         trainer = Terminus2RLTrainer(
             backend=parts.backend,
             watchdog=watchdog,
@@ -275,7 +323,9 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
         config,
         LoopSettings,
         log_path=log_path,
-        export_path=(Path(config.export_path).expanduser() if config.export_path else log_path) if config.dump_eval_results else None,
+        export_path=(Path(config.export_path).expanduser() if config.export_path else log_path)
+        if config.dump_eval_results
+        else None,
         evaluation=EvaluationSettings(
             group_size=config.eval_group_size or config.group_size,
             temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,

@@ -74,7 +74,12 @@ class TinkerBackend:
     """A Tinker endpoint with one LoRA training client."""
 
     def __init__(
-        self, service: tinker.ServiceClient, training_client: tinker.TrainingClient, settings: BackendSettings, *, key: str | None
+        self,
+        service: tinker.ServiceClient,
+        training_client: tinker.TrainingClient,
+        settings: BackendSettings,
+        *,
+        key: str | None,
     ) -> None:
         self.training_client = training_client
         self._service = service
@@ -88,7 +93,9 @@ class TinkerBackend:
     async def reference_policy(self) -> Policy:
         with sdk_boundary("opening the base model"):
             name = self._settings.model_name
-            return Policy(await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0)
+            return Policy(
+                await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0
+            )
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):
@@ -105,7 +112,9 @@ class TinkerBackend:
         request = {"type": "get_info", "model_id": self.training_client.model_id}
         status = await asked(f"{url}/api/v1/get_info", key=self._key, request=request, timeout_s=timeout_s)
         if status in (404, 410):
-            raise ServerLost(f"the server at {url} no longer knows this run's weights; it was restarted, or ended the session")
+            raise ServerLost(
+                f"the server at {url} no longer knows this run's weights; it was restarted, or ended the session"
+            )
 
 
 def require_key(settings: BackendSettings) -> str | None:
@@ -114,9 +123,13 @@ def require_key(settings: BackendSettings) -> str | None:
     if settings.backend == "skyrl-tx":
         return key if key and key.startswith(_KEY_FORMS) else DUMMY_KEY
     if key and not key.startswith(_KEY_FORMS):
-        raise ConfigError("TINKER_API_KEY does not begin with tml-; copy the key again from the Tinker console")
+        raise ConfigError(
+            "TINKER_API_KEY does not begin with tml-; copy the key again from the Tinker console"
+        )
     if not key and not tinker.auth.tinker_has_credentials():
-        raise ConfigError("backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx")
+        raise ConfigError(
+            "backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx"
+        )
     return key
 
 
@@ -135,18 +148,25 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        raise BackendError(f"no server answers at {url} ({type(error).__name__}); start it, or correct the address") from error
+        raise BackendError(
+            f"no server answers at {url} ({type(error).__name__}); start it, or correct the address"
+        ) from error
     if reply.status_code == 503:
         raise BackendError(f"the server at {url} is not ready yet; try again once it is")
     if reply.status_code != 200:
-        raise BackendError(f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address")
+        raise BackendError(
+            f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address"
+        )
 
 
 async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
     """The status of one request, a POST of `request` or a GET. BackendError unless the server answers in time and without an error of
     its own. The timeout bounds the whole answer, so that a server that sends a byte now and then is not waited for."""
     try:
-        async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s, headers={"X-API-Key": key}) as client:
+        async with (
+            asyncio.timeout(timeout_s),
+            httpx.AsyncClient(timeout=timeout_s, headers={"X-API-Key": key}) as client,
+        ):
             reply = await (client.get(url) if request is None else client.post(url, json=request))
     except (httpx.HTTPError, TimeoutError) as error:
         raise BackendError(f"{url} did not answer ({type(error).__name__})") from error
@@ -159,17 +179,23 @@ async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
     what, limit_s = f"asking the server at {address(settings)} for its models", settings.server_timeout_sec
     with sdk_boundary(what):
-        async with deadline(limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"):
+        async with deadline(
+            limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"
+        ):
             client = await in_thread(lambda: tinker.RestClient(base_url=address(settings), api_key=key))
             capabilities = await client.get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     model = served.get(settings.model_name)
     if model is None:
         names = ", ".join(sorted(served)) or "none"
-        raise ConfigError(f"model_name={settings.model_name} is not served at {address(settings)}; it serves: {names}")
+        raise ConfigError(
+            f"model_name={settings.model_name} is not served at {address(settings)}; it serves: {names}"
+        )
     if model.max_context_length is not None and settings.context_limit > model.max_context_length:
         limit = model.max_context_length
-        raise ConfigError(f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it")
+        raise ConfigError(
+            f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it"
+        )
 
 
 async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> None:
@@ -180,7 +206,9 @@ async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> N
     try:
         await check_alive(url, timeout_s=health_timeout_s(settings))
     except BackendError as gone:
-        raise ServerLost(f"the server at {url} no longer answers; start it again and resume (seen first: {error})") from gone
+        raise ServerLost(
+            f"the server at {url} no longer answers; start it again and resume (seen first: {error})"
+        ) from gone
 
 
 class Endpoint:
@@ -197,11 +225,17 @@ class Endpoint:
         # The SDK opens its session in these calls, and blocks its caller meanwhile.
         if path is not None:
             with sdk_boundary(f"loading {path}"):
-                client = await (await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path)))
+                client = await (
+                    await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path))
+                )
         else:
             with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {model_name}"):
                 rank, seed = settings.lora_rank, settings.seed
-                client = await (await in_thread(lambda: service.create_lora_training_client(model_name, rank=rank, seed=seed)))
+                client = await (
+                    await in_thread(
+                        lambda: service.create_lora_training_client(model_name, rank=rank, seed=seed)
+                    )
+                )
         return TinkerBackend(service, client, settings, key=require_key(settings))
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
@@ -209,12 +243,21 @@ class Endpoint:
         service, base_model = self._service, self._settings.model_name
         with sdk_boundary(f"opening {sampler_path or base_model}"):
             if sampler_path is not None:
-                return Policy(await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))), 0)
-            return Policy(await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0)
+                return Policy(
+                    await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))),
+                    0,
+                )
+            return Policy(
+                await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0
+            )
 
     async def check(self) -> None:
         """BackendError within seconds when the endpoint does not answer, or only with errors of its own."""
-        url, timeout_s, key = address(self._settings), health_timeout_s(self._settings), require_key(self._settings)
+        url, timeout_s, key = (
+            address(self._settings),
+            health_timeout_s(self._settings),
+            require_key(self._settings),
+        )
         await check_alive(url, timeout_s=timeout_s)
         if key is not None:  # the SDK's stored credentials are its own
             await asked(f"{url}/api/v1/get_server_capabilities", key=key, request=None, timeout_s=timeout_s)
@@ -244,4 +287,8 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
             closing = in_thread(lambda: service.close(status).result())
             await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
         except (TimeoutError, tinker.TinkerError) as error:
-            logger.warning("the session at %s did not close cleanly (%s); the server will drop it", url, type(error).__name__)
+            logger.warning(
+                "the session at %s did not close cleanly (%s); the server will drop it",
+                url,
+                type(error).__name__,
+            )

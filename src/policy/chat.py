@@ -43,7 +43,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
 
 
 class Chat:
@@ -53,10 +55,14 @@ class Chat:
         self.tokenizer = tokenizer
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
-            raise ConfigError("the tokenizer's chat template ends an assistant turn with no token; use an instruct model's tokenizer")
+            raise ConfigError(
+                "the tokenizer's chat template ends an assistant turn with no token; use an instruct model's tokenizer"
+            )
         self.turn_end_id = ending[0]
         eos = tokenizer.eos_token_id
-        self.stop_token_ids: list[int] = [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
+        self.stop_token_ids: list[int] = (
+            [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
+        )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """The whole conversation and the generation prompt, thinking off where the template knows `enable_thinking`.
@@ -65,7 +71,9 @@ class Chat:
         """
         return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
-    def extend(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]) -> TokenIds:
+    def extend(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]
+    ) -> TokenIds:
         """The next prompt: `prompt_ids + completion_ids` untouched, the turn's end, `messages`, the generation prompt.
 
         >>> chat.extend(prompt, turn.completion_ids, [{"role": "user", "content": "$ ls"}])[: len(prompt)] == prompt
@@ -81,19 +89,33 @@ class Chat:
         end = len(completion_ids)
         while end and completion_ids[end - 1] in self.stop_token_ids:
             end -= 1
-        return self.tokenizer.decode(list(completion_ids[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            list(completion_ids[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         answer: Message = {"role": "assistant", "content": _STAND_IN}
         text = self._template([_QUESTION, answer, *messages], generation_prompt=generation_prompt)
         _, found, suffix = text.partition(_STAND_IN)
         if not found:
-            raise ConfigError("the tokenizer's chat template drops assistant messages; use an instruct model's tokenizer")
+            raise ConfigError(
+                "the tokenizer's chat template drops assistant messages; use an instruct model's tokenizer"
+            )
         return suffix
 
-    def _template(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Sequence[Mapping[str, object]] = ()) -> str:
+    def _template(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation_prompt: bool,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt, enable_thinking=False
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            enable_thinking=False,
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -115,9 +137,14 @@ def load_chat(model_name: str) -> Chat:
             raise ConfigError(f"no tokenizer in {name}: {_first_line(missing)}") from missing
         tokenizer = _from_hub(name)
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model")
+        raise ConfigError(
+            f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"
+        )
     if model_name.removesuffix("/").endswith("-Base"):
-        logger.warning("%s is a base model: it was not taught its chat template's tools and turns; use the model without -Base", model_name)
+        logger.warning(
+            "%s is a base model: it was not taught its chat template's tools and turns; use the model without -Base",
+            model_name,
+        )
     return Chat(tokenizer)
 
 
@@ -136,7 +163,9 @@ def _from_hub(name: str) -> Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as missing:
-        raise ConfigError(f"no tokenizer for {name!r} on the hub ({_first_line(missing)}); {advice}") from missing
+        raise ConfigError(
+            f"no tokenizer for {name!r} on the hub ({_first_line(missing)}); {advice}"
+        ) from missing
 
 
 def _first_line(error: Exception) -> str:

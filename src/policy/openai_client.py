@@ -44,7 +44,9 @@ class MessageCodec:
         enable_thinking: bool,
     ) -> str:
         assert not tools and not tokenize
-        written = (f"{message['role']}{SEPARATOR}{plain(str(message['content']))}{END}" for message in conversation)
+        written = (
+            f"{message['role']}{SEPARATOR}{plain(str(message['content']))}{END}" for message in conversation
+        )
         return "".join(written) + (f"assistant{SEPARATOR}" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -52,10 +54,14 @@ class MessageCodec:
         ids: list[int] = []
         for number, part in enumerate(text.split(END)):
             ids += [ord(END)] if number else []
-            ids += [int.from_bytes(b"\x01" + bytes(chunk)) for chunk in batched(part.encode(), BYTES_PER_TOKEN)]
+            ids += [
+                int.from_bytes(b"\x01" + bytes(chunk)) for chunk in batched(part.encode(), BYTES_PER_TOKEN)
+            ]
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         return b"".join(_bytes(token) for token in token_ids).decode(errors="replace")
 
     def messages(self, token_ids: Sequence[int]) -> list[dict[str, str]]:
@@ -101,10 +107,16 @@ class ChatEndpoint:
         tools: Sequence[Mapping[str, object]] = (),
     ) -> Reply:
         """One answer to a conversation in OpenAI's format. BackendError when there is none."""
-        request: dict[str, Any] = {"model": self.model, "messages": list(messages), "temperature": temperature}
+        request: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": temperature,
+        }
         request |= {"seed": seed, "max_tokens": max_tokens} | ({"tools": list(tools)} if tools else {})
         with boundary(BackendError, f"asking {self.model}"):
-            answer = await self._client.chat.completions.create(**{name: value for name, value in request.items() if value is not None})
+            answer = await self._client.chat.completions.create(
+                **{name: value for name, value in request.items() if value is not None}
+            )
         if not answer.choices:
             raise BackendError(f"asking {self.model}: the reply holds no choice")
         [choice, *_], usage = answer.choices, answer.usage
@@ -129,10 +141,22 @@ class EndpointPolicy(Policy):
         self._endpoint = endpoint
         self._codec = MessageCodec()
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
         messages = self._codec.messages(prompt_ids)
-        reply = await self._endpoint.reply(messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        completion_ids = self._codec.encode(plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False)
+        reply = await self._endpoint.reply(
+            messages, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+        completion_ids = self._codec.encode(
+            plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False
+        )
         return Turn(
             prompt_ids=TokenIds.of(prompt_ids),
             completion_ids=completion_ids,
@@ -142,7 +166,9 @@ class EndpointPolicy(Policy):
         )
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        raise BackendError(f"{self._endpoint.model} is an OpenAI-compatible endpoint without token ids: it can be evaluated, not trained")
+        raise BackendError(
+            f"{self._endpoint.model} is an OpenAI-compatible endpoint without token ids: it can be evaluated, not trained"
+        )
 
 
 @asynccontextmanager
@@ -150,15 +176,23 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpo
     """ConfigError when the endpoint does not know the model, BackendError when it does not answer."""
     async with _client(base_url) as client:
         try:
-            served = [model.id async for model in client.with_options(max_retries=0, timeout=10).models.list()]
+            served = [
+                model.id async for model in client.with_options(max_retries=0, timeout=10).models.list()
+            ]
         except openai.NotFoundError:  # a door that not every server has
             served = []
         except openai.AuthenticationError as error:
-            raise ConfigError(f"{base_url} does not take the key; set OPENAI_API_KEY (the environment or .env)") from error
+            raise ConfigError(
+                f"{base_url} does not take the key; set OPENAI_API_KEY (the environment or .env)"
+            ) from error
         except openai.OpenAIError as error:
-            raise BackendError(f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct base_url") from error
+            raise BackendError(
+                f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct base_url"
+            ) from error
         if served and model not in served and not model.startswith("tinker://"):
-            raise ConfigError(f"model_name={model} is not served at {base_url}; it serves: {', '.join(sorted(served)[:20])}")
+            raise ConfigError(
+                f"model_name={model} is not served at {base_url}; it serves: {', '.join(sorted(served)[:20])}"
+            )
         yield ChatEndpoint(client, model)
 
 

@@ -21,7 +21,11 @@ def sdk_boundary(what: str) -> Iterator[None]:
             yield
     except BackendError as error:
         cause = error.__cause__
-        if isinstance(cause, tinker.APIStatusError) and isinstance(cause.body, dict) and "detail" in cause.body:
+        if (
+            isinstance(cause, tinker.APIStatusError)
+            and isinstance(cause.body, dict)
+            and "detail" in cause.body
+        ):
             raise BackendError(f"{what}: {cause.body['detail']}") from cause
         raise
 
@@ -33,17 +37,31 @@ class Policy:
         self.version = version
         self._client = sampling_client
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
         """One completion, its stop token included. Raises BackendError, also when the sampler returns no logprobs."""
         params = tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
         with sdk_boundary("sampling"):
-            response = await self._client.sample(tinker.ModelInput.from_ints(list(prompt_ids)), num_samples=1, sampling_params=params)
+            response = await self._client.sample(
+                tinker.ModelInput.from_ints(list(prompt_ids)), num_samples=1, sampling_params=params
+            )
         sequence = response.sequences[0]
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
-            raise BackendError(f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train")
+            raise BackendError(
+                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train"
+            )
         if not all(map(math.isfinite, sequence.logprobs)):
-            raise BackendError("sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint")
+            raise BackendError(
+                "sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint"
+            )
         return Turn(
             prompt_ids=TokenIds.of(prompt_ids),
             completion_ids=list(sequence.tokens),
@@ -58,7 +76,9 @@ class Policy:
             values = await self._client.compute_logprobs(tinker.ModelInput.from_ints(token_ids))
         known = [value for value in values[1:] if value is not None]
         if len(known) != len(token_ids) - 1:
-            raise BackendError(f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs")
+            raise BackendError(
+                f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs"
+            )
         return known
 
 
@@ -72,8 +92,18 @@ class NewestPolicy(Policy):
         self.version = policy.version
         self._newest = policy
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-        return await self._newest.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
+        return await self._newest.sample(
+            prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+        )
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._newest.logprobs(token_ids)

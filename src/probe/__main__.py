@@ -50,7 +50,12 @@ def main(argv: Sequence[str]) -> int:
         with ended_by_signals():
             url, options = arguments(argv)
             found: list[Capabilities] = []
-            probing = _probe(url, options, found, on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False))
+            probing = _probe(
+                url,
+                options,
+                found,
+                on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False),
+            )
             status = asyncio.run(until_signalled(probing, console.print))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -87,24 +92,34 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         raise ConfigError(f"output={options['output']}: there is no such folder")
     unknown = set(filter(None, options.get("only", "").split(","))) - {*NEEDED, *WHERE_ASKED_FOR}
     if unknown:
-        raise ConfigError(f"no check is called {', '.join(sorted(unknown))}; there are: {', '.join([*NEEDED, *WHERE_ASKED_FOR])}")
+        raise ConfigError(
+            f"no check is called {', '.join(sorted(unknown))}; there are: {', '.join([*NEEDED, *WHERE_ASKED_FOR])}"
+        )
     return urls[0].rstrip("/"), options
 
 
 async def _probe(
-    url: str, options: Mapping[str, str], found: list[Capabilities], *, on_finding: Callable[[Finding], None] = lambda finding: None
+    url: str,
+    options: Mapping[str, str],
+    found: list[Capabilities],
+    *,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> None:
     await check_alive(url)
     found.append(await probe(url, options, on_finding=on_finding))
 
 
-async def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None) -> Capabilities:
+async def probe(
+    url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None
+) -> Capabilities:
     """Every check, or those in `only`. ConfigError when the endpoint does not serve the model. The SDK's calls block: each runs in a
     thread that is abandoned at its deadline."""
     limit_s = float(options.get("answer_timeout_sec", ANSWER_TIMEOUT_S))
 
     async def answered[T](what: str, function: Callable[[], T]) -> T:
-        async with deadline(limit_s, BackendError, f"{what}: no answer within answer_timeout_sec={limit_s:g}"):
+        async with deadline(
+            limit_s, BackendError, f"{what}: no answer within answer_timeout_sec={limit_s:g}"
+        ):
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
@@ -115,13 +130,24 @@ async def probe(url: str, options: Mapping[str, str], *, on_finding: Callable[[F
     models = {model.model_name: model for model in served if model.model_name}
     name = options.get("model_name") or next(iter(models), "")
     if name not in models:
-        raise ConfigError(f"model_name={name} is not served at {url}; it serves: {', '.join(models) or 'none'}")
+        raise ConfigError(
+            f"model_name={name} is not served at {url}; it serves: {', '.join(models) or 'none'}"
+        )
     only = set(filter(None, options.get("only", "").split(",")))
-    checks = {check: function for check, function in {**NEEDED, **WHERE_ASKED_FOR}.items() if not only or check in only}
+    checks = {
+        check: function
+        for check, function in {**NEEDED, **WHERE_ASKED_FOR}.items()
+        if not only or check in only
+    }
     limit = models[name].max_context_length
     findings = []
     service = tinker.ServiceClient(base_url=url, api_key=key)
-    tools = Probe(service=service, model_name=name, max_context_length=limit, tolerance=float(options.get("tolerance", TOLERANCE)))
+    tools = Probe(
+        service=service,
+        model_name=name,
+        max_context_length=limit,
+        tolerance=float(options.get("tolerance", TOLERANCE)),
+    )
     for check, function in checks.items():
         findings.append(await answered(f"check {check!r}", partial(finding_of, check, function, tools)))
         on_finding(findings[-1])
@@ -137,7 +163,13 @@ def finding_of(name: str, check: Callable[[Probe], str], tools: Probe) -> Findin
         holds, seen = False, str(defect)
     except Exception as error:  # whatever an endpoint answers instead is the finding
         holds, seen = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return Finding(name=name, holds=holds, is_needed=name in NEEDED, seen=seen, seconds=round(time.monotonic() - started, 2))
+    return Finding(
+        name=name,
+        holds=holds,
+        is_needed=name in NEEDED,
+        seen=seen,
+        seconds=round(time.monotonic() - started, 2),
+    )
 
 
 def line(finding: Finding) -> str:
@@ -157,7 +189,8 @@ def show(found: Capabilities, console: Console) -> None:
     verdict = "training may rely on it" if found.is_trainable else "do not train on it"
     held = len(found.findings) - len(failed)
     console.print(
-        f"{found.model_name} at {found.url}: {held} of {len(found.findings)} checks hold, {seconds:.0f} s; {verdict}", highlight=False
+        f"{found.model_name} at {found.url}: {held} of {len(found.findings)} checks hold, {seconds:.0f} s; {verdict}",
+        highlight=False,
     )
 
 

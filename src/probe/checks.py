@@ -50,7 +50,10 @@ class Probe:
     def step(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
         """One forward_backward of TEXT for each of `weights`, then one optimizer step, by default plain gradient descent. TEXT's mean
         logprob before it."""
-        outputs = [client.forward_backward([cross_entropy(TEXT, weight)], "cross_entropy").result() for weight in weights]
+        outputs = [
+            client.forward_backward([cross_entropy(TEXT, weight)], "cross_entropy").result()
+            for weight in weights
+        ]
         options = {"learning_rate": self.rate * HUGE, "eps": HUGE, "beta1": 0.0, "beta2": 0.5} | adam
         client.optim_step(tinker.AdamParams(**options)).result()
         return float(outputs[0].loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).mean())
@@ -76,13 +79,17 @@ class Probe:
                     return self.moved
                 self.rate *= min(10.0, max(0.1, 0.03 / self.moved)) if self.moved > 1e-9 else 10.0
             self.rate = 0.0
-            raise Defect("no learning rate made a step of gradient descent raise the likelihood of what was trained")
+            raise Defect(
+                "no learning rate made a step of gradient descent raise the likelihood of what was trained"
+            )
         return self.moved
 
     def base_sampler(self) -> tinker.SamplingClient:
         return self.service.create_sampling_client(base_model=self.model_name).result()
 
-    def sample(self, sampler: tinker.SamplingClient, prompt: Sequence[int] = TEXT, **params: object) -> tinker.SampledSequence:
+    def sample(
+        self, sampler: tinker.SamplingClient, prompt: Sequence[int] = TEXT, **params: object
+    ) -> tinker.SampledSequence:
         options: dict[str, object] = {"max_tokens": 24, "temperature": 1.0, "seed": 7, "stop": [], **params}
         given = tinker.SamplingParams(**options)  # type: ignore[arg-type]
         return sampler.sample(tinker.ModelInput.from_ints(list(prompt)), 1, given).result().sequences[0]
@@ -93,9 +100,15 @@ def cross_entropy(text: Sequence[int], weight: float = 1.0) -> tinker.Datum:
 
 
 def datum(text: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
-    tensors = {name: tinker.TensorData.from_numpy(np.array(values, dtype=np.float32)) for name, values in inputs.items()}
+    tensors = {
+        name: tinker.TensorData.from_numpy(np.array(values, dtype=np.float32))
+        for name, values in inputs.items()
+    }
     target = tinker.TensorData.from_numpy(np.array(text[1:], dtype=np.int64))
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(text[:-1])), loss_fn_inputs={"target_tokens": target, **tensors})
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(list(text[:-1])),
+        loss_fn_inputs={"target_tokens": target, **tensors},
+    )
 
 
 def expect(condition: bool, seen: str) -> None:
@@ -107,7 +120,9 @@ def near(value: float, wanted: float, tolerance: float) -> bool:
     return abs(value - wanted) <= tolerance
 
 
-def policy_loss(name: str, config: dict[str, float], logprobs: np.ndarray, sampled: np.ndarray, advantages: np.ndarray) -> float:
+def policy_loss(
+    name: str, config: dict[str, float], logprobs: np.ndarray, sampled: np.ndarray, advantages: np.ndarray
+) -> float:
     """Tinker's losses, summed over tokens (tinker-docs.thinkingmachines.ai/losses)."""
     ratio = np.exp(logprobs - sampled)
     clipped = np.clip(ratio, config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2))
@@ -130,13 +145,18 @@ def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[f
     output = client.forward_backward([given], name, config).result()  # type: ignore[arg-type]
     said = output.metrics.get("loss:sum", float("nan"))
     found = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
-    return said, policy_loss(name, config or {}, found, np.asarray(sampled, np.float32).astype(np.float64), advantages)
+    return said, policy_loss(
+        name, config or {}, found, np.asarray(sampled, np.float32).astype(np.float64), advantages
+    )
 
 
 def check_loss(name: str) -> Callable[[Probe], str]:
     def check(probe: Probe) -> str:
         said, wanted = loss_of(probe, name, None)
-        expect(near(said, wanted, 1e-3 * max(1.0, abs(wanted))), f"loss:sum is {said:.5g}, by its formula {wanted:.5g}")
+        expect(
+            near(said, wanted, 1e-3 * max(1.0, abs(wanted))),
+            f"loss:sum is {said:.5g}, by its formula {wanted:.5g}",
+        )
         return f"loss:sum {said:.5g}"
 
     return check
@@ -147,7 +167,10 @@ def check_cross_entropy(probe: Probe) -> str:
     output = client.forward_backward([cross_entropy(TEXT, 0.5)], "cross_entropy").result()
     wanted = -0.5 * float(output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).sum())
     said = output.metrics.get("loss:sum", float("nan"))
-    expect(near(said, wanted, 1e-3 * max(1.0, abs(wanted))), f"loss:sum is {said:.5g}, the weighted sum is {wanted:.5g}")
+    expect(
+        near(said, wanted, 1e-3 * max(1.0, abs(wanted))),
+        f"loss:sum is {said:.5g}, the weighted sum is {wanted:.5g}",
+    )
     return f"loss:sum {said:.5g}"
 
 
@@ -156,7 +179,8 @@ def check_loss_settings(probe: Probe) -> str:
         config = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.5}
         said, wanted = loss_of(probe, name, config)
         expect(
-            near(said, wanted, 1e-3 * max(1.0, abs(wanted))), f"{name} with {config}: loss:sum is {said:.5g}, by its formula {wanted:.5g}"
+            near(said, wanted, 1e-3 * max(1.0, abs(wanted))),
+            f"{name} with {config}: loss:sum is {said:.5g}, by its formula {wanted:.5g}",
         )
     return "clip thresholds of ppo and cispo"
 
@@ -165,7 +189,10 @@ def check_unknown_is_refused(probe: Probe) -> str:
     given = datum(TEXT, logprobs=[-1.0] * (len(TEXT) - 1), advantages=[1.0] * (len(TEXT) - 1))
     for what, call in (
         ("the loss no_such_loss", lambda client: client.forward_backward([given], "no_such_loss")),
-        ("the setting no_such_setting of ppo", lambda client: client.forward_backward([given], "ppo", {"no_such_setting": 1.0})),
+        (
+            "the setting no_such_setting of ppo",
+            lambda client: client.forward_backward([given], "ppo", {"no_such_setting": 1.0}),
+        ),
     ):
         try:
             call(probe.client()).result()
@@ -182,14 +209,20 @@ def check_sums(probe: Probe) -> str:
     client.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
     before = probe.step(client, [0.0])
     added = probe.mean(client) - before
-    expect(0.8 <= added / once <= 1.2, f"a second call without weight changed the gradient: the step went {added / once:.2f} times as far")
+    expect(
+        0.8 <= added / once <= 1.2,
+        f"a second call without weight changed the gradient: the step went {added / once:.2f} times as far",
+    )
     client = probe.client()
     both = client.forward_backward([cross_entropy(TEXT), cross_entropy(TEXT)], "cross_entropy").result()
     expect(len(both.loss_fn_outputs) == 2, f"{len(both.loss_fn_outputs)} outputs came back for two texts")
     batch = probe.step(client, [0.0])
     batch = probe.mean(client) - batch
     for what, moved in (("two calls", twice), ("a batch of two", batch)):
-        expect(1.6 <= moved / once <= 2.4, f"{what} moved {moved / once:.2f} times as far as one; gradients have to be summed")
+        expect(
+            1.6 <= moved / once <= 2.4,
+            f"{what} moved {moved / once:.2f} times as far as one; gradients have to be summed",
+        )
     return f"two calls {twice / once:.2f}, a batch of two {batch / once:.2f} times one"
 
 
@@ -197,7 +230,8 @@ def check_is_cleared(probe: Probe) -> str:
     client, once = probe.moved_client()
     again = probe.change(client, [0.0])
     expect(
-        abs(again) < 0.1 * once, f"a step without a gradient moved {again / once:.2f} times as far as the one before: it was not cleared"
+        abs(again) < 0.1 * once,
+        f"a step without a gradient moved {again / once:.2f} times as far as the one before: it was not cleared",
     )
     return "the gradient is gone after a step"
 
@@ -224,8 +258,14 @@ def check_beta1(probe: Probe) -> str:
         client = probe.client()
         moved = probe.change(client, [1.0], beta1=beta1)
         remaining[beta1] = 1 + probe.change(client, [-1.0], beta1=beta1) / moved
-    expect(abs(remaining[0.0]) < 0.25, f"beta1=0: {remaining[0.0]:.2f} of a step is left after its opposite, not 0")
-    expect(0.75 <= remaining[0.9] <= 1.1, f"beta1=0.9: {remaining[0.9]:.2f} of a step is left after its opposite, not 0.95")
+    expect(
+        abs(remaining[0.0]) < 0.25,
+        f"beta1=0: {remaining[0.0]:.2f} of a step is left after its opposite, not 0",
+    )
+    expect(
+        0.75 <= remaining[0.9] <= 1.1,
+        f"beta1=0.9: {remaining[0.9]:.2f} of a step is left after its opposite, not 0.95",
+    )
     return f"after a step and its opposite {remaining[0.0]:.2f} and {remaining[0.9]:.2f} of it are left (0 and 0.9)"
 
 
@@ -256,9 +296,14 @@ def check_weight_decay(probe: Probe) -> str:
 def check_clipping(probe: Probe) -> str:
     once = probe.once()
     clipped = probe.change(probe.client(), [1.0], grad_clip_norm=1e-4)
-    expect(abs(clipped) < 0.2 * once, f"a gradient clipped to a norm of 1e-4 moved {clipped / once:.2f} times as far as a whole one")
+    expect(
+        abs(clipped) < 0.2 * once,
+        f"a gradient clipped to a norm of 1e-4 moved {clipped / once:.2f} times as far as a whole one",
+    )
     loose = probe.change(probe.client(), [1.0], grad_clip_norm=1e6)
-    expect(0.8 <= loose / once <= 1.2, f"a bound above the norm changed the step to {loose / once:.2f} of itself")
+    expect(
+        0.8 <= loose / once <= 1.2, f"a bound above the norm changed the step to {loose / once:.2f} of itself"
+    )
     return f"norm 1e-4 moves {clipped / once:.3f} as far, a loose bound {loose / once:.2f}"
 
 
@@ -267,13 +312,23 @@ def check_agreement(probe: Probe) -> str:
     sampler = client.save_weights_and_get_sampling_client().result()
     sequence = probe.sample(sampler)
     said = np.array(sequence.logprobs or [])
-    expect(len(said) == len(sequence.tokens), f"{len(sequence.tokens)} tokens came back with {len(said)} logprobs")
+    expect(
+        len(said) == len(sequence.tokens),
+        f"{len(sequence.tokens)} tokens came back with {len(said)} logprobs",
+    )
     text = [*TEXT, *sequence.tokens]
     trained = probe.logprobs(client, text)[-len(said) :]
-    scored = np.array(sampler.compute_logprobs(tinker.ModelInput.from_ints(text)).result()[-len(said) :], dtype=float)
+    scored = np.array(
+        sampler.compute_logprobs(tinker.ModelInput.from_ints(text)).result()[-len(said) :], dtype=float
+    )
     gap, prompt_gap = float(np.abs(said - trained).mean()), float(np.abs(scored - trained).mean())
-    expect(gap <= probe.tolerance, f"sampled logprobs are {gap:.2g} from the trainer's on average; the tolerance is {probe.tolerance:g}")
-    expect(prompt_gap <= probe.tolerance, f"prompt logprobs are {prompt_gap:.2g} from the trainer's on average")
+    expect(
+        gap <= probe.tolerance,
+        f"sampled logprobs are {gap:.2g} from the trainer's on average; the tolerance is {probe.tolerance:g}",
+    )
+    expect(
+        prompt_gap <= probe.tolerance, f"prompt logprobs are {prompt_gap:.2g} from the trainer's on average"
+    )
     return f"sampled {gap:.1e}, prompt {prompt_gap:.1e} from the trainer's on average"
 
 
@@ -285,9 +340,17 @@ def check_freshness(probe: Probe) -> str:
     probe.once()
     probe.step(client, [1.0] * 4)
     new, wanted = scored(client.save_weights_and_get_sampling_client().result()), probe.logprobs(client)
-    expect(float(np.abs(new - wanted).mean()) <= probe.tolerance, "a sampler made after a step does not have the step's weights")
-    expect(float(np.abs(scored(before) - old).max()) <= 1e-6, "a sampler changed when its model was trained further")
-    expect(float(np.abs(new - old).mean()) > 1e-3, "a sampler made after a step says what the one before it said")
+    expect(
+        float(np.abs(new - wanted).mean()) <= probe.tolerance,
+        "a sampler made after a step does not have the step's weights",
+    )
+    expect(
+        float(np.abs(scored(before) - old).max()) <= 1e-6,
+        "a sampler changed when its model was trained further",
+    )
+    expect(
+        float(np.abs(new - old).mean()) > 1e-3, "a sampler made after a step says what the one before it said"
+    )
     return f"moved by {float((new - old).mean()):.3f} per token with the step"
 
 
@@ -309,14 +372,21 @@ def check_temperature(probe: Probe) -> str:
     expect(greedy[0] == greedy[1], "temperature 0 depends on the seed")
     spread = {}
     for temperature in (0.2, 3.0):
-        text = [token for seed in (1, 2) for token in probe.sample(sampler, temperature=temperature, seed=seed).tokens[:12]]
+        text = [
+            token
+            for seed in (1, 2)
+            for token in probe.sample(sampler, temperature=temperature, seed=seed).tokens[:12]
+        ]
         spread[temperature] = len(set(text))
     means = {}
     for temperature in (0.2, 3.0):
         tokens = list(probe.sample(sampler, temperature=temperature, seed=3).tokens)
         values = sampler.compute_logprobs(tinker.ModelInput.from_ints([*TEXT, *tokens])).result()[len(TEXT) :]
         means[temperature] = float(np.mean(np.asarray(values, np.float64)))
-    expect(means[0.2] > means[3.0] + 0.3, f"mean logprob {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} at 3")
+    expect(
+        means[0.2] > means[3.0] + 0.3,
+        f"mean logprob {means[0.2]:.2f} at temperature 0.2 and {means[3.0]:.2f} at 3",
+    )
     return f"mean logprob {means[0.2]:.2f} at 0.2, {means[3.0]:.2f} at 3"
 
 
@@ -331,7 +401,10 @@ def check_stops(probe: Probe) -> str:
     stop = next(token for token in tokens[2:] if token not in tokens[:2])
     cut = probe.sample(sampler, stop=[stop])
     wanted = tokens[: tokens.index(stop) + 1]
-    expect(list(cut.tokens) == wanted, f"a stop token ends the sample after {len(cut.tokens)} tokens, not {len(wanted)}, itself included")
+    expect(
+        list(cut.tokens) == wanted,
+        f"a stop token ends the sample after {len(cut.tokens)} tokens, not {len(wanted)}, itself included",
+    )
     expect(cut.stop_reason == "stop", f"a stop token gave the reason {cut.stop_reason}")
     return "the stop token ends the sample and is part of it"
 
@@ -354,7 +427,9 @@ def check_context(probe: Probe) -> str:
         sequence = probe.sample(sampler, prompt, max_tokens=16)
     except Exception:
         return f"{len(prompt)} + 16 tokens are refused by {limit}"
-    raise Defect(f"{len(prompt)} + 16 tokens were taken by a context of {limit}: {len(sequence.tokens)} came back")
+    raise Defect(
+        f"{len(prompt)} + 16 tokens were taken by a context of {limit}: {len(sequence.tokens)} came back"
+    )
 
 
 def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:
@@ -372,7 +447,9 @@ def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple
 
 def check_load_with_optimizer(probe: Probe) -> str:
     service = probe.service
-    kept, restored, gap = resumed(probe, lambda path: service.create_training_client_from_state_with_optimizer(path).result())
+    kept, restored, gap = resumed(
+        probe, lambda path: service.create_training_client_from_state_with_optimizer(path).result()
+    )
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         near(restored, kept, 0.05 * abs(kept) + 1e-5),
@@ -386,7 +463,8 @@ def check_load_without_optimizer(probe: Probe) -> str:
     kept, fresh, gap = resumed(probe, lambda path: service.create_training_client_from_state(path).result())
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
-        abs(fresh) > 3 * abs(kept), f"the next step moved {fresh:.4f} after loading weights alone, {kept:.4f} without: the moments came too"
+        abs(fresh) > 3 * abs(kept),
+        f"the next step moved {fresh:.4f} after loading weights alone, {kept:.4f} without: the moments came too",
     )
     return f"a fresh optimizer moves {fresh:.4f}, the old one {kept:.4f}"
 

@@ -74,7 +74,9 @@ def storage_boundary(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or mend it, then resume the run") from error
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; make room or mend it, then resume the run"
+        ) from error
 
 
 def remove(path: Path) -> None:

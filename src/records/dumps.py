@@ -30,7 +30,9 @@ SHOWN_CHARACTERS = 200
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 
 
-def dump_evaluation(path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode) -> None:
+def dump_evaluation(
+    path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode
+) -> None:
     """One file per family of tasks."""
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
@@ -48,12 +50,21 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
     if step % EXAMPLES_EVERY != 1:
         return
     with _never_fatal():
-        chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][:NUM_EXAMPLES]
+        chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][
+            :NUM_EXAMPLES
+        ]
         found = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
         for record in found:
-            logger.info("example of step %d, %s: %s", step, record["uid"], str(record["output_response"])[:SHOWN_CHARACTERS])
+            logger.info(
+                "example of step %d, %s: %s",
+                step,
+                record["uid"],
+                str(record["output_response"])[:SHOWN_CHARACTERS],
+            )
         if found:
-            replace_text(path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, found)))
+            replace_text(
+                path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, found))
+            )
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
@@ -88,16 +99,23 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
     """The environment's own messages where it kept them, else the first prompt and what followed, as text."""
-    if trajectory.conversation and all(isinstance(message, Mapping) and "role" in message for message in trajectory.conversation):
+    if trajectory.conversation and all(
+        isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
+    ):
         return [without_special_tokens(message) for message in trajectory.conversation]
-    texts = (("user", decode(prompt_ids(trajectory), True).strip()), ("assistant", decode(response_ids(trajectory), True).strip()))
+    texts = (
+        ("user", decode(prompt_ids(trajectory), True).strip()),
+        ("assistant", decode(response_ids(trajectory), True).strip()),
+    )
     return [{"role": role, "content": text} for role, text in texts if text]
 
 
 def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
     """A model may well sample one in the middle of what it says."""
     content = message.get("content")
-    return {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)
+    return (
+        {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)
+    )
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:
@@ -109,7 +127,11 @@ def response_ids(trajectory: Trajectory) -> list[int]:
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]
-    start = len(first.prompt_ids) if last.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids else len(last.prompt_ids)
+    start = (
+        len(first.prompt_ids)
+        if last.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        else len(last.prompt_ids)
+    )
     return [*last.prompt_ids[start:], *last.completion_ids]
 
 

@@ -98,7 +98,14 @@ class Journal:
     def admitted(self, place: RolloutKey, *, policy_version: int, seed: int) -> int:
         """The number of this attempt, counted over every process of the run."""
         self._attempts[place] += 1
-        self._write("admitted", **asdict(place), attempt=self._attempts[place], policy_version=policy_version, seed=seed, sync=False)
+        self._write(
+            "admitted",
+            **asdict(place),
+            attempt=self._attempts[place],
+            policy_version=policy_version,
+            seed=seed,
+            sync=False,
+        )
         return self._attempts[place]
 
     def finished(self, place: RolloutKey, outcome: str) -> None:
@@ -110,7 +117,9 @@ class Journal:
         """`state` is what the steps to come need to know of those gone by."""
         self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
-        self._write("trained", step=step, groups=list(dict.fromkeys(groups)), state=dict(state))  # a group may stand in for another
+        self._write(
+            "trained", step=step, groups=list(dict.fromkeys(groups)), state=dict(state)
+        )  # a group may stand in for another
 
     def evaluated(self, step: int) -> None:
         self._settled.add(("eval", step))
@@ -136,7 +145,11 @@ class Journal:
 
     def states_until(self, step: int) -> list[Mapping[str, Any]]:
         """What was said after each step up to this one, in order. Read again: it may be much, and is needed when a run is taken up."""
-        past = (record for record in (read_lines(self._path, LINE, same) if step else ()) if record["event"] == "trained")
+        past = (
+            record
+            for record in (read_lines(self._path, LINE, same) if step else ())
+            if record["event"] == "trained"
+        )
         found = {record["step"]: record["state"] for record in past if record["step"] <= step}
         return [found[number] for number in sorted(found)]
 

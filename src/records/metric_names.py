@@ -53,7 +53,9 @@ def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     >>> list(with_aliases({"test/env/retail/positive_rate": 0.5}))
     ['test/env/retail/positive_rate', 'test-retail/success_rate']
     """
-    own = {name: value for name, value in metrics.items() if not _is_alias(name)}  # a line that is amended has its aliases already
+    own = {
+        name: value for name, value in metrics.items() if not _is_alias(name)
+    }  # a line that is amended has its aliases already
     aliases = {theirs: own[ours] for theirs, ours in ALIASES.items() if ours in own}
     for name, value in own.items():
         aliases |= {ours.sub(theirs, name): value for ours, theirs in PATTERNS if ours.fullmatch(name)}

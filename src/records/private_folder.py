@@ -28,7 +28,9 @@ def make_private(path: Path) -> None:
         path.mkdir(mode=PRIVATE)
     except FileExistsError:
         if (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
-            logger.warning("%s can be read by other users (mode %03o); for this user alone: chmod 700", path, mode)
+            logger.warning(
+                "%s can be read by other users (mode %03o); for this user alone: chmod 700", path, mode
+            )
     else:
         path.chmod(PRIVATE)  # the umask may have taken more away than is needed to write there
 
@@ -55,9 +57,13 @@ def require_own(path: Path) -> None:
     """ConfigError unless the path, which lies where anybody may write, is a folder of this user or of root and no symbolic link."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
-        raise ConfigError(f"{path} is a symbolic link in a folder that every user can write to; give another log_path or logs_dir")
+        raise ConfigError(
+            f"{path} is a symbolic link in a folder that every user can write to; give another log_path or logs_dir"
+        )
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{path} belongs to another user or is no folder; give another log_path or logs_dir")
+        raise ConfigError(
+            f"{path} belongs to another user or is no folder; give another log_path or logs_dir"
+        )
 
 
 def write_private(path: Path, text: str) -> None:

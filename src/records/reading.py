@@ -17,7 +17,14 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from src.core.errors import ConfigError
 
 REMEDY = "restore the file from a copy, or begin anew with another log_path"
-DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error)  # what the conversion of a line may raise
+DAMAGED = (
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    zlib.error,
+)  # what the conversion of a line may raise
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -70,7 +77,9 @@ class LostGroup(TypedDict):
 
 
 class CurriculumState(TypedDict):
-    evidence: NotRequired[dict[str, tuple[Annotated[Finite, Field(ge=0)], Annotated[Finite, Field(ge=0)], Whole]]]
+    evidence: NotRequired[
+        dict[str, tuple[Annotated[Finite, Field(ge=0)], Annotated[Finite, Field(ge=0)], Whole]]
+    ]
     num_groups: NotRequired[Count]
 
 
@@ -99,7 +108,9 @@ class Note(TypedDict):
     event: Literal["checkpointed", "quarantined", "ended"]
 
 
-JournalLine = Annotated[Started | Begun | Admitted | Finished | Trained | Evaluated | Note, Field(discriminator="event")]
+JournalLine = Annotated[
+    Started | Begun | Admitted | Finished | Trained | Evaluated | Note, Field(discriminator="event")
+]
 
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
@@ -141,7 +152,9 @@ def _checked[T](content: bytes, schema: TypeAdapter[Any], convert: Callable[[Any
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])[:100]
-        raise ConfigError(f"{where}: {_shown(f'{field}: ' if field else '')}{_shown(first['msg'])}; {REMEDY}") from error
+        raise ConfigError(
+            f"{where}: {_shown(f'{field}: ' if field else '')}{_shown(first['msg'])}; {REMEDY}"
+        ) from error
     except DAMAGED as error:
         raise ConfigError(f"{where}: {_shown(f'{type(error).__name__}: {error}')}; {REMEDY}") from error
 

@@ -11,7 +11,9 @@ from src.records.atomic_io import replace_text
 from src.records.tracking import finite
 
 
-def record_groups(path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]) -> None:
+def record_groups(
+    path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]
+) -> None:
     """`advantages` is keyed by (task id, trial name); a trial that did not train has none."""
     lines = [
         json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
@@ -38,4 +40,9 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
 
 
 def failure_record(failure: TrialFailure) -> dict[str, object]:
-    return {"task": failure.task_id, "trial": failure.trial_name, "failure": failure.kind, "message": failure.message}
+    return {
+        "task": failure.task_id,
+        "trial": failure.trial_name,
+        "failure": failure.kind,
+        "message": failure.message,
+    }

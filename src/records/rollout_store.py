@@ -105,18 +105,29 @@ class FinishedRollouts:
 
         def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
             place = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
-            return place, FinishedRollout(result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"])
+            return place, FinishedRollout(
+                result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"]
+            )
 
         found.update(read_lines(self._path(purpose, step), LINE, rollout_of))
         return {
-            place: rollout for place, rollout in found.items() if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
+            place: rollout
+            for place, rollout in found.items()
+            if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
         }
 
     def add(self, place: RolloutKey, rollout: FinishedRollout) -> None:
         """On disk before the journal says so."""
-        record = {"task": place.task, "member": place.member, "seed": rollout.seed, "attempts": rollout.attempts}
+        record = {
+            "task": place.task,
+            "member": place.member,
+            "seed": rollout.seed,
+            "attempts": rollout.attempts,
+        }
         append_record(self._path(place.purpose, place.step), record | {"result": encoded(rollout.result)})
-        self.journal.finished(place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind)
+        self.journal.finished(
+            place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind
+        )
 
     def job_directory(self, purpose: str, step: int) -> Path:
         """For the trials of a step or evaluation, less what an earlier process left half done in it. Who writes there makes it."""
@@ -134,7 +145,11 @@ class FinishedRollouts:
 
 def any_graded(log_path: Path) -> bool:
     """Whether anything would be lost with the folder."""
-    return any("turns" in record["result"] for path in (log_path / "finished").glob("*.jsonl") for record in read_lines(path, LINE, same))
+    return any(
+        "turns" in record["result"]
+        for path in (log_path / "finished").glob("*.jsonl")
+        for record in read_lines(path, LINE, same)
+    )
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
@@ -162,7 +177,11 @@ def packed(numbers: Sequence[float]) -> str:
     """
     exact = np.array(numbers, dtype="<i8" if all(isinstance(number, int) for number in numbers) else "<f8")
     small = exact.astype("<i4" if exact.dtype.kind == "i" else "<f4")
-    chosen = small if np.array_equal(small.astype(exact.dtype), exact, equal_nan=exact.dtype.kind == "f") else exact
+    chosen = (
+        small
+        if np.array_equal(small.astype(exact.dtype), exact, equal_nan=exact.dtype.kind == "f")
+        else exact
+    )
     return f"{chosen.dtype.str}:{base64.b64encode(zlib.compress(chosen.tobytes())).decode()}"
 
 
@@ -181,7 +200,12 @@ def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
         values: dict[str, Any] = {field.name: getattr(turn, field.name) for field in fields(turn)}
         after = next((i for i in reversed(range(number)) if extends(turn, turns[i])), None)
         if after is not None:
-            values |= {"after": after, "prompt_ids": turn.prompt_ids[len(turns[after].prompt_ids) + len(turns[after].completion_ids) :]}
+            values |= {
+                "after": after,
+                "prompt_ids": turn.prompt_ids[
+                    len(turns[after].prompt_ids) + len(turns[after].completion_ids) :
+                ],
+            }
         elif number:
             shared = num_shared(turn.prompt_ids, turns[number - 1].prompt_ids)
             values |= {"shared": shared, "prompt_ids": turn.prompt_ids[shared:]}
@@ -204,16 +228,24 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """ValueError, and others that `reading` attributes to the line, for what `_encoded_turns` has not written."""
     turns: list[Turn] = []
     for value in values:
-        changed = {name: unpacked(item) if name in PACKED else item for name, item in value.items() if name not in ("after", "shared")}
+        changed = {
+            name: unpacked(item) if name in PACKED else item
+            for name, item in value.items()
+            if name not in ("after", "shared")
+        }
         if "after" in value:
             if value["after"] >= len(turns):
                 raise ValueError("a turn continues one that does not stand before it")
             earlier = turns[value["after"]]
-            changed["prompt_ids"] = TokenIds.of(earlier.prompt_ids).extended([*earlier.completion_ids, *changed["prompt_ids"]])
+            changed["prompt_ids"] = TokenIds.of(earlier.prompt_ids).extended(
+                [*earlier.completion_ids, *changed["prompt_ids"]]
+            )
         else:
             shared = turns[-1].prompt_ids[: value["shared"]] if "shared" in value else []
             changed["prompt_ids"] = TokenIds([*shared, *changed["prompt_ids"]])
-        if len(changed["logprobs"]) != len(changed["completion_ids"]) or not all(isinstance(t, int) for t in changed["completion_ids"]):
+        if len(changed["logprobs"]) != len(changed["completion_ids"]) or not all(
+            isinstance(t, int) for t in changed["completion_ids"]
+        ):
             raise ValueError("a turn has other than one log-probability for each token")
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

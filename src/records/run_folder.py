@@ -32,7 +32,18 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 # A run that continues under another value of these would not be the same run.
-IDENTITY = ("model_name", "lora_rank", "env", "tasks_dir", "seed", "batch_size", "group_size", "eval_split", "eval_tasks", "task_sampling")
+IDENTITY = (
+    "model_name",
+    "lora_rank",
+    "env",
+    "tasks_dir",
+    "seed",
+    "batch_size",
+    "group_size",
+    "eval_split",
+    "eval_tasks",
+    "task_sampling",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +55,9 @@ class RunFolder:
 
     def at_last_checkpoint(self) -> RunFolder:
         """The same run, to be taken up again."""
-        return RunFolder(path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True)
+        return RunFolder(
+            path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
+        )
 
     def create(self, config: TrainerConfig) -> None:
         """The folder with its config.json, emptied if that was asked for."""
@@ -77,14 +90,20 @@ def held(path: Path) -> Iterator[None]:
         lock = path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK) else path / ".lock"
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; give another log_path or logs_dir") from error
+        raise StorageError(
+            f"cannot write {error.filename}: {error.strerror}; give another log_path or logs_dir"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"log_path {path} is in use by a run that lives; stop it first, or give another log_path") from error
+            raise ConfigError(
+                f"log_path {path} is in use by a run that lives; stop it first, or give another log_path"
+            ) from error
         except OSError as error:
-            logger.warning("%s: no lock can be taken there (%s); start no second trainer on this run", path, error)
+            logger.warning(
+                "%s: no lock can be taken there (%s); start no second trainer on this run", path, error
+            )
         yield
     finally:
         os.close(descriptor)
@@ -107,7 +126,9 @@ def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
     if behavior == "resume":
         _check_same_run(path, config)
         return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
-    raise ConfigError(f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path")
+    raise ConfigError(
+        f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path"
+    )
 
 
 def _ask(path: Path) -> str:
@@ -126,7 +147,9 @@ def _check_same_run(path: Path, config: TrainerConfig) -> None:
             raise ConfigError(
                 f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with its own value, or give another log_path"
             )
-    if _is_ahead(before) and not _is_ahead(now):  # its steps have learned from groups of later ones, and left some of their own
+    if _is_ahead(before) and not _is_ahead(
+        now
+    ):  # its steps have learned from groups of later ones, and left some of their own
         raise ConfigError(
             f"the run in {path} takes groups as they end; resume it with max_staleness=1 or stream_groups=true, or give another log_path"
         )

@@ -52,7 +52,9 @@ class TrackingSettings:
 class RunLog:
     """Appends to `metrics.jsonl`, one object with `step` per call."""
 
-    def __init__(self, path: Path, wandb_run: wandb.Run | None = None, trackio_run: TrackioRun | None = None) -> None:
+    def __init__(
+        self, path: Path, wandb_run: wandb.Run | None = None, trackio_run: TrackioRun | None = None
+    ) -> None:
         self._path = path
         self._wandb_run = wandb_run
         self._trackio_run = trackio_run
@@ -69,33 +71,50 @@ class RunLog:
         one."""
         is_sent_perhaps = not metrics
         before = next((record for record in records(self._path) if record["step"] == step), {})
-        metrics = with_aliases({name: value for name, value in before.items() if name != "step"} | dict(metrics))
+        metrics = with_aliases(
+            {name: value for name, value in before.items() if name != "step"} | dict(metrics)
+        )
         kept = [record for record in records(self._path) if record["step"] < step]
-        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in [*kept, {"step": step, **finite(metrics)}]))
+        replace_text(
+            self._path,
+            "".join(json.dumps(record) + "\n" for record in [*kept, {"step": step, **finite(metrics)}]),
+        )
         self._send(step, metrics, is_sent_perhaps=is_sent_perhaps)
 
     def _send(self, step: int, metrics: Mapping[str, float], *, is_sent_perhaps: bool = False) -> None:
         """wandb ignores a step that it has; trackio would have it twice."""
         if self._wandb_run is not None:
-            self._wandb_run.log({name: value for name, value in metrics.items() if value is not None}, step=step, commit=True)
+            self._wandb_run.log(
+                {name: value for name, value in metrics.items() if value is not None}, step=step, commit=True
+            )
         if self._trackio_run is not None and not is_sent_perhaps:
-            self._trackio_run.log({name: value for name, value in finite(metrics).items() if value is not None}, step=step)
+            self._trackio_run.log(
+                {name: value for name, value in finite(metrics).items() if value is not None}, step=step
+            )
 
     def forget_from(self, step: int) -> None:
         """Steps from this one on are about to be repeated and leave metrics.jsonl, with a last line that a crash cut. wandb keeps the
         first value it was given."""
         if self._path.exists():
-            replace_text(self._path, "".join(json.dumps(record) + "\n" for record in records(self._path) if record["step"] < step))
+            replace_text(
+                self._path,
+                "".join(json.dumps(record) + "\n" for record in records(self._path) if record["step"] < step),
+            )
 
 
 @contextmanager
-def open_run_log(log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]) -> Iterator[RunLog]:
+def open_run_log(
+    log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]
+) -> Iterator[RunLog]:
     """The log of the run in `log_path`, new or continued. What it opens it finishes, once."""
     with ExitStack() as stack:
         wandb_run = trackio_run = None
         if settings.wandb_project is not None:
             wandb_run = _wandb_run(
-                log_path, project=project_name(settings.wandb_project, is_judged=settings.taxonomy_feedback), name=name, config=config
+                log_path,
+                project=project_name(settings.wandb_project, is_judged=settings.taxonomy_feedback),
+                name=name,
+                config=config,
             )
             stack.callback(finish, wandb_run, "wandb", "`wandb sync` sends the rest")
         if settings.trackio_project is not None:
@@ -124,7 +143,9 @@ def project_name(project: str, *, is_judged: bool) -> str:
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no NaN."""
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
+    return {
+        name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+    }
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -155,7 +176,9 @@ def is_wall_clock(name: str) -> bool:
     [True, True, False]
     """
     name = name.removeprefix("test/")
-    if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith("_duration"):
+    if name.startswith(("time/", "timing/", "throughput/", "generate/trajectory_time_")) or name.endswith(
+        "_duration"
+    ):
         return True
     return name.startswith(("environment/", "env/")) and name.endswith("_s")
 
@@ -166,7 +189,9 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE
-    if not id_file.exists():  # named before it begins, so that a run killed at any moment goes on under the same id
+    if (
+        not id_file.exists()
+    ):  # named before it begins, so that a run killed at any moment goes on under the same id
         replace_text(id_file, secrets.token_hex(4) + "\n")
     try:
         return wandb.init(
@@ -180,7 +205,9 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
         )
     except wandb.Error as error:
         first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or wandb_project=None") from error
+        raise ConfigError(
+            f"wandb: {first_line}; log in with `wandb login`, set WANDB_MODE=offline, or wandb_project=None"
+        ) from error
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
@@ -188,9 +215,13 @@ def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
-        raise ConfigError("trackio_project needs the package trackio: run scripts/setup.sh trackio, or drop trackio_project") from error
+        raise ConfigError(
+            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or drop trackio_project"
+        ) from error
     name_file = log_path / TRACKIO_NAME_FILE
     if not name_file.exists():
         replace_text(name_file, name + "\n")
     with redirect_stdout(io.StringIO()):  # it greets at length
-        return trackio.init(project=project, name=read_word(name_file), config=dict(config), resume="allow", embed=False)
+        return trackio.init(
+            project=project, name=read_word(name_file), config=dict(config), resume="allow", embed=False
+        )

@@ -14,7 +14,13 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.envs.base import TaskSource
 from src.learning import curriculum
 from src.learning.curriculum import CurriculumSettings, curriculum_metrics
-from src.learning.dynamic_sampling import DynamicSamplingSettings, Sampled, refill, sample_groups, sampling_metrics
+from src.learning.dynamic_sampling import (
+    DynamicSamplingSettings,
+    Sampled,
+    refill,
+    sample_groups,
+    sampling_metrics,
+)
 from src.learning.filters import FilterSettings
 from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
@@ -97,12 +103,16 @@ class StepGroups:
         """What the steps to come need to know of the one gone by."""
         if self._settings.curriculum.task_sampling == "uniform":
             return to_record(self._faults)
-        return to_record(self._faults) | {"curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)}
+        return to_record(self._faults) | {
+            "curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)
+        }
 
     async def gather(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """The groups of one step. Where they are played ahead, `on_group` hears of each as it comes."""
         self._num_groups_before = self._curriculum.num_groups
-        gathered = await (self._take(batch, on_group) if self._settings.pipeline.is_ahead else self._sample(batch))
+        gathered = await (
+            self._take(batch, on_group) if self._settings.pipeline.is_ahead else self._sample(batch)
+        )
         gathered.metrics["tasks/quarantined"] = float(len(self._faults.quarantined))
         return gathered
 
@@ -111,7 +121,9 @@ class StepGroups:
         settings = self._settings.pipeline
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
         left = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
-        return Pipeline(left, self._play_ahead, settings, is_left_out=lambda task: task.id in self._faults.quarantined)
+        return Pipeline(
+            left, self._play_ahead, settings, is_left_out=lambda task: task.id in self._faults.quarantined
+        )
 
     async def _sample(self, batch: Batch) -> StepBatch:
         """Plays the step's own tasks."""
@@ -122,10 +134,15 @@ class StepGroups:
         self._journal.begun(batch.step, [(batch.step, task.id) for task in scheduled])
         play = partial(self._play, batch, num_retries)
         refills = partial(self._refills, batch)
-        state = await sample_groups(play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step)
+        state = await sample_groups(
+            play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step
+        )
         metrics = sampling_metrics(state, settings.dynamic_sampling)
         metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
-        metrics |= {"trials/retries": float(sum(num_retries)), "groups/quarantined": float(len(scheduled) - len(tasks))}
+        metrics |= {
+            "trials/retries": float(sum(num_retries)),
+            "groups/quarantined": float(len(scheduled) - len(tasks)),
+        }
         return StepBatch(played=state.played, to_learn=state.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
@@ -147,7 +164,9 @@ class StepGroups:
                 take(finished)
         else:
             for _ in batch.tasks:
-                if (ended := await self._watchdog.guard(self._pipeline.take(batch.step), f"playing {title}")) is None:
+                if (
+                    ended := await self._watchdog.guard(self._pipeline.take(batch.step), f"playing {title}")
+                ) is None:
                     break
                 take(ended)
         groups = [finished.group for finished in taken]
@@ -156,7 +175,10 @@ class StepGroups:
         self._journal.begun(batch.step, [(group.step, group.task.id) for group in groups])
         self._reckon(groups, self._plan_ahead(batch.step)[0])
         num_retries = sum(finished.num_retries for finished in taken)
-        metrics |= {"trials/retries": float(num_retries), "groups/quarantined": float(len(batch.tasks) - len(groups))}
+        metrics |= {
+            "trials/retries": float(num_retries),
+            "groups/quarantined": float(len(batch.tasks) - len(groups)),
+        }
         return StepBatch(played=groups, to_learn=groups, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
@@ -169,7 +191,9 @@ class StepGroups:
 
     async def _play_ahead(self, scheduled: Scheduled) -> TimedGroup:
         plan, kept = self._plan_ahead(scheduled.step)
-        own = {place: kept.pop(place) for place in [*kept] if place.task == scheduled.task.id}  # a run of many steps keeps none of them
+        own = {
+            place: kept.pop(place) for place in [*kept] if place.task == scheduled.task.id
+        }  # a run of many steps keeps none of them
         return await self._rollouts.group(scheduled.task, self._policy, plan, own)
 
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
@@ -194,7 +218,9 @@ class StepGroups:
         settings = self._settings.curriculum
         if settings.task_sampling == "uniform":
             return batch.tasks
-        return self._curriculum.choose(self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0)
+        return self._curriculum.choose(
+            self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0
+        )
 
     def _refills(self, batch: Batch, state: Sampled, num_wanted: int) -> Sequence[Task]:
         """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
@@ -204,12 +230,16 @@ class StepGroups:
             return refill(tasks, num_wanted, seed=settings.seed, **place)
         played, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
         others = [task for task in tasks if task.id not in played]
-        return self._curriculum.choose(others if len(others) >= num_missing else tasks, num_missing, settings, **place)
+        return self._curriculum.choose(
+            others if len(others) >= num_missing else tasks, num_missing, settings, **place
+        )
 
     def _playable(self) -> list[Task]:
         return [task for task in self._source.train if task.id not in self._faults.quarantined]
 
-    async def _play(self, batch: Batch, num_retries: list[int], tasks: Sequence[Task], attempt: int) -> list[TrajectoryGroup]:
+    async def _play(
+        self, batch: Batch, num_retries: list[int], tasks: Sequence[Task], attempt: int
+    ) -> list[TrajectoryGroup]:
         """The groups of the step's tasks, or of its nth refill, whose losses have been reckoned with. Retries go into `num_retries`."""
         settings = self._settings
         purpose = f"refill-{attempt}" if attempt else "step"
@@ -221,7 +251,9 @@ class StepGroups:
             num_retries.append(finished.num_retries)
             self._display.group(finished)
 
-        groups = await self._watchdog.guard(self._rollouts.play(tasks, self._policy, plan, on_group), f"playing {title}")
+        groups = await self._watchdog.guard(
+            self._rollouts.play(tasks, self._policy, plan, on_group), f"playing {title}"
+        )
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
         self._reckon(groups, plan)
         return groups
@@ -229,7 +261,9 @@ class StepGroups:
     def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """What the batch's losses say. RubbleError when training on what is left would teach nothing, or the wrong thing."""
         settings, before = self._settings.faults, self._faults
-        if len({group.task.id for group in groups}) > 1:  # a single task may be at fault itself, and is quarantined then
+        if (
+            len({group.task.id for group in groups}) > 1
+        ):  # a single task may be at fault itself, and is quarantined then
             require_some_graded(groups, plan)
         self._faults = before.after(groups, settings)
         self._curriculum = self._curriculum.after(groups)
@@ -239,6 +273,8 @@ class StepGroups:
             if task not in before.quarantined:
                 self._journal.quarantined(plan.step, task, cause)
                 num_groups = self._faults.strikes[task]
-                self._display.say(f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})")
+                self._display.say(
+                    f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})"
+                )
         if all(task.id in self._faults.quarantined for task in self._source.train):
             raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")

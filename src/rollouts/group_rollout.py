@@ -68,7 +68,13 @@ class Rollouts:
     A `judge` has its say on training episodes alone.
     """
 
-    def __init__(self, source: TaskSource, settings: RolloutSettings, finished: FinishedRollouts, judge: Judge | None = None) -> None:
+    def __init__(
+        self,
+        source: TaskSource,
+        settings: RolloutSettings,
+        finished: FinishedRollouts,
+        judge: Judge | None = None,
+    ) -> None:
         self._source = source
         self._judge = judge
         self._settings = settings
@@ -100,17 +106,26 @@ class Rollouts:
                 async with asyncio.timeout(self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S):
                     self._floors[task.id] = await self._source.floor(task)
             except Exception as error:  # the border of a trial
-                logger.warning("%s: what doing nothing earns could not be measured: %s: %s", task.id, type(error).__name__, error)
+                logger.warning(
+                    "%s: what doing nothing earns could not be measured: %s: %s",
+                    task.id,
+                    type(error).__name__,
+                    error,
+                )
                 self._floors[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
         """What is on disk of the batch already."""
         return self._finished.load(plan.purpose, plan.step)
 
-    async def group(self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[RolloutKey, FinishedRollout]) -> TimedGroup:
+    async def group(
+        self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[RolloutKey, FinishedRollout]
+    ) -> TimedGroup:
         """The group of one of the plan's tasks; what is in `kept` is not played again."""
         started: list[float] = []
-        rollouts = await _all(self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size))
+        rollouts = await _all(
+            self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size)
+        )
         finished = TrajectoryGroup(
             task=task,
             trajectories=[rollout.result for rollout in rollouts if isinstance(rollout.result, Trajectory)],
@@ -122,7 +137,13 @@ class Rollouts:
         return TimedGroup(group=finished, duration_s=duration_s, num_retries=num_retries)
 
     async def _member(
-        self, task: Task, policy: Policy, plan: RolloutPlan, member: int, kept: Mapping[RolloutKey, FinishedRollout], started: list[float]
+        self,
+        task: Task,
+        policy: Policy,
+        plan: RolloutPlan,
+        member: int,
+        kept: Mapping[RolloutKey, FinishedRollout],
+        started: list[float],
     ) -> FinishedRollout:
         """One rollout: from disk, or played until it is graded, fails for good, or has used up its tries. The seed stays the same."""
         settings = self._settings
@@ -137,10 +158,20 @@ class Rollouts:
                 started.append(time.monotonic())
                 self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
                 result = await self._trial(task, policy, plan, seed, member)
-            if isinstance(result, Trajectory) or result.kind not in INFRASTRUCTURE or attempts >= settings.trial_attempts:
+            if (
+                isinstance(result, Trajectory)
+                or result.kind not in INFRASTRUCTURE
+                or attempts >= settings.trial_attempts
+            ):
                 break
             wait_s = back_off(settings.retry_wait_sec, attempts, seed)
-            logger.warning("%s: trial lost (%s: %s); trying again in %.1f s", task.id, result.kind, result.message, wait_s)
+            logger.warning(
+                "%s: trial lost (%s: %s); trying again in %.1f s",
+                task.id,
+                result.kind,
+                result.message,
+                wait_s,
+            )
             await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
@@ -150,9 +181,13 @@ class Rollouts:
         self._finished.add(place, rollout)
         return rollout
 
-    async def _trial(self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int) -> Trajectory | TrialFailure:
+    async def _trial(
+        self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
+    ) -> Trajectory | TrialFailure:
         deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
-        trial = self._source.trial(task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member)
+        trial = self._source.trial(
+            task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
+        )
         playing = asyncio.ensure_future(trial.run(policy))
         try:
             await asyncio.wait({playing}, timeout=deadline_s)
@@ -161,16 +196,22 @@ class Rollouts:
                 slow = trial.expired() if isinstance(trial, Expiring) else None
                 if slow is None:
                     return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
-                logger.warning("%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message)
+                logger.warning(
+                    "%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message
+                )
                 return slow
             if playing.cancelled():  # by what it awaited: nobody stops the run
-                return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside")
+                return TrialFailure(
+                    task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside"
+                )
             return playing.result()
         except BackendError as error:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
             logger.exception("%s: the trial broke", task.id)
-            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}")
+            return TrialFailure(
+                task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}"
+            )
         finally:
             await _ended(playing, task)
 
@@ -181,7 +222,11 @@ async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task)
         playing.cancel()
         await asyncio.wait({playing}, timeout=CLEANING_S)
         if not playing.done():
-            logger.error("%s: a cancelled trial still runs after %g s; its sandbox goes with this process", task.id, CLEANING_S)
+            logger.error(
+                "%s: a cancelled trial still runs after %g s; its sandbox goes with this process",
+                task.id,
+                CLEANING_S,
+            )
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:

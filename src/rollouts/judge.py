@@ -82,7 +82,9 @@ class Judge:
 
     async def judged(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its bonus, its reward as it was. Never raises but for cancellation."""
-        key = hashlib.sha256(f"{self._endpoint.model}\n{transcript(trajectory.conversation)}".encode()).hexdigest()
+        key = hashlib.sha256(
+            f"{self._endpoint.model}\n{transcript(trajectory.conversation)}".encode()
+        ).hexdigest()
         asked = self._verdicts.get(key)
         if asked is None or asked.cancelled():
             asked = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
@@ -113,7 +115,10 @@ class Judge:
             logger.warning("the judge did not answer: %s", error)
             return Verdict(failures=None)
         settings = self._settings
-        prices = (reply.num_prompt_tokens * settings.judge_prompt_price, reply.num_completion_tokens * settings.judge_completion_price)
+        prices = (
+            reply.num_prompt_tokens * settings.judge_prompt_price,
+            reply.num_completion_tokens * settings.judge_completion_price,
+        )
         failures = failures_in(reply.text)
         if failures is None:
             logger.warning("the judge's answer is not %d booleans: %.200r", len(MODES), reply.text)
@@ -132,7 +137,11 @@ def failures_in(answer: str) -> frozenset[str] | None:
         found = json.loads(answer, object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.keys() != MODES.keys() or not all(type(value) is bool for value in found.values()):
+    if (
+        not isinstance(found, dict)
+        or found.keys() != MODES.keys()
+        or not all(type(value) is bool for value in found.values())
+    ):
         return None
     return frozenset(name for name, value in found.items() if value)
 
@@ -148,7 +157,9 @@ def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
 
 def transcript(conversation: Sequence[Message]) -> str:
     """The conversation in JSON lines, calls and tool results included. What the agent may write cannot look like another speaker."""
-    return "\n".join(json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation)
+    return "\n".join(
+        json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation
+    )
 
 
 def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:

@@ -34,7 +34,9 @@ class ScheduleSettings:
     n_epochs: int
     max_steps: int | None
     seed: int
-    domain_shares: Mapping[str, float] = field(default_factory=dict)  # of each domain in a batch; none: every task once per epoch
+    domain_shares: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of each domain in a batch; none: every task once per epoch
 
 
 def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
@@ -50,13 +52,18 @@ def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
             break
         order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
         for start in range(0, len(order), settings.batch_size):
-            batches.append(Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size]))
+            batches.append(
+                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size])
+            )
     return batches[: settings.max_steps]
 
 
 def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
     """As many full batches as there would be, each domain with its share of all places; its tasks come round in epochs of its own."""
-    domains = {domain: [task for task in tasks if task.domain == domain] for domain in sorted({task.domain for task in tasks})}
+    domains = {
+        domain: [task for task in tasks if task.domain == domain]
+        for domain in sorted({task.domain for task in tasks})
+    }
     require_shares(domains, settings)
     waiting: dict[str, list[Task]] = {domain: [] for domain in domains}
     taken: Counter[str] = Counter()
@@ -94,7 +101,9 @@ def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSett
     for domain, own in domains.items():
         wanted = settings.domain_shares[domain] * settings.batch_size
         if len(own) < wanted:
-            raise ConfigError(f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower one of them")
+            raise ConfigError(
+                f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower one of them"
+            )
 
 
 def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
@@ -188,7 +197,10 @@ class Pipeline:
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        return {"async/groups_in_flight": float(len(self._rolling)), "async/groups_waiting": float(len(self._waiting))}
+        return {
+            "async/groups_in_flight": float(len(self._rolling)),
+            "async/groups_waiting": float(len(self._waiting)),
+        }
 
     def _admit(self) -> None:
         while self._ahead and len(self._rolling) < self._room():
@@ -213,7 +225,9 @@ class Pipeline:
         if self._update_s is None:
             num_fresh = (settings.max_staleness + 1) * settings.batch_size - self._num_taken
         else:
-            updates_meanwhile = int(statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2)
+            updates_meanwhile = int(
+                statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2
+            )
             num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
         return min(limit, num_fresh - len(self._waiting))
 

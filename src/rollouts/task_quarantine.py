@@ -34,7 +34,9 @@ class Lost:
 class FaultState:
     """What the steps so far say. Part of every checkpoint."""
 
-    strikes: Mapping[str, int] = field(default_factory=dict)  # by task: groups in a row without one graded trial
+    strikes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by task: groups in a row without one graded trial
     quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> its commonest cause
     recent: Sequence[Lost] = ()  # the latest groups, oldest first
 
@@ -42,7 +44,9 @@ class FaultState:
         """The state once `groups` have been reckoned with."""
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         for group in groups:
-            causes = Counter(failure.kind for failure in group.failures if failure.kind is not FailureKind.AGENT)
+            causes = Counter(
+                failure.kind for failure in group.failures if failure.kind is not FailureKind.AGENT
+            )
             if group.trajectories or not causes:
                 strikes.pop(group.task.id, None)
                 continue
@@ -50,7 +54,9 @@ class FaultState:
             if settings.quarantine_after and strikes[group.task.id] >= settings.quarantine_after:
                 quarantined[group.task.id] = str(causes.most_common(1)[0][0])
         recent = [*self.recent, *map(lost_in, groups)]
-        return replace(self, strikes=strikes, quarantined=quarantined, recent=recent[-max(FEWEST_GROUPS, len(groups)) :])
+        return replace(
+            self, strikes=strikes, quarantined=quarantined, recent=recent[-max(FEWEST_GROUPS, len(groups)) :]
+        )
 
     def is_rubble(self, settings: FaultSettings) -> bool:
         """Whether more of the latest trials were lost than the run may bear."""
@@ -65,12 +71,16 @@ def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], settings: Fa
     for lost in state.recent:
         causes.update(lost.causes)
     commonest = causes.most_common(1)[0][0]
-    examples = (failure.message for group in groups for failure in group.failures if failure.kind == commonest)
+    examples = (
+        failure.message for group in groups for failure in group.failures if failure.kind == commonest
+    )
     example = (next(examples, "").splitlines() or [""])[0]
     shares = ", ".join(f"{count} by {cause}" for cause, count in causes.most_common())
     return (
         f"{causes.total()} of the last {sum(lost.trials for lost in state.recent)} trials could not be graded, more than "
-        f"max_failure_rate={settings.max_failure_rate:g}: {shares}" + (f"; e.g. {example}" if example else "") + "; mend that and resume"
+        f"max_failure_rate={settings.max_failure_rate:g}: {shares}"
+        + (f"; e.g. {example}" if example else "")
+        + "; mend that and resume"
     )
 
 
@@ -87,4 +97,6 @@ def to_record(state: FaultState) -> dict[str, object]:
 def from_record(record: Mapping[str, Any]) -> FaultState:
     """The inverse; an empty record is a run's beginning."""
     recent = [Lost(trials=lost["trials"], causes=lost["causes"]) for lost in record.get("recent", [])]
-    return FaultState(strikes=record.get("strikes", {}), quarantined=record.get("quarantined", {}), recent=recent)
+    return FaultState(
+        strikes=record.get("strikes", {}), quarantined=record.get("quarantined", {}), recent=recent
+    )

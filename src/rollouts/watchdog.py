@@ -61,7 +61,9 @@ class Watchdog:
 
 
 @asynccontextmanager
-async def watching(check: Callable[[], Awaitable[None]], settings: WatchdogSettings) -> AsyncIterator[Watchdog]:
+async def watching(
+    check: Callable[[], Awaitable[None]], settings: WatchdogSettings
+) -> AsyncIterator[Watchdog]:
     """A watchdog that probes with `check` while the block runs. `check` raises BackendError, or ServerLost when waiting has no point."""
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     probing = asyncio.create_task(_probe(check, settings, lost))
@@ -73,9 +75,13 @@ async def watching(check: Callable[[], Awaitable[None]], settings: WatchdogSetti
         lost.cancel()
 
 
-async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
+async def _probe(
+    check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]
+) -> None:
     now = asyncio.get_running_loop().time
-    failing_since: float | None = None  # not "since the last answer": this process itself may have been held up
+    failing_since: float | None = (
+        None  # not "since the last answer": this process itself may have been held up
+    )
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, settings.server_timeout_sec / 4))
         asked = now()
@@ -89,7 +95,9 @@ async def _probe(check: Callable[[], Awaitable[None]], settings: WatchdogSetting
             silent_s = now() - failing_since
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
             if silent_s >= settings.server_timeout_sec:
-                lost.set_result(f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})")
+                lost.set_result(
+                    f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})"
+                )
 
 
 class WatchedPolicy(Policy):
@@ -100,8 +108,18 @@ class WatchedPolicy(Policy):
         self._policy = policy
         self._watchdog = watchdog
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-        call = self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
+        call = self._policy.sample(
+            prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+        )
         return await self._watchdog.answer(call, "sampling")
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:

@@ -40,10 +40,18 @@ class BanditTrainingClient:
         logprobs = log_softmax(self.logits)
         targets = [datum.loss_fn_inputs["target_tokens"].to_numpy() for datum in data]
         outputs = [
-            {"logprobs": tinker.TensorData.from_numpy(np.array([logprobs[t] if t < VOCAB else 0.0 for t in row], dtype=np.float32))}
+            {
+                "logprobs": tinker.TensorData.from_numpy(
+                    np.array([logprobs[t] if t < VOCAB else 0.0 for t in row], dtype=np.float32)
+                )
+            }
             for row in targets
         ]
-        return Ready(tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={}))
+        return Ready(
+            tinker.ForwardBackwardOutput(
+                loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={}
+            )
+        )
 
     def forward_backward(self, data, loss_fn, loss_fn_config=None):
         self.events.append("forward_backward")
@@ -54,13 +62,19 @@ class BanditTrainingClient:
             targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
             advantages = datum.loss_fn_inputs["advantages"].to_numpy()
             sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
-            values = np.array([logprobs[token] if token < VOCAB else 0.0 for token in targets], dtype=np.float32)
+            values = np.array(
+                [logprobs[token] if token < VOCAB else 0.0 for token in targets], dtype=np.float32
+            )
             for token, advantage, ratio in zip(targets, advantages, np.exp(values - sampled), strict=True):
                 if advantage:
                     self.gradient += advantage * ratio * (np.eye(VOCAB)[token] - np.exp(logprobs))
                     loss -= advantage * ratio
             outputs.append({"logprobs": tinker.TensorData.from_numpy(values)})
-        return Ready(tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": loss}))
+        return Ready(
+            tinker.ForwardBackwardOutput(
+                loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": loss}
+            )
+        )
 
     def optim_step(self, adam):
         self.events.append("optim_step")
@@ -86,7 +100,9 @@ class BanditSampler:
 
     def compute_logprobs(self, prompt):
         logprobs = log_softmax(self.logits)
-        return Ready([None, *(float(logprobs[token]) if token < VOCAB else -1.0 for token in prompt.to_ints()[1:])])
+        return Ready(
+            [None, *(float(logprobs[token]) if token < VOCAB else -1.0 for token in prompt.to_ints()[1:])]
+        )
 
 
 class BanditBackend:
@@ -109,7 +125,9 @@ class BanditBackend:
 
     async def save(self, name: str) -> SavedPaths:
         self.saved[name] = self.training_client.logits.copy()
-        return SavedPaths(state_path=f"tinker://run/weights/{name}", sampler_path=f"tinker://run/sampler_weights/{name}")
+        return SavedPaths(
+            state_path=f"tinker://run/weights/{name}", sampler_path=f"tinker://run/sampler_weights/{name}"
+        )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

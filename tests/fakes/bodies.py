@@ -17,21 +17,66 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
-from skyrl_tx_server.http.wire.requests import Limits, TrainRequest, parse_adam, parse_lora, parse_sample, parse_training_json
+from skyrl_tx_server.http.wire.requests import (
+    Limits,
+    TrainRequest,
+    parse_adam,
+    parse_lora,
+    parse_sample,
+    parse_training_json,
+)
 
 ROUTES = (
-    *("create_session", "session_heartbeat", "telemetry", "client/config", "get_info", "retrieve_future", "cancel_future"),
-    *("create_model", "unload_model", "forward", "forward_backward", "optim_step", "create_sampling_session", "asample"),
-    *("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "weights_info", "copy_weights"),
+    *(
+        "create_session",
+        "session_heartbeat",
+        "telemetry",
+        "client/config",
+        "get_info",
+        "retrieve_future",
+        "cancel_future",
+    ),
+    *(
+        "create_model",
+        "unload_model",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "create_sampling_session",
+        "asample",
+    ),
+    *(
+        "save_weights",
+        "save_weights_for_sampler",
+        "save_weights_external",
+        "load_weights",
+        "weights_info",
+        "copy_weights",
+    ),
 )
 """What is posted to below /api/v1."""
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
-SPARSE = {"data": [5, 6], "dtype": "int64", "shape": [3, 4], "sparse_crow_indices": [0, 1, 1, 2], "sparse_col_indices": [3, 0]}
+SPARSE = {
+    "data": [5, 6],
+    "dtype": "int64",
+    "shape": [3, 4],
+    "sparse_crow_indices": [0, 1, 1, 2],
+    "sparse_col_indices": [3, 0],
+}
 TEXT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATA = [
-    {"model_input": TEXT, "loss_fn_inputs": {"target_tokens": TENSOR, "weights": {"data": [0.0, 1.0, 0.5], "dtype": "float32"}}},
-    {"model_input": TEXT, "loss_fn_inputs": {"target_tokens": SPARSE, "weights": SPARSE | {"data": [0.5, 1.0], "dtype": "float32"}}},
+    {
+        "model_input": TEXT,
+        "loss_fn_inputs": {"target_tokens": TENSOR, "weights": {"data": [0.0, 1.0, 0.5], "dtype": "float32"}},
+    },
+    {
+        "model_input": TEXT,
+        "loss_fn_inputs": {
+            "target_tokens": SPARSE,
+            "weights": SPARSE | {"data": [0.5, 1.0], "dtype": "float32"},
+        },
+    },
 ]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -50,15 +95,32 @@ VALID: dict[str, object] = {
         "prompt_logprobs_last_n": 1,
         "topk_prompt_logprobs": 2,
         "target_prompt_logprobs": SPARSE | {"shape": [2, 4], "sparse_crow_indices": [0, 1, 2]},
-        "sampling_params": {"max_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 1, "stop": ["a"]},
+        "sampling_params": {
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "top_k": 5,
+            "top_p": 0.9,
+            "seed": 1,
+            "stop": ["a"],
+        },
     },
     "optim_step": {
-        "adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
+        "adam_params": {
+            "learning_rate": 1e-3,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "grad_clip_norm": 1.0,
+        }
     },
     "lora_config": {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False},
     "chat": {
         "model": "m",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "tool_calls": [CALL]}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "tool_calls": [CALL]},
+        ],
         "tools": [TOOL],
         "max_tokens": 3,
         "temperature": 0.5,
@@ -70,7 +132,15 @@ VALID: dict[str, object] = {
         "logit_bias": {},
         "response_format": {"type": "text"},
     },
-    "completion": {"model": "m", "prompt": [[1, 2], "text"], "max_tokens": 3, "n": 2, "logprobs": 0, "stop_token_ids": [3], "top_k": 4},
+    "completion": {
+        "model": "m",
+        "prompt": [[1, 2], "text"],
+        "max_tokens": 3,
+        "n": 2,
+        "logprobs": 0,
+        "stop_token_ids": [3],
+        "top_k": 4,
+    },
 }
 
 
@@ -83,8 +153,13 @@ def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
         dtype, kind = (pb.DTYPE_INT64, "<i8") if name == "target_tokens" else (pb.DTYPE_FLOAT32, "<f4")
         tensor = pb.Tensor(dtype=dtype, shape=[3, 4] if sparse else [3])
         if sparse:
-            crow_indices, col_indices = np.array([0, 1, 1, 2], "<i8").tobytes(), np.array([3, 0], "<i8").tobytes()
-            csr = pb.SparseCsr(values=np.array([1, 2], kind).tobytes(), crow_indices=crow_indices, col_indices=col_indices)
+            crow_indices, col_indices = (
+                np.array([0, 1, 1, 2], "<i8").tobytes(),
+                np.array([3, 0], "<i8").tobytes(),
+            )
+            csr = pb.SparseCsr(
+                values=np.array([1, 2], kind).tobytes(), crow_indices=crow_indices, col_indices=col_indices
+            )
             tensor.sparse_csr.CopyFrom(csr)
         else:
             tensor.dense = np.array([1, 2, 3], kind).tobytes()
@@ -107,10 +182,14 @@ PARSERS: dict[str, Callable[[object], object]] = {
     "completion": lambda body: parse_completion(body, LIMITS),
 }
 
-numbers = st.one_of(st.integers(-3, 70), st.integers(), st.sampled_from((2**31, 2**63, -(2**63) - 1, 2**200)), st.floats())
+numbers = st.one_of(
+    st.integers(-3, 70), st.integers(), st.sampled_from((2**31, 2**63, -(2**63) - 1, 2**200)), st.floats()
+)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -131,7 +210,9 @@ def _changed(draw: st.DrawFn, value: object) -> object:
             case "removed":
                 return {key: entry for key, entry in value.items() if key != name}
             case "renamed":
-                return {draw(st.text(max_size=5)) if key == name else key: entry for key, entry in value.items()}
+                return {
+                    draw(st.text(max_size=5)) if key == name else key: entry for key, entry in value.items()
+                }
             case _:
                 return value | {name: _changed(draw, value[name])}
     if isinstance(value, list) and value and draw(st.integers(0, 5)):
@@ -143,19 +224,45 @@ def _changed(draw: st.DrawFn, value: object) -> object:
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
     """A ForwardBackwardRequest whose arrays fit together as often as not."""
-    arrays = st.one_of(st.just(np.array([1, 2, 3], "<i8").tobytes()), st.just(np.array([0, 1, 2], "<f4").tobytes()), st.binary(max_size=40))
-    request = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from(("m", ""))), seq_id=draw(st.integers(0, 2**31 - 1)))
+    arrays = st.one_of(
+        st.just(np.array([1, 2, 3], "<i8").tobytes()),
+        st.just(np.array([0, 1, 2], "<f4").tobytes()),
+        st.binary(max_size=40),
+    )
+    request = pb.ForwardBackwardRequest(
+        model_id=draw(st.sampled_from(("m", ""))), seq_id=draw(st.integers(0, 2**31 - 1))
+    )
     request.loss_fn = draw(st.sampled_from(("cross_entropy", "ppo", "gspo", "stable_reinforce", "")))
-    request.loss_fn_config.update(draw(st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1)))
+    request.loss_fn_config.update(
+        draw(st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1))
+    )
     for _ in range(draw(st.integers(0, 3))):
         datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = draw(st.one_of(st.just(np.array([1, 2, 3], "<i4").tobytes()), st.binary(max_size=20)))
-        for name in draw(st.sets(st.sampled_from(("target_tokens", "weights", "logprobs", "advantages", "sequence_ratio_mask", "x")))):
+        datum.model_input.add().encoded_text.tokens = draw(
+            st.one_of(st.just(np.array([1, 2, 3], "<i4").tobytes()), st.binary(max_size=20))
+        )
+        for name in draw(
+            st.sets(
+                st.sampled_from(
+                    ("target_tokens", "weights", "logprobs", "advantages", "sequence_ratio_mask", "x")
+                )
+            )
+        ):
             tensor = datum.loss_fn_inputs[name]
             tensor.dtype = draw(
-                st.sampled_from((pb.DTYPE_INT64, pb.DTYPE_FLOAT32, pb.DTYPE_INT32, pb.DTYPE_BFLOAT16, pb.DTYPE_UNSPECIFIED))
+                st.sampled_from(
+                    (
+                        pb.DTYPE_INT64,
+                        pb.DTYPE_FLOAT32,
+                        pb.DTYPE_INT32,
+                        pb.DTYPE_BFLOAT16,
+                        pb.DTYPE_UNSPECIFIED,
+                    )
+                )
             )
-            tensor.shape.extend(draw(st.one_of(st.just([]), st.just([3]), st.lists(st.integers(-2, 2**40), max_size=3))))
+            tensor.shape.extend(
+                draw(st.one_of(st.just([]), st.just([3]), st.lists(st.integers(-2, 2**40), max_size=3)))
+            )
             if draw(st.booleans()):
                 tensor.dense = draw(arrays)
             else:
@@ -193,6 +300,10 @@ def check_training(op: ForwardBackward) -> None:
     for datum in op.data:
         assert 0 < len(datum.tokens) == len(datum.target_tokens) <= LIMITS.max_context_length
         for ids in (datum.tokens, datum.target_tokens):
-            assert ids.dtype == np.int32 and ids.min(initial=0) >= 0 and ids.max(initial=0) < LIMITS.vocab_size
+            assert (
+                ids.dtype == np.int32 and ids.min(initial=0) >= 0 and ids.max(initial=0) < LIMITS.vocab_size
+            )
         for floats in (datum.weights, datum.logprobs, datum.advantages, datum.sequence_ratio_mask):
-            assert floats is None or (floats.dtype == np.float32 and np.isfinite(floats).all() and len(floats) == len(datum.tokens))
+            assert floats is None or (
+                floats.dtype == np.float32 and np.isfinite(floats).all() and len(floats) == len(datum.tokens)
+            )

@@ -77,10 +77,17 @@ class DiskBandit:
 
     async def save(self, name: str) -> SavedPaths:
         client = self.training_client
-        state = {"logits": client.logits.tolist(), "momentum": client.momentum.tolist(), "history": client.history}
+        state = {
+            "logits": client.logits.tolist(),
+            "momentum": client.momentum.tolist(),
+            "history": client.history,
+        }
         self._directory.mkdir(exist_ok=True)
         self._tick()
         (self._directory / f".{name}").write_text(json.dumps(state))
         (self._directory / f".{name}").replace(self._directory / name)
         self._tick()
-        return SavedPaths(state_path=f"tinker://bandit/weights/{name}", sampler_path=f"tinker://bandit/sampler_weights/{name}")
+        return SavedPaths(
+            state_path=f"tinker://bandit/weights/{name}",
+            sampler_path=f"tinker://bandit/sampler_weights/{name}",
+        )

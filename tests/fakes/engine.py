@@ -73,7 +73,9 @@ class FakeEngine:
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         self.submitted.append((tenant, op))
         return self._thread.submit(self._run, op)
 
@@ -113,14 +115,20 @@ class FakeEngine:
         self.models[op.model_id].steps += 1
         return OptimStepResult(metrics={"grad_norm": self.grad_norm})
 
-    def _write(self, path: str, model_id: str, user_metadata: dict[str, str], *, overwrite: bool = False) -> OpResult:
+    def _write(
+        self, path: str, model_id: str, user_metadata: dict[str, str], *, overwrite: bool = False
+    ) -> OpResult:
         model = self.models[model_id]
         arrays = {"steps": np.asarray([model.steps]), **FACTORS}
-        info = self._checkpoints.write(path, arrays, lora=model.lora, step=model.steps, user_metadata=user_metadata, overwrite=overwrite)
+        info = self._checkpoints.write(
+            path, arrays, lora=model.lora, step=model.steps, user_metadata=user_metadata, overwrite=overwrite
+        )
         return WeightsSaved(path=path, size_bytes=info.size_bytes)
 
     def _save(self, op: SaveWeights) -> OpResult:
-        return self._write(f"tinker://{op.model_id}/weights/{op.name}", op.model_id, op.user_metadata, overwrite=op.overwrite)
+        return self._write(
+            f"tinker://{op.model_id}/weights/{op.name}", op.model_id, op.user_metadata, overwrite=op.overwrite
+        )
 
     def _save_sampler(self, op: SaveSampler) -> OpResult:
         if is_on_disk(op.weights):

@@ -9,9 +9,16 @@ from src.envs.message_env import ResetResult, StepResult
 from src.policy.chat import Message
 
 
-def saying(*texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float) -> StepResult:
+def saying(
+    *texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float
+) -> StepResult:
     """An observation of one message per text."""
-    return StepResult(messages=[{"role": role, "content": text} for text in texts], reward=reward, is_done=is_done, metrics=metrics)
+    return StepResult(
+        messages=[{"role": role, "content": text} for text in texts],
+        reward=reward,
+        is_done=is_done,
+        metrics=metrics,
+    )
 
 
 def ending(reward: float = 1.0) -> StepResult:
@@ -45,7 +52,9 @@ class ScriptedEnv:
     async def start(self) -> ResetResult:
         if isinstance(self._opening, Exception):
             raise self._opening
-        messages = [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
+        messages = (
+            [{"role": "user", "content": self._opening}] if isinstance(self._opening, str) else self._opening
+        )
         return ResetResult(messages=messages, tools=self._tools, use_native_tool_calling=self._native)
 
     async def step(self, answer: str) -> StepResult:

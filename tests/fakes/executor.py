@@ -46,10 +46,14 @@ class FakeExecutor:
     num_slots: int = 4
     block: int = 2
     info: EngineInfo = field(
-        default_factory=lambda: EngineInfo(base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000)
+        default_factory=lambda: EngineInfo(
+            base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000
+        )
     )
     gate: threading.Event | None = None  # when set, nothing runs before the event is
-    errors: dict[str, Exception] = field(default_factory=dict)  # by entry of `log`: raised instead of running it
+    errors: dict[str, Exception] = field(
+        default_factory=dict
+    )  # by entry of `log`: raised instead of running it
     log: list[str] = field(default_factory=list)
     went_on: list[bool] = field(default_factory=list)  # by decode block
     threads: set[int] = field(default_factory=set)  # who called
@@ -79,7 +83,9 @@ class FakeExecutor:
                         yield
                     self._enter(f"forward_backward {model_id} {number}")
                 logprobs = tuple(np.full(len(datum.tokens), -1.0, np.float32) for datum in data)
-                return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": float(sum(len(datum.tokens) for datum in data))})
+                return ForwardBackwardResult(
+                    logprobs=logprobs, metrics={"loss:sum": float(sum(len(datum.tokens) for datum in data))}
+                )
             case OptimStep(model_id=model_id):
                 self._enter(f"optim {model_id}")
                 return OptimStepResult(metrics={"grad_norm": 1.0})
@@ -108,7 +114,9 @@ class FakeExecutor:
             return [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)]
         self._enter(f"admit {admit.op.weights} {admit.first} again")
         self._rows[admit.ticket, admit.first] = self._paused.pop((admit.ticket, admit.first))
-        return [PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())]
+        return [
+            PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
+        ]
 
     def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> PrefillResult:
         self._enter(f"admit {op.weights} {first}+{count}")
@@ -131,7 +139,9 @@ class FakeExecutor:
             self._rows.clear()
             self._paused.clear()
             raise
-        return any(sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values())
+        return any(
+            sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values()
+        )
 
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow]:
         self.went_on.append(go_on)
@@ -144,7 +154,9 @@ class FakeExecutor:
             del self._rows[ticket, index]
             tokens = (int(op.prompt[-1]) + 1 + np.arange(length)) % self.info.vocab_size
             sequence = SampledSequence(
-                tokens=tokens.astype(np.int32), logprobs=np.full(length, -1.0, np.float32), stop_reason=StopReason.LENGTH
+                tokens=tokens.astype(np.int32),
+                logprobs=np.full(length, -1.0, np.float32),
+                stop_reason=StopReason.LENGTH,
             )
             finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
         return finished
@@ -157,7 +169,11 @@ class FakeExecutor:
 
     def running(self, ticket: int) -> Sequence[RunningRow]:
         return [
-            RunningRow(index=index, tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)], logprobs=[-1.0] * sampled)
+            RunningRow(
+                index=index,
+                tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)],
+                logprobs=[-1.0] * sampled,
+            )
             for (of, index), (op, sampled) in {**self._rows, **self._paused}.items()
             if of == ticket
         ]

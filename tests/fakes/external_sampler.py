@@ -30,7 +30,11 @@ class NumpyQwen3:
 
     def __init__(self, model_dir: Path) -> None:
         self.config = json.loads((model_dir / "config.json").read_text())
-        self.base = {name: array.astype(np.float64) for path in model_dir.glob("*.safetensors") for name, array in load_file(path).items()}
+        self.base = {
+            name: array.astype(np.float64)
+            for path in model_dir.glob("*.safetensors")
+            for name, array in load_file(path).items()
+        }
         self.base.setdefault("lm_head.weight", self.base["model.embed_tokens.weight"])
 
     def with_adapter(self, directory: Path) -> Weights:
@@ -42,7 +46,9 @@ class NumpyQwen3:
             if name.endswith(".lora_A.weight"):
                 module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                 product = tensors[name.replace("lora_A", "lora_B")].astype(np.float64) @ tensors[name]
-                weights[f"{module}.weight"] = weights[f"{module}.weight"] + config["lora_alpha"] / config["r"] * product
+                weights[f"{module}.weight"] = (
+                    weights[f"{module}.weight"] + config["lora_alpha"] / config["r"] * product
+                )
         return weights
 
     def logprobs(self, weights: Weights, tokens: list[int]) -> np.ndarray:
@@ -54,7 +60,11 @@ class NumpyQwen3:
         cos, sin = np.cos(np.hstack([angles, angles]))[:, None], np.sin(np.hstack([angles, angles]))[:, None]
 
         def norm(x: np.ndarray, name: str) -> np.ndarray:
-            return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weights[f"{name}.weight"]
+            return (
+                x
+                / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
+                * weights[f"{name}.weight"]
+            )
 
         def rotate(x: np.ndarray) -> np.ndarray:
             left, right = np.split(x, 2, axis=-1)
@@ -62,7 +72,10 @@ class NumpyQwen3:
 
         for layer in (f"model.layers.{index}" for index in range(config["num_hidden_layers"])):
             x = norm(hidden, f"{layer}.input_layernorm")
-            q, k, v = ((x @ weights[f"{layer}.self_attn.{name}_proj.weight"].T).reshape(len(tokens), -1, width) for name in ("q", "k", "v"))
+            q, k, v = (
+                (x @ weights[f"{layer}.self_attn.{name}_proj.weight"].T).reshape(len(tokens), -1, width)
+                for name in ("q", "k", "v")
+            )
             q, k = rotate(norm(q, f"{layer}.self_attn.q_norm")), rotate(norm(k, f"{layer}.self_attn.k_norm"))
             k, v = (np.repeat(each, q.shape[1] // each.shape[1], axis=1) for each in (k, v))
             scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width)
@@ -73,7 +86,8 @@ class NumpyQwen3:
             gate = x @ weights[f"{layer}.mlp.gate_proj.weight"].T
             hidden = (
                 hidden
-                + (gate / (1 + np.exp(-gate)) * (x @ weights[f"{layer}.mlp.up_proj.weight"].T)) @ weights[f"{layer}.mlp.down_proj.weight"].T
+                + (gate / (1 + np.exp(-gate)) * (x @ weights[f"{layer}.mlp.up_proj.weight"].T))
+                @ weights[f"{layer}.mlp.down_proj.weight"].T
             )
         return _log_softmax(norm(hidden, "model.norm") @ weights["lm_head.weight"].T)
 
@@ -88,7 +102,14 @@ class Draw:
 class ExternalSampler:
     """Both dialects' routes; `kind` says as which of them it introduces itself. Every request is kept in `seen`."""
 
-    def __init__(self, model_dir: Path, *, name: str = "local/tiny", kind: str = "vllm", max_model_len: int | None = 600) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        name: str = "local/tiny",
+        kind: str = "vllm",
+        max_model_len: int | None = 600,
+    ) -> None:
         self.model = NumpyQwen3(model_dir)
         self.name, self.kind, self.max_model_len = name, kind, max_model_len
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -106,7 +127,10 @@ class ExternalSampler:
             assert self.changed.wait_for(true, timeout_s)
 
     def app(self) -> Starlette:
-        routes = [Route("/v1/models", self._models), Route("/v1/completions", self._completions, methods=["POST"])]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+        ]
         routes.append(Route("/generate", self._generate, methods=["POST"]))
         if self.loads_adapters:
             prefix = "/v1" if self.kind == "vllm" else ""
@@ -115,7 +139,15 @@ class ExternalSampler:
         return Starlette(routes=routes)
 
     async def _models(self, request: Request) -> Response:
-        cards = [{"id": self.name, "root": self.name, "parent": None, "max_model_len": self.max_model_len, "owned_by": self.kind}]
+        cards = [
+            {
+                "id": self.name,
+                "root": self.name,
+                "parent": None,
+                "max_model_len": self.max_model_len,
+                "owned_by": self.kind,
+            }
+        ]
         cards += [
             {"id": name, "root": path, "parent": self.name, "max_model_len": None, "owned_by": self.kind}
             for name, (path, _) in self.adapters.items()
@@ -149,8 +181,15 @@ class ExternalSampler:
         body = await request.json()
         if body["model"] != self.name and body["model"] not in self.adapters:
             return self._refused(404, f"The model `{body['model']}` does not exist.")
-        assert (body["ignore_eos"], body["return_token_ids"], body["logprobs"], body["add_special_tokens"]) == (True, True, 0, False)
-        draws = await self._draws(request, body, body["prompt"], body["n"], body["max_tokens"], body["seed"], adapter=body["model"])
+        assert (
+            body["ignore_eos"],
+            body["return_token_ids"],
+            body["logprobs"],
+            body["add_special_tokens"],
+        ) == (True, True, 0, False)
+        draws = await self._draws(
+            request, body, body["prompt"], body["n"], body["max_tokens"], body["seed"], adapter=body["model"]
+        )
         choices = [
             {
                 "index": index,
@@ -159,20 +198,33 @@ class ExternalSampler:
                 "stop_reason": None,
                 "token_ids": draw.tokens,
                 "prompt_token_ids": body["prompt"],
-                "logprobs": {"tokens": [f"token_id:{token}" for token in draw.tokens], "token_logprobs": draw.logprobs},
+                "logprobs": {
+                    "tokens": [f"token_id:{token}" for token in draw.tokens],
+                    "token_logprobs": draw.logprobs,
+                },
             }
             for index, draw in enumerate(draws)
         ]
-        return self._answer({"object": "text_completion", "model": body["model"], "choices": choices, "usage": {}})
+        return self._answer(
+            {"object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
+        )
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         if body["lora_path"] is not None and body["lora_path"] not in self.adapters:
-            return self._refused(400, f"The following requested LoRA adapters are not loaded: {body['lora_path']}")
+            return self._refused(
+                400, f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
+            )
         asked = body["sampling_params"]
         asked = asked | ({"stop_token_ids": []} if asked["ignore_eos"] else {})
         draws = await self._draws(
-            request, asked, body["input_ids"], asked["n"], asked["max_new_tokens"], None, adapter=body["lora_path"] or self.name
+            request,
+            asked,
+            body["input_ids"],
+            asked["n"],
+            asked["max_new_tokens"],
+            None,
+            adapter=body["lora_path"] or self.name,
         )
         replies = [
             {
@@ -183,7 +235,10 @@ class ExternalSampler:
                     "completion_tokens": len(draw.tokens),
                     "cached_tokens": 3,
                     "finish_reason": {"type": draw.finish},
-                    "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(draw.logprobs, draw.tokens, strict=True)],
+                    "output_token_logprobs": [
+                        [logprob, token, None]
+                        for logprob, token in zip(draw.logprobs, draw.tokens, strict=True)
+                    ],
                 },
             }
             for draw in draws
@@ -191,7 +246,15 @@ class ExternalSampler:
         return self._answer({"replies": replies} if len(replies) > 1 else replies[0])
 
     async def _draws(
-        self, request: Request, asked: dict, prompt: list[int], count: int, max_tokens: int, seed: int | None, *, adapter: str
+        self,
+        request: Request,
+        asked: dict,
+        prompt: list[int],
+        count: int,
+        max_tokens: int,
+        seed: int | None,
+        *,
+        adapter: str,
     ) -> list[Draw]:
         with self.changed:
             self.seen.append(asked | {"adapter": adapter})
@@ -205,8 +268,12 @@ class ExternalSampler:
             return []
         plain = adapter == self.name or self.leaves_adapters_out
         weights = self.model.base if plain else self.adapters[adapter][1]
-        seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]  # no test hangs on chance
-        return await asyncio.to_thread(lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds])
+        seeds = [
+            (len(self.seen) if seed is None else seed) + index for index in range(count)
+        ]  # no test hangs on chance
+        return await asyncio.to_thread(
+            lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds]
+        )
 
     def _draw(self, weights: Weights, prompt: list[int], asked: dict, max_tokens: int, seed: int) -> Draw:
         random, tokens, logprobs = np.random.default_rng(seed), list[int](), list[float]()
@@ -234,7 +301,11 @@ def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        server = LoopbackServer(uvicorn.Config(sampler.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"))
+        server = LoopbackServer(
+            uvicorn.Config(
+                sampler.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+            )
+        )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         sampler.adapters.clear()

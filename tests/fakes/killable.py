@@ -30,13 +30,27 @@ from tests.fakes.trials import FakeTasks, failure, say_a_token, task
 
 OPTIONS = (
     *("tasks_dir=t", "temperature=1", "learning_rate=0.3", "behavior_if_log_dir_exists=resume"),
-    *("batch_size=2", "group_size=3", "n_epochs=3", "num_substeps=2", "save_every=2", "eval_every=3", "eval_group_size=2"),
+    *(
+        "batch_size=2",
+        "group_size=3",
+        "n_epochs=3",
+        "num_substeps=2",
+        "save_every=2",
+        "eval_every=3",
+        "eval_group_size=2",
+    ),
     *("retry_wait_sec=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
 )
 MODES = {
     "synchronous": (),
     "asynchronous": ("max_staleness=2",),
-    "streaming": ("max_staleness=1", "stream_groups=true", "loss_reduction=prompt_mean", "num_substeps=1", "kl_penalty_coef=0"),
+    "streaming": (
+        "max_staleness=1",
+        "stream_groups=true",
+        "loss_reduction=prompt_mean",
+        "num_substeps=1",
+        "kl_penalty_coef=0",
+    ),
 }
 CURSED = "say-03"  # its sandbox never builds; it ends in quarantine
 
@@ -107,15 +121,26 @@ def play(path: Path, at: int | None, *options: str) -> int:
 
     async def sometimes_lost(trial, policy):
         tries[trial.seed] += 1
-        if trial.task.id == CURSED or trial.seed % 11 == 0 or (trial.seed % 4 == 0 and tries[trial.seed] % 3 == 1):
+        if (
+            trial.task.id == CURSED
+            or trial.seed % 11 == 0
+            or (trial.seed % 4 == 0 and tries[trial.seed] % 3 == 1)
+        ):
             return failure(trial.task.id, FailureKind.SANDBOX)
         await asyncio.sleep(0)
         return await say_a_token(trial, policy)
 
-    source = FakeTasks(train=[task(f"say-{number:02d}") for number in range(5)], eval=[task("held-1"), task("held-2")], play=sometimes_lost)
+    source = FakeTasks(
+        train=[task(f"say-{number:02d}") for number in range(5)],
+        eval=[task("held-1"), task("held-2")],
+        play=sometimes_lost,
+    )
 
     def parts(config: TrainerConfig, settings: BackendSettings) -> Dependencies:
-        return Dependencies(source=source, backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick))
+        return Dependencies(
+            source=source,
+            backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick),
+        )
 
     asyncio.run(FakeRun(path / "run", parts).go(*OPTIONS, *options))
     return killer.count
@@ -134,7 +159,10 @@ class Outcome:
 def outcome(path: Path) -> Outcome:
     final = max((path / "server").glob("0*")).read_text()
     return Outcome(
-        metrics=untimed(path / "run"), trained=groups_trained(path / "run"), seen_by_server=json.loads(final)["history"], final_state=final
+        metrics=untimed(path / "run"),
+        trained=groups_trained(path / "run"),
+        seen_by_server=json.loads(final)["history"],
+        final_state=final,
     )
 
 
@@ -188,7 +216,11 @@ def inexact(found: Outcome) -> list[str]:
     expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
     del expected[CURSED]
     trained = Counter(task for _, task in found.trained.elements())
-    return [] if set(found.trained.values()) == {1} and trained == expected else ["groups were not trained exactly once"]
+    return (
+        []
+        if set(found.trained.values()) == {1} and trained == expected
+        else ["groups were not trained exactly once"]
+    )
 
 
 def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) -> int:
@@ -201,7 +233,11 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     found = {at: faults_of(directory / f"kill-{at}", [at], unbroken, mode, *options) for at in points}
     chain = [draw.randrange(1, total // 3) for _ in range(num_points)]
     found[-1] = faults_of(directory / "chain", chain, unbroken, mode, *options)
-    num_kills = num_points + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl")) - 1
+    num_kills = (
+        num_points
+        + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl"))
+        - 1
+    )
     for at, wrong in found.items():
         for line in wrong:
             print(f"kill at {at}: {line}")

@@ -33,10 +33,18 @@ class FakePolicy(Policy):
         self._chat = chat
         self._replies = list(replies)
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
+    ) -> Turn:
         reply = self._replies[min(len(self.calls), len(self._replies) - 1)]
         self.calls.append(
-            SampleCall(prompt_ids=list(prompt_ids), max_tokens=max_tokens, temperature=temperature, seed=seed, stop=list(stop))
+            SampleCall(
+                prompt_ids=list(prompt_ids),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop=list(stop),
+            )
         )
         if isinstance(reply, Exception):
             raise reply

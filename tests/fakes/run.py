@@ -26,7 +26,9 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 class FakeRun:
     """`make` makes the parts of each connection, where no subclass opens them. `path` is the run's folder, `text` what it says."""
 
-    def __init__(self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Dependencies] | None = None) -> None:
+    def __init__(
+        self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Dependencies] | None = None
+    ) -> None:
         self.path = path
         self.text = io.StringIO()
         self._make = make
@@ -58,5 +60,7 @@ def groups_trained(log_path: Path) -> Counter[GroupKey]:
         if record["event"] == "started":
             trained = {step: groups for step, groups in trained.items() if step <= record["resumed_from"]}
         elif record["event"] == "trained":
-            trained.setdefault(record["step"], Counter()).update((step, task) for step, task in record["groups"])
+            trained.setdefault(record["step"], Counter()).update(
+                (step, task) for step, task in record["groups"]
+            )
     return sum(trained.values(), Counter())

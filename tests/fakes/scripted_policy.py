@@ -30,7 +30,9 @@ class ScriptedPolicy(Policy):
     An exception in a script is raised. Answers are cut at max_tokens; every token has logprob -0.5.
     """
 
-    def __init__(self, chat: Chat, scripts: Mapping[str, Sequence[str | BaseException]], *, version: int = 0) -> None:
+    def __init__(
+        self, chat: Chat, scripts: Mapping[str, Sequence[str | BaseException]], *, version: int = 0
+    ) -> None:
         self.version = version
         self.prompts: list[list[int]] = []
         self.was_asked = asyncio.Event()
@@ -38,11 +40,15 @@ class ScriptedPolicy(Policy):
         self._chat = chat
         self._scripts = scripts
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
+    ) -> Turn:
         self.prompts.append(list(prompt_ids))
         self.was_asked.set()
         self.seeds.append(seed)
-        text = self._chat.tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._chat.tokenizer.decode(
+            prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         script = next(script for key, script in self._scripts.items() if key in text)
         reply = script[min(text.count(ANSWER_MARK) - 1, len(script) - 1)]
         if isinstance(reply, BaseException):

@@ -83,7 +83,9 @@ def serving(lobby: StartupState, *, port: int = 0, housekeeping_period_s: float 
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         app = build_app(lobby, housekeeping_period_s=housekeeping_period_s)
-        server = LoopbackServer(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"))
+        server = LoopbackServer(
+            uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
+        )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     if lobby.context is not None and isinstance(lobby.context.engine, FakeEngine):

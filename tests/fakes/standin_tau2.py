@@ -15,27 +15,55 @@ episodes: dict[str, dict[str, Any]] = {}
 
 
 def schema(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
 
 
 def row(name: str, split: str) -> dict[str, Any]:
     return {"id": f"{name}-{split}", "needs_judge": name == "judged", "gold_writes": name != "judged"}
 
 
-def tasks(*, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def tasks(
+    *, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     if domain == "telecom":
         return {"error": "FileNotFoundError: tasks.json"}
     if definitions is not None:
-        return {"tasks": [{"id": one["id"], "needs_judge": False, "gold_writes": bool(one["actions"])} for one in definitions]}
+        return {
+            "tasks": [
+                {"id": one["id"], "needs_judge": False, "gold_writes": bool(one["actions"])}
+                for one in definitions
+            ]
+        }
     splits = ("train", "test") if split is None else (split,)
     return {"tasks": [row(name, split) for split in splits for name in ("save", "judged", "broken")]}
 
 
-def reset(*, episode: str, domain: str, task: str, max_steps: int, max_errors: int, definition: dict[str, Any] | None) -> dict[str, Any]:
-    episodes[episode] = {"task": task, "turn": "customer", "saved": 0, "errors": 0, "opening": [GREETING], "said": []}
+def reset(
+    *,
+    episode: str,
+    domain: str,
+    task: str,
+    max_steps: int,
+    max_errors: int,
+    definition: dict[str, Any] | None,
+) -> dict[str, Any]:
+    episodes[episode] = {
+        "task": task,
+        "turn": "customer",
+        "saved": 0,
+        "errors": 0,
+        "opening": [GREETING],
+        "said": [],
+    }
     prompt = {"agent_prompt": f"policy of {domain}", "agent_tools": [schema("save"), schema("calculate")]}
     wish = "save it" if definition is None else definition["instruction"]
-    customer = {"customer_prompt": f"guidelines <scenario>\n{wish}\n</scenario>", "customer_tools": [schema("look")]}
+    customer = {
+        "customer_prompt": f"guidelines <scenario>\n{wish}\n</scenario>",
+        "customer_tools": [schema("look")],
+    }
     return prompt | customer | state(episode, [GREETING])
 
 
@@ -51,7 +79,9 @@ def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]])
         return state(episode, [*opening, *playing["said"]] if playing["turn"] == "agent" else [])
     if not tool_calls:
         playing["turn"] = "customer"
-        return state(episode, [*playing["said"], {"role": "assistant", "content": content}])  # its own words too, as tau2's worker does
+        return state(
+            episode, [*playing["said"], {"role": "assistant", "content": content}]
+        )  # its own words too, as tau2's worker does
     return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
 
 
@@ -74,7 +104,12 @@ def finish(*, episode: str, grading: str, judged: str | None) -> dict[str, Any]:
             return {"error": "Misjudged: the judge's answer cannot be read"}
     reward = float(playing["saved"] > 0)
     if playing["task"].startswith("broken"):
-        return {"reward": 0.0, "breakdown": {}, "termination": "user_stop", "eval_error": "Tool call returned something else"}
+        return {
+            "reward": 0.0,
+            "breakdown": {},
+            "termination": "user_stop",
+            "eval_error": "Tool call returned something else",
+        }
     return {"reward": reward, "breakdown": {"DB": reward}, "termination": "user_stop", "eval_error": None}
 
 
@@ -84,12 +119,20 @@ def drop(*, episode: str) -> dict[str, Any]:
 
 
 def calls(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"id": f"c{number}", "type": "function", "function": call} for number, call in enumerate(tool_calls, 1)]
+    return [
+        {"id": f"c{number}", "type": "function", "function": call}
+        for number, call in enumerate(tool_calls, 1)
+    ]
 
 
 def state(episode: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     playing = episodes[episode]
-    return {"turn": playing["turn"], "messages": messages, "tool_errors": playing["errors"], "writes": playing["saved"]}
+    return {
+        "turn": playing["turn"],
+        "messages": messages,
+        "tool_errors": playing["errors"],
+        "writes": playing["saved"],
+    }
 
 
 OPERATIONS = {"tasks": tasks, "reset": reset, "step": step, "finish": finish, "drop": drop}

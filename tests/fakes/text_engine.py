@@ -12,7 +12,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.engine.engine import EngineInfo, Watcher, WithdrawnError
-from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, OpResult, Sample, SampledSequence, SampleResult, StopReason
+from skyrl_tx_server.engine.operations import (
+    DEFAULT_TENANT,
+    Op,
+    OpResult,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    StopReason,
+)
 from skyrl_tx_server.engine.stop_strings import find_stop
 from tests.fakes.tiny_model import byte_tokenizer
 
@@ -33,7 +41,11 @@ def save_tokenizer(directory: Path) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
@@ -54,7 +66,9 @@ class TextEngine:
         self._block = block
         self._tokenizer: Tokenizer = byte_tokenizer()
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         assert isinstance(op, Sample)
         self.seen.append(op)
         future: Future[OpResult] = Future()
@@ -74,7 +88,9 @@ class TextEngine:
         return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
 
     def _write(self, op: Sample, watcher: Watcher | None, future: Future[OpResult]) -> None:
-        sequences = tuple(self._sequence(op, self.texts[index % len(self.texts)]) for index in range(op.num_samples))
+        sequences = tuple(
+            self._sequence(op, self.texts[index % len(self.texts)]) for index in range(op.num_samples)
+        )
         longest = max(len(sequence.tokens) for sequence in sequences)
         for start in range(0, longest, self._block):
             if start:
@@ -86,7 +102,9 @@ class TextEngine:
             for index, sequence in enumerate(sequences):
                 end = start + self._block
                 if watcher is not None and end < len(sequence.tokens):
-                    watcher.tokens(index, sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist())
+                    watcher.tokens(
+                        index, sequence.tokens[start:end].tolist(), sequence.logprobs[start:end].tolist()
+                    )
         future.set_result(SampleResult(sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=1))
 
     def _sequence(self, op: Sample, text: str) -> SampledSequence:

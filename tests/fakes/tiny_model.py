@@ -31,7 +31,9 @@ CONFIG = ModelConfig(
 def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
     """Weights large enough that distributions are far from flat."""
     params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
-    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory)
+    save_model(
+        jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory
+    )
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
 
@@ -39,7 +41,9 @@ def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
 def byte_tokenizer() -> Tokenizer:
     """Token i is the i-th character of the byte-level alphabet, in sorted order."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -32,7 +32,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+    )
 
 
 def byte_chat() -> Chat:
@@ -49,16 +51,26 @@ class ToyTokenizer:
     eos_token_id: int | None = 2
 
     def apply_chat_template(
-        self, conversation: Sequence[Message], *, tools: object, tokenize: bool, add_generation_prompt: bool, enable_thinking: bool
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: object,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        enable_thinking: bool,
     ) -> str:
         assert not tokenize and not enable_thinking
-        text = "".join(f"\x01{str(message['role'])[0]}\n{message['content']}\x02\n" for message in conversation)
+        text = "".join(
+            f"\x01{str(message['role'])[0]}\n{message['content']}\x02\n" for message in conversation
+        )
         return text + ("\x01a\n" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [3 if character == "\n" else ord(character) for character in text]
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         return "".join("\n" if token == 3 else chr(token) for token in token_ids)
 
 

@@ -27,12 +27,19 @@ def turn(prompt: list[int], completion: list[int], *, logprob: float = -0.5, ver
 
 
 def trajectory(
-    task_id: str = "a", reward: float = 0.0, turns: Sequence[Turn] = (), *, stop: StopReason = StopReason.STOP, name: str = "t"
+    task_id: str = "a",
+    reward: float = 0.0,
+    turns: Sequence[Turn] = (),
+    *,
+    stop: StopReason = StopReason.STOP,
+    name: str = "t",
 ) -> Trajectory:
     return Trajectory(task_id=task_id, turns=list(turns), reward=reward, stop_reason=stop, trial_name=name)
 
 
-def failure(task_id: str = "a", kind: FailureKind = FailureKind.SANDBOX, message: str = "no tmux") -> TrialFailure:
+def failure(
+    task_id: str = "a", kind: FailureKind = FailureKind.SANDBOX, message: str = "no tmux"
+) -> TrialFailure:
     return TrialFailure(task_id=task_id, kind=kind, message=message, trial_name="f")
 
 
@@ -41,8 +48,15 @@ async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
     prompt = [9, 8]
     first = await policy.sample(prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed, stop=[])
     again = [*prompt, *first.completion_ids, 7]
-    second = await policy.sample(again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1, stop=[])
-    return trajectory(trial.task.id, float(second.completion_ids == [3]), [first, second], name=f"{trial.task.id}-{trial.seed}")
+    second = await policy.sample(
+        again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1, stop=[]
+    )
+    return trajectory(
+        trial.task.id,
+        float(second.completion_ids == [3]),
+        [first, second],
+        name=f"{trial.task.id}-{trial.seed}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +84,12 @@ class FakeTasks:
     num_closed: int = 0
     ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
 
-    def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> FakeTrial:
-        trial = FakeTrial(task=task, directory=directory, seed=seed, temperature=temperature, play=self.play, member=member)
+    def trial(
+        self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0
+    ) -> FakeTrial:
+        trial = FakeTrial(
+            task=task, directory=directory, seed=seed, temperature=temperature, play=self.play, member=member
+        )
         self.made.append(trial)
         return trial
 

@@ -30,7 +30,14 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 from tests.fakes.trials import FakeTasks, task, trajectory
 
-START = ("/healthz", "/client/config", "/client/dynamic_config", "/get_server_capabilities", "/create_session", "/session_heartbeat")
+START = (
+    "/healthz",
+    "/client/config",
+    "/client/dynamic_config",
+    "/get_server_capabilities",
+    "/create_session",
+    "/session_heartbeat",
+)
 
 
 class Manner(StrEnum):
@@ -57,8 +64,17 @@ class Unresponsive:
         self.reached.set()
         if self._manner is Manner.HANGS:
             await asyncio.Event().wait()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"100000" if self._manner is Manner.TRICKLES else b"2")]
-        await send({"type": "http.response.start", "status": 500 if self._manner is Manner.FAILS else 200, "headers": headers})
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"100000" if self._manner is Manner.TRICKLES else b"2"),
+        ]
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 500 if self._manner is Manner.FAILS else 200,
+                "headers": headers,
+            }
+        )
         while self._manner is Manner.TRICKLES:
             await send({"type": "http.response.body", "body": b" ", "more_body": True})
             await asyncio.sleep(1)
@@ -66,7 +82,9 @@ class Unresponsive:
 
 
 @contextlib.contextmanager
-def unresponsive(root: Path, manner: Manner, is_bad: Callable[[str], bool]) -> Iterator[tuple[str, threading.Event]]:
+def unresponsive(
+    root: Path, manner: Manner, is_bad: Callable[[str], bool]
+) -> Iterator[tuple[str, threading.Event]]:
     """The URL of a server, and what is set once it was asked what it answers badly."""
     from skyrl_tx_server.http.app import build_app
     from skyrl_tx_server.http.http_handler import StartupState
@@ -77,7 +95,11 @@ def unresponsive(root: Path, manner: Manner, is_bad: Callable[[str], bool]) -> I
     engine.info = replace(engine.info, max_context_length=4096)
     app = Unresponsive(build_app(StartupState(context=context)), manner, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = LoopbackServer(uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0, ws="none"))
+        server = LoopbackServer(
+            uvicorn.Config(
+                app, log_level="critical", access_log=False, timeout_graceful_shutdown=0, ws="none"
+            )
+        )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.reached
     engine.stop()
@@ -87,7 +109,9 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
     """Tasks of one answer, whose reward is the parity of the trial's seed and place."""
 
     async def play(trial, policy: Policy) -> Trajectory:
-        turn = await policy.sample([1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[])
+        turn = await policy.sample(
+            [1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[]
+        )
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
 
     return FakeTasks(train=[task(f"t{number}") for number in range(4)], play=play)
@@ -108,7 +132,11 @@ def main() -> None:
     import src.train
     from src.core.process import leave
 
-    programs = {"train": src.train.main, "evaluate": src.evaluate.__main__.main, "probe": src.probe.__main__.main}
+    programs = {
+        "train": src.train.main,
+        "evaluate": src.evaluate.__main__.main,
+        "probe": src.probe.__main__.main,
+    }
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     numbers: dict[int, int] = {}
 

@@ -23,13 +23,22 @@ def save_version(store: CheckpointStore, path: str, version: int, *, columns: in
         NAME.format("A"): np.full((rank, columns), version, np.float32),
         NAME.format("B"): np.full((3, rank), version, np.float32),
     }
-    return store.write(path, arrays, lora=LoraSpec(rank=rank), step=version, user_metadata={"version": str(version)}, overwrite=True)
+    return store.write(
+        path,
+        arrays,
+        lora=LoraSpec(rank=rank),
+        step=version,
+        user_metadata={"version": str(version)},
+        overwrite=True,
+    )
 
 
 def version_of(arrays: Mapping[str, np.ndarray], rank: int) -> int:
     """AssertionError where the arrays are not of one version, or of another one than `rank`."""
     (version,) = {float(number) for array in arrays.values() for number in (array.min(), array.max())}
-    assert rank == 1 + version % 7 == arrays[NAME.format("A")].shape[0], f"rank {rank} with the weights of version {version}"
+    assert rank == 1 + version % 7 == arrays[NAME.format("A")].shape[0], (
+        f"rank {rank} with the weights of version {version}"
+    )
     return int(version)
 
 

@@ -123,7 +123,9 @@ class Result:
     @property
     def num_discarded(self) -> int:
         """Groups that were played and not one token of which was trained."""
-        return sum((self.played - self.trained).values()) + int(sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics))
+        return sum((self.played - self.trained).values()) + int(
+            sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics)
+        )
 
     @property
     def slowest_trained(self) -> float:
@@ -155,8 +157,13 @@ def simulate(
         for _ in range(turns):
             await asyncio.sleep(duration_s[trial.task.id] / turns)
             version = policy.version
-            prompt = [*(said[-1].prompt_ids + said[-1].completion_ids if said else []), FIRST_VERSION + version]
-            turn = await policy.sample(prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said), stop=[])
+            prompt = [
+                *(said[-1].prompt_ids + said[-1].completion_ids if said else []),
+                FIRST_VERSION + version,
+            ]
+            turn = await policy.sample(
+                prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said), stop=[]
+            )
             assert turn.policy_version == version
             said.append(turn)
         if trial.directory.name.startswith("step"):
@@ -166,8 +173,20 @@ def simulate(
     backend = BanditBackend()
     backend.training_client = SlowTrainingClient(60 * train_minutes, batch_size)
     source = FakeTasks(train=[task(name) for name in names], play=play)
-    required = ["tasks_dir=t", "eval_split=0", "n_parallel_envs=10000", "group_size=1", "singleton_advantage=raw", "save_every=0"]
-    required += ["max_failure_rate=1", "server_timeout_sec=1e6", "answer_timeout_sec=1e6", "trial_timeout_sec=1e9"]
+    required = [
+        "tasks_dir=t",
+        "eval_split=0",
+        "n_parallel_envs=10000",
+        "group_size=1",
+        "singleton_advantage=raw",
+        "save_every=0",
+    ]
+    required += [
+        "max_failure_rate=1",
+        "server_timeout_sec=1e6",
+        "answer_timeout_sec=1e6",
+        "trial_timeout_sec=1e9",
+    ]
     played_out = FakeRun(path, lambda config, settings: Dependencies(source=source, backend=backend))
     loop = VirtualTimeLoop()
     try:
@@ -235,6 +254,10 @@ class Schedule:
         wrong = []
         if max(result.ages, default=0) > self.max_staleness:
             wrong.append(f"trained a token {max(result.ages)} updates old")
-        if set(result.trained.values()) != {1} or result.trained != result.played or len(result.trained) != 6 * self.batch_size:
+        if (
+            set(result.trained.values()) != {1}
+            or result.trained != result.played
+            or len(result.trained) != 6 * self.batch_size
+        ):
             wrong.append("not every group was trained exactly once")
         return wrong

@@ -31,7 +31,10 @@ def test_a_limit_holds_at_every_step_and_needs_a_step() -> None:
     assert not at_most(KL, 2e-4)([{REWARD: 1.0}])[1]
 
 
-@pytest.mark.parametrize(("steps", "right"), [([0, 1, 2, 2, 3], True), ([0, 1, 3], False), ([0, 1, 2, 0, 1, 2, 3], False), ([], False)])
+@pytest.mark.parametrize(
+    ("steps", "right"),
+    [([0, 1, 2, 2, 3], True), ([0, 1, 3], False), ([0, 1, 2, 0, 1, 2, 3], False), ([], False)],
+)
 def test_a_resumed_run_starts_once_and_misses_no_step(steps: list[int], right: bool) -> None:
     assert every_step([{"step": step, NLL: 1.0} for step in steps])[1] is right
 
@@ -39,7 +42,10 @@ def test_a_resumed_run_starts_once_and_misses_no_step(steps: list[int], right: b
 def test_a_run_is_killed_once_it_has_saved_and_not_when_it_ends_before(tmp_path: Path) -> None:
     saving = f"open({str(tmp_path / 'checkpoints.jsonl')!r}, 'w').write('{{}}\\n{{')"
     assert not kill_once_saved(subprocess.Popen([sys.executable, "-c", "pass"], text=True), tmp_path)
-    assert kill_once_saved(subprocess.Popen([sys.executable, "-c", f"{saving}; import time; time.sleep(600)"], text=True), tmp_path)
+    assert kill_once_saved(
+        subprocess.Popen([sys.executable, "-c", f"{saving}; import time; time.sleep(600)"], text=True),
+        tmp_path,
+    )
     assert lines(tmp_path / "checkpoints.jsonl") == [{}]  # a line still being written is not read
 
 
@@ -49,7 +55,9 @@ def test_a_student_is_given_its_teachers_last_checkpoint(tmp_path: Path) -> None
         options_of(student, tmp_path)
     (tmp_path / str(student.teacher)).mkdir()
     saved = [{"sampler_path": f"tinker://run/sampler_weights/{name}"} for name in ("000004", "final")]
-    (tmp_path / str(student.teacher) / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    (tmp_path / str(student.teacher) / "checkpoints.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in saved)
+    )
     assert options_of(student, tmp_path)[-1] == "teacher_checkpoint=tinker://run/sampler_weights/final"
 
 

@@ -40,7 +40,9 @@ def labelled(label: str) -> list[str]:
 async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "hello-docker"
     shutil.copytree(HELLO, folder)
-    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n")  # no-network would need an image from a registry
+    (folder / "task.toml").write_text(
+        "[agent]\ntimeout_sec = 300\n"
+    )  # no-network would need an image from a registry
     options = {"environment_type": "auto", "max_turns": 6, "enable_summarize": False, "eval_split": 0.0}
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
     label = tasks.settings.run_label
@@ -54,9 +56,14 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
             remove_dead(keep=living_labels())  # as another trainer does at its start
             return await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
 
-    script = [answer("rm -rf /tmp/*; cat /proc/1/comm; echo hello > /app/hello.txt", duration=1.0), *solving("true")[1:]]
+    script = [
+        answer("rm -rf /tmp/*; cat /proc/1/comm; echo hello > /app/hello.txt", duration=1.0),
+        *solving("true")[1:],
+    ]
     policy = Watching(byte_chat(), {"": script})
-    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
+        policy
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
     assert [len(containers) for containers in seen] == [1, 1, 1]

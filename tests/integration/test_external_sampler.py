@@ -30,10 +30,21 @@ def sampler(tmp_path: Path) -> ExternalSampler:
 
 
 def start_server(tmp_path: Path, sampler_url: str) -> subprocess.Popen[str]:
-    options = {"base_model": tmp_path / "tiny", "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 4}
+    options = {
+        "base_model": tmp_path / "tiny",
+        "model_alias": "local/tiny",
+        "port": 0,
+        "max_lora_rank": 8,
+        "decode_slots": 4,
+    }
     options |= {"train_tokens_per_batch": 256, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"sampler_url": sampler_url, "sampler_check": 1.0}
-    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        *(f"{name}={value}" for name, value in options.items()),
+    ]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -101,7 +112,10 @@ def test_rollouts_come_from_the_external_sampler_with_the_weights_of_their_step(
     draw(base)
     names = [body["adapter"] for body in sampler.seen]
     assert len(names) == 5 and names[0] == names[2] and len(set(names)) == 4 and names[-1] == "local/tiny"
-    assert len(base.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result(60)) == len(PROMPT) and len(sampler.seen) == 5
+    assert (
+        len(base.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result(60)) == len(PROMPT)
+        and len(sampler.seen) == 5
+    )
 
     sampler.adapters.clear()  # restarted
     assert far(training, draw(second)[0]) < 1e-4
@@ -124,4 +138,6 @@ def test_a_sampler_of_another_model_stops_the_start(tmp_path: Path, sampler: Ext
     with sampling(sampler) as sampler_url:
         process = start_server(tmp_path, sampler_url)
         said = process.communicate(timeout=60)[1]
-    assert process.returncode == 2 and said.strip().splitlines()[-1].startswith(f"skyrl-tx server: sampler_url={sampler_url}: it serves")
+    assert process.returncode == 2 and said.strip().splitlines()[-1].startswith(
+        f"skyrl-tx server: sampler_url={sampler_url}: it serves"
+    )

@@ -15,7 +15,16 @@ import pytest
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
-from skyrl_tx_server.engine.operations import ForwardBackward, LoadWeights, LossFn, LossSettings, OptimStep, Sample, SaveSampler, StopReason
+from skyrl_tx_server.engine.operations import (
+    ForwardBackward,
+    LoadWeights,
+    LossFn,
+    LossSettings,
+    OptimStep,
+    Sample,
+    SaveSampler,
+    StopReason,
+)
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
@@ -54,20 +63,30 @@ class Defective:
         return self.after(self.real, op, result)
 
     def admit(self, admits):
-        admissions = self.real.admit([replace(admit, op=self.before(self.real, admit.op)) for admit in admits])
-        return [admission and replace(admission, finished=self._rows(admission.finished)) for admission in admissions]
+        admissions = self.real.admit(
+            [replace(admit, op=self.before(self.real, admit.op)) for admit in admits]
+        )
+        return [
+            admission and replace(admission, finished=self._rows(admission.finished))
+            for admission in admissions
+        ]
 
     def collect(self, *, go_on):
         return self._rows(self.real.collect(go_on=go_on))
 
     def _rows(self, rows):
-        return [replace(row, sequence=self.sampled(row.sequence)) if hasattr(row, "sequence") else row for row in rows]
+        return [
+            replace(row, sequence=self.sampled(row.sequence)) if hasattr(row, "sequence") else row
+            for row in rows
+        ]
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
     folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4)
+    settings = make_settings(
+        make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4
+    )
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
     context = AppState(
@@ -86,7 +105,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
 
 def of(kind: type, **changes: Callable) -> Callable:
     """Operations of one kind with other fields."""
-    return lambda executor, op: replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
+    return lambda executor, op: (
+        replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
+    )
 
 
 def adam(**changes: float) -> Callable:
@@ -98,13 +119,18 @@ def sampling(**changes: object) -> Callable:
 
 
 def averaged(op: ForwardBackward) -> tuple:
-    return tuple(datum if datum.weights is None else replace(datum, weights=datum.weights / len(op.data)) for datum in op.data)
+    return tuple(
+        datum if datum.weights is None else replace(datum, weights=datum.weights / len(op.data))
+        for datum in op.data
+    )
 
 
 def mean_loss(executor, op, result):
     if not isinstance(op, ForwardBackward):
         return result
-    return replace(result, metrics={"loss:sum": result.metrics["loss:sum"] / sum(len(datum.tokens) for datum in op.data)})
+    return replace(
+        result, metrics={"loss:sum": result.metrics["loss:sum"] / sum(len(datum.tokens) for datum in op.data)}
+    )
 
 
 def leaks(executor, op, result):
@@ -129,7 +155,9 @@ class Keeps:
 
     def after(self, executor, op, result):
         if isinstance(op, OptimStep) and self.gradients.get(op.model_id) is not None:
-            executor._models.put(op.model_id, replace(executor._models.get(op.model_id), gradient=self.gradients[op.model_id]))
+            executor._models.put(
+                op.model_id, replace(executor._models.get(op.model_id), gradient=self.gradients[op.model_id])
+            )
         return result
 
 
@@ -154,9 +182,17 @@ def without_stop_token(sequence):
 
 # defect: (what it is made of, the checks that must find it)
 DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
-    "ignores loss_fn_config": ({"before": of(ForwardBackward, settings=lambda op: LossSettings())}, "loss settings"),
+    "ignores loss_fn_config": (
+        {"before": of(ForwardBackward, settings=lambda op: LossSettings())},
+        "loss settings",
+    ),
     "computes ppo unclipped": (
-        {"before": of(ForwardBackward, loss_fn=lambda op: LossFn.IMPORTANCE_SAMPLING if op.loss_fn is LossFn.PPO else op.loss_fn)},
+        {
+            "before": of(
+                ForwardBackward,
+                loss_fn=lambda op: LossFn.IMPORTANCE_SAMPLING if op.loss_fn is LossFn.PPO else op.loss_fn,
+            )
+        },
         "loss ppo",
     ),
     "says the mean loss": ({"after": mean_loss}, "loss cross_entropy"),
@@ -168,8 +204,14 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "drops eps": ({"before": adam(eps=1e-8)}, "eps"),
     "drops weight decay": ({"before": adam(weight_decay=0.0)}, "weight decay"),
     "drops the clipping norm": ({"before": adam(grad_clip_norm=0.0)}, "gradient clipping"),
-    "loads without the optimizer": ({"before": of(LoadWeights, optimizer=lambda op: False)}, "loads with optimizer"),
-    "loads the optimizer unasked": ({"before": of(LoadWeights, optimizer=lambda op: True)}, "loads without optimizer"),
+    "loads without the optimizer": (
+        {"before": of(LoadWeights, optimizer=lambda op: False)},
+        "loads with optimizer",
+    ),
+    "loads the optimizer unasked": (
+        {"before": of(LoadWeights, optimizer=lambda op: True)},
+        "loads without optimizer",
+    ),
     "samples with stale weights": ({}, "samplers are fresh"),
     "leaks weights to other tenants": ({"after": leaks}, "tenants"),
     "ignores the seed": ({"before": sampling(seed=None)}, "seeds"),
@@ -177,7 +219,10 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "ignores top_k": ({"before": sampling(top_k=-1)}, "top_k"),
     "ignores stop tokens": ({"before": sampling(stop_token_ids=())}, "stop tokens"),
     "leaves the stop token out": ({"sampled": without_stop_token}, "stop tokens"),
-    "says wrong logprobs": ({"sampled": lambda s: replace(s, logprobs=s.logprobs - np.float32(0.2))}, "logprobs agree"),
+    "says wrong logprobs": (
+        {"sampled": lambda s: replace(s, logprobs=s.logprobs - np.float32(0.2))},
+        "logprobs agree",
+    ),
 }
 
 
@@ -196,23 +241,33 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
     found = asyncio.run(probe(url, {"only": check}))
     assert [finding.name for finding in found.findings] == [check]
     assert not found.findings[0].holds, found.findings[0].seen
-    assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), "found by its effect, not by a call that failed"
+    assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), (
+        "found by its effect, not by a call that failed"
+    )
     assert found.is_trainable is (check in WHERE_ASKED_FOR)
 
 
-def test_settings_that_are_taken_without_a_word_are_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_taken_without_a_word_are_found(
+    endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, server = endpoint
     server.heal()
     for module in ("requests", "protobuf"):
-        monkeypatch.setattr(f"skyrl_tx_server.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings())
+        monkeypatch.setattr(
+            f"skyrl_tx_server.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
+        )
     assert not asyncio.run(probe(url, {"only": "refuses the unknown"})).findings[0].holds
 
 
-def test_a_prompt_beyond_the_limit_that_is_answered_is_found(endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_beyond_the_limit_that_is_answered_is_found(
+    endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The endpoint takes 600 tokens and claims 300, so that it answers what it should refuse."""
     url, server = endpoint
     server.heal()
-    monkeypatch.setattr("src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300})))
+    monkeypatch.setattr(
+        "src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
+    )
     found = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
     assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
 
@@ -227,9 +282,17 @@ def test_our_own_server_raises_no_alarm_and_the_trainer_goes_by_what_was_found(
     said = capsys.readouterr().out
     assert f"{len(NEEDED) + len(WHERE_ASKED_FOR)} of {len(NEEDED) + len(WHERE_ASKED_FOR)} checks hold" in said
     found = json.loads(output.read_text())
-    base = [f"model_name={MODEL}", "tasks_dir=t", "backend=skyrl-tx", f"skyrl_tx_url={url}", f"capabilities={output}"]
+    base = [
+        f"model_name={MODEL}",
+        "tasks_dir=t",
+        "backend=skyrl-tx",
+        f"skyrl_tx_url={url}",
+        f"capabilities={output}",
+    ]
     capabilities.require(capabilities.read(output), parse(base))
-    next(finding for finding in found["findings"] if finding["name"] == "weight decay").update(holds=False, seen="it did nothing")
+    next(finding for finding in found["findings"] if finding["name"] == "weight decay").update(
+        holds=False, seen="it did nothing"
+    )
     output.write_text(json.dumps(found))
     capabilities.require(capabilities.read(output), parse(base))
     with pytest.raises(ConfigError, match=r"does not honour weight_decay=0\.1: weight decay: it did nothing"):

@@ -12,8 +12,21 @@ HELD_OUT = ["cancel-refused-test-1", "price-test-1", "return-test-1"]
 
 
 def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
-    small = ["max_steps=1", "batch_size=2", "group_size=4", "eval_group_size=2", f"eval_tasks={','.join(HELD_OUT)}"]
-    command = [sys.executable, "-m", "scripts.run_skyrl_tx", "env=tau_bench", f"log_path={tmp_path / 'run'}", *small]
+    small = [
+        "max_steps=1",
+        "batch_size=2",
+        "group_size=4",
+        "eval_group_size=2",
+        f"eval_tasks={','.join(HELD_OUT)}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.run_skyrl_tx",
+        "env=tau_bench",
+        f"log_path={tmp_path / 'run'}",
+        *small,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
@@ -26,5 +39,8 @@ def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_before_a_server_is_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.run_skyrl_tx", f"log_path={tmp_path / 'run'}", "learning_rat=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "run_skyrl_tx: unknown option 'learning_rat'; did you mean learning_rate?\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "run_skyrl_tx: unknown option 'learning_rat'; did you mean learning_rate?\n",
+    )
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,15 @@ VERSIONS = ("0.6.0", "0.16.1", "0.25.0", "0.32.0", "0.38.0")
 def test_old_and_new_sdks_pass_the_round(tmp_path: Path) -> None:
     unreachable = sdk_matrix.package_index_problem()
     if unreachable is not None:
-        pytest.skip(f"package index unreachable, so no environments for the SDK versions {', '.join(VERSIONS)}: {unreachable}")
+        pytest.skip(
+            f"package index unreachable, so no environments for the SDK versions {', '.join(VERSIONS)}: {unreachable}"
+        )
     with sdk_matrix.serving(tmp_path) as url, ThreadPoolExecutor(2) as pool:
-        passed = dict(zip(VERSIONS, pool.map(lambda version: sdk_matrix.run(version, tmp_path / version, url), VERSIONS), strict=True))
+        passed = dict(
+            zip(
+                VERSIONS,
+                pool.map(lambda version: sdk_matrix.run(version, tmp_path / version, url), VERSIONS),
+                strict=True,
+            )
+        )
     assert all(passed.values()), passed

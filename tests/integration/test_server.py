@@ -55,7 +55,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<|im_end|>"], initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=["<|im_end|>"], initial_alphabet=alphabet, show_progress=False)
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(directory)
     return directory
 
@@ -63,15 +65,29 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL, once it says that it is ready."""
-    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": 0, "max_lora_rank": 8, "decode_slots": 4}
+    options = {
+        "base_model": model_dir,
+        "model_alias": "local/tiny",
+        "port": 0,
+        "max_lora_rank": 8,
+        "decode_slots": 4,
+    }
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session
-    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        *(f"{name}={value}" for name, value in options.items()),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         ready = process.stdout.readline()
-        assert ready.startswith("skyrl-tx server ready: http://127.0.0.1:") and "  model local/tiny  context 256  " in ready
+        assert (
+            ready.startswith("skyrl-tx server ready: http://127.0.0.1:")
+            and "  model local/tiny  context 256  " in ready
+        )
         yield process, ready.split()[3]
     finally:
         process.kill()
@@ -79,7 +95,9 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         process.stdout.close()
 
 
-def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
     _, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         ask = {"model": "local/tiny", "prompt": "Hello", "seed": 3, "max_tokens": 60}
@@ -90,15 +108,25 @@ def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(server: t
         assert whole.choices[0].logprobs is not None and whole.usage is not None
         assert len(whole.choices[0].logprobs.token_logprobs or []) == whole.usage.completion_tokens
         with pytest.raises(openai.BadRequestError, match="no chat template"):
-            client.chat.completions.create(model="local/tiny", messages=[{"role": "user", "content": "Hello"}])
+            client.chat.completions.create(
+                model="local/tiny", messages=[{"role": "user", "content": "Hello"}]
+            )
     metrics = httpx.get(f"{url}/metrics").text
-    assert f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
+    assert (
+        f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
+    )
 
 
-def test_the_tinker_command_line_lists_and_downloads(server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path) -> None:
+def test_the_tinker_command_line_lists_and_downloads(
+    server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
+) -> None:
     """As its users run it, in processes of its own; what it downloads fits the base model and is what was saved."""
     _, url = server
-    environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "TINKER_TELEMETRY": "0"}
+    environment = os.environ | {
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": "tml-dummy",
+        "TINKER_TELEMETRY": "0",
+    }
 
     def command(*words: str) -> dict[str, list[dict[str, str]]]:
         line = [str(Path(sys.executable).with_name("tinker")), "-f", "json", *words]
@@ -113,8 +141,12 @@ def test_the_tinker_command_line_lists_and_downloads(server: tuple[subprocess.Po
 
         session_id = post("create_session")["session_id"]
         lora = {"rank": 4, "train_unembed": False}
-        model_id = post("create_model", session_id=session_id, model_seq_id=0, base_model="local/tiny", lora_config=lora)["model_id"]
-        path = post("retrieve_future", request_id=post("save_weights", model_id=model_id, path="0001")["request_id"])["path"]
+        model_id = post(
+            "create_model", session_id=session_id, model_seq_id=0, base_model="local/tiny", lora_config=lora
+        )["model_id"]
+        path = post(
+            "retrieve_future", request_id=post("save_weights", model_id=model_id, path="0001")["request_id"]
+        )["path"]
     (run,) = command("run", "list")["runs"]
     assert (run["training_run_id"], run["lora_rank"]) == (model_id, 4)
     (listed,) = command("checkpoint", "list")["checkpoints"]
@@ -122,7 +154,10 @@ def test_the_tinker_command_line_lists_and_downloads(server: tuple[subprocess.Po
     command("checkpoint", "download", path, "--output", "here")
     (downloaded,) = (tmp_path / "here").iterdir()
     config = json.loads((downloaded / "adapter_config.json").read_text())
-    tensors, base = load_file(downloaded / "adapter_model.safetensors"), load_file(model_dir / "model.safetensors")
+    tensors, base = (
+        load_file(downloaded / "adapter_model.safetensors"),
+        load_file(model_dir / "model.safetensors"),
+    )
     assert config["r"] == 4 and {*config["target_modules"]} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
     store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
     assert [info.path for info in store.list()] == [path]  # what the download put there for itself is gone
@@ -134,7 +169,9 @@ def test_the_tinker_command_line_lists_and_downloads(server: tuple[subprocess.Po
         np.testing.assert_array_equal(a, saved[f"{module}.lora_A.weight"])
 
 
-async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+async def test_sigterm_under_load_answers_every_future(
+    server: tuple[subprocess.Popen[str], str], tmp_path: Path
+) -> None:
     """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and no save is half there."""
     process, url = server
     async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
@@ -143,12 +180,20 @@ async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.
             return (await http.post(route, json=body)).raise_for_status().json()
 
         async def outcome(request: dict[str, str]) -> dict[str, object]:
-            while (reply := await http.post("retrieve_future", json={"request_id": request["request_id"]})).status_code == 408:
+            while (
+                reply := await http.post("retrieve_future", json={"request_id": request["request_id"]})
+            ).status_code == 408:
                 pass
             return reply.raise_for_status().json()
 
         session_id = (await post("create_session"))["session_id"]
-        model = await post("create_model", session_id=session_id, model_seq_id=0, base_model="local/tiny", lora_config={"rank": 4})
+        model = await post(
+            "create_model",
+            session_id=session_id,
+            model_seq_id=0,
+            base_model="local/tiny",
+            lora_config={"rank": 4},
+        )
         model_id = str((await outcome(model))["model_id"])
         tokens = {"chunks": [{"tokens": list(range(100))}]}
         inputs = {"target_tokens": {"data": list(range(100)), "dtype": "int64"}}
@@ -158,7 +203,11 @@ async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.
             requests.append(await post("forward_backward", model_id=model_id, forward_backward_input=data))
             requests.append(await post("save_weights", model_id=model_id, path=f"s{number}"))
             settings = {"max_tokens": 150, "stop": []}
-            requests += [await post("asample", base_model="local/tiny", prompt=tokens, num_samples=4, sampling_params=settings)]
+            requests += [
+                await post(
+                    "asample", base_model="local/tiny", prompt=tokens, num_samples=4, sampling_params=settings
+                )
+            ]
         waiting = [asyncio.create_task(outcome(request)) for request in requests]
         await asyncio.wait(waiting[:3])  # by then every program is compiled
         process.send_signal(signal.SIGTERM)
@@ -171,7 +220,9 @@ async def test_sigterm_under_load_answers_every_future(server: tuple[subprocess.
     assert saved and saved <= {info.path for info in store.list() if store.read(info.path)}
 
 
-def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(model_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(
+    model_dir: Path, tmp_path: Path
+) -> None:
     """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
@@ -180,10 +231,16 @@ def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undist
     assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
 
 
-def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(
+    server: tuple[subprocess.Popen[str], str],
+) -> None:
     process, url = server
     calls = subprocess.run(
-        [sys.executable, "scripts/sdk_calls.py", url], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+        [sys.executable, "scripts/sdk_calls.py", url],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert calls.returncode == 0, calls.stdout + calls.stderr
     assert "0 not as they should be" in calls.stdout

@@ -22,7 +22,9 @@ from tests.fakes.tiny_model import CONFIG, QUICK_TO_COMPILE, make_model
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "datasets" / "quickstart"
 
-pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +40,28 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def start_server(model_dir: Path, checkpoints_dir: Path, *, port: int = 0) -> tuple[subprocess.Popen[str], str]:
+def start_server(
+    model_dir: Path, checkpoints_dir: Path, *, port: int = 0
+) -> tuple[subprocess.Popen[str], str]:
     """The process and its URL, once it says that it is ready."""
-    options = {"base_model": model_dir, "model_alias": "local/tiny", "port": port, "max_lora_rank": 8, "decode_slots": 8}
+    options = {
+        "base_model": model_dir,
+        "model_alias": "local/tiny",
+        "port": port,
+        "max_lora_rank": 8,
+        "decode_slots": 8,
+    }
     options |= {"checkpoints_dir": checkpoints_dir, "train_tokens_per_batch": 2048}
-    command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        *(f"{name}={value}" for name, value in options.items()),
+    ]
     environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     said = []
     for line in process.stdout:
@@ -64,10 +81,35 @@ def url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 def command(url: str, model_dir: Path, log_path: Path, *options: str) -> list[str]:
     chosen = [
-        *("backend=skyrl-tx", f"skyrl_tx_url={url}", "model_name=local/tiny", f"tokenizer={model_dir}", "lora_rank=4"),
-        *(f"tasks_dir={QUICKSTART / 'train'}", "eval_tasks=count-01", "environment_type=sandbox", f"log_path={log_path}"),
-        *("context_limit=2000", "max_tokens=24", "max_turns=2", "enable_summarize=false", "temperature=1", "kl_penalty_coef=0.1"),
-        *("batch_size=2", "group_size=2", "num_substeps=2", "eval_group_size=1", "eval_every=0", "save_every=0"),
+        *(
+            "backend=skyrl-tx",
+            f"skyrl_tx_url={url}",
+            "model_name=local/tiny",
+            f"tokenizer={model_dir}",
+            "lora_rank=4",
+        ),
+        *(
+            f"tasks_dir={QUICKSTART / 'train'}",
+            "eval_tasks=count-01",
+            "environment_type=sandbox",
+            f"log_path={log_path}",
+        ),
+        *(
+            "context_limit=2000",
+            "max_tokens=24",
+            "max_turns=2",
+            "enable_summarize=false",
+            "temperature=1",
+            "kl_penalty_coef=0.1",
+        ),
+        *(
+            "batch_size=2",
+            "group_size=2",
+            "num_substeps=2",
+            "eval_group_size=1",
+            "eval_every=0",
+            "save_every=0",
+        ),
     ]
     return [sys.executable, "-m", "src.train", *chosen, *options]
 
@@ -78,7 +120,13 @@ def lines(path: Path) -> list[dict]:
 
 def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
-    done = subprocess.run(command(url, model_dir, log_path, "max_steps=2"), cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command(url, model_dir, log_path, "max_steps=2"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done: 2 steps in" in done.stdout and "held-out success:" in done.stdout
     assert done.stderr == ""
@@ -86,11 +134,15 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert metrics[1]["trials/graded"] == 4 and metrics[1]["env/all/turns"] == 2
     assert metrics[2]["optim/num_substeps"] == 2 and metrics[2]["optim/grad_norm"] > 0
-    assert metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model
+    assert (
+        metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
+    )  # sampler and trainer are one model
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
-    again = command(url, model_dir, log_path, "max_steps=19", "loss_fn=cispo", "behavior_if_log_dir_exists=resume")
+    again = command(
+        url, model_dir, log_path, "max_steps=19", "loss_fn=cispo", "behavior_if_log_dir_exists=resume"
+    )
     text = ""
     with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as resumed:
         assert resumed.stdout is not None
@@ -100,25 +152,33 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
                 resumed.send_signal(signal.SIGINT)
     assert resumed.returncode == 130, text
     assert "resuming after step 2" in text
-    (last,) = map(int, re.findall(r"checkpoint after step (\d+): tinker://", text))  # 3, or a later one where the signal came late
+    (last,) = map(
+        int, re.findall(r"checkpoint after step (\d+): tinker://", text)
+    )  # 3, or a later one where the signal came late
     assert last >= 3
     assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, last]
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
-def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(model_dir: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(
+    model_dir: Path, tmp_path: Path
+) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
     options = ("max_steps=2", "save_every=1", "server_timeout_sec=5", "kl_penalty_coef=0", "num_substeps=1")
     text = ""
-    with subprocess.Popen(command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as trainer:
         assert trainer.stdout is not None
         for line in trainer.stdout:
             text += line
             if line.startswith("step 2:") and server.poll() is None and "server lost" not in text:
                 server.kill()
                 server.communicate()
-                server, again = start_server(model_dir, tmp_path / "checkpoints", port=int(url.rpartition(":")[2]))
+                server, again = start_server(
+                    model_dir, tmp_path / "checkpoints", port=int(url.rpartition(":")[2])
+                )
                 assert again == url
     server.terminate()
     server.communicate(timeout=30)
@@ -126,19 +186,36 @@ def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(mod
     assert "server lost: " in text and "resuming after step 1" in text and "done: 2 steps in" in text, text
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == [0, 1, 2]
     assert set(groups_trained(log_path).values()) == {1}
-    assert [line["state"] for line in lines(log_path / "journal.jsonl") if line["event"] == "ended"] == ["done"]
+    assert [line["state"] for line in lines(log_path / "journal.jsonl") if line["event"] == "ended"] == [
+        "done"
+    ]
 
 
-def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compared(url: str, model_dir: Path, tmp_path: Path) -> None:
-    shared = [f"tasks_dir={QUICKSTART / 'train'}", "tasks=count-01,copy-01", "model_name=local/tiny", "environment_type=sandbox"]
+def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compared(
+    url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    shared = [
+        f"tasks_dir={QUICKSTART / 'train'}",
+        "tasks=count-01,copy-01",
+        "model_name=local/tiny",
+        "environment_type=sandbox",
+    ]
     shared += ["context_limit=2000", "max_tokens=24", "max_turns=2", "enable_summarize=false", "n_samples=2"]
 
     def evaluate(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "src.evaluate", *options]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
-    ours = evaluate(*shared, "backend=skyrl-tx", f"skyrl_tx_url={url}", f"tokenizer={model_dir}", f"log_path={tmp_path / 'ours'}")
-    theirs = evaluate(*shared, f"base_url={url}/v1", f"log_path={tmp_path / 'theirs'}", f"compare_with={tmp_path / 'ours'}")
+    ours = evaluate(
+        *shared,
+        "backend=skyrl-tx",
+        f"skyrl_tx_url={url}",
+        f"tokenizer={model_dir}",
+        f"log_path={tmp_path / 'ours'}",
+    )
+    theirs = evaluate(
+        *shared, f"base_url={url}/v1", f"log_path={tmp_path / 'theirs'}", f"compare_with={tmp_path / 'ours'}"
+    )
     for done in (ours, theirs):
         assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
         assert "pass@1: " in done.stdout and "trials: 4 graded" in done.stdout
@@ -147,21 +224,36 @@ def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compa
         results = json.loads((tmp_path / name / "results.json").read_text())
         assert [task["graded"] for task in results["tasks"]] == [2, 2]
         assert results["metrics"]["test/env/all/turns"] == 2
-        assert json.loads((tmp_path / name / "jobs" / "eval_000000" / "result.json").read_text())["n_total_trials"] == 4
+        assert (
+            json.loads((tmp_path / name / "jobs" / "eval_000000" / "result.json").read_text())[
+                "n_total_trials"
+            ]
+            == 4
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["model_name=org/other"], "error: model_name=org/other is not served at "),
-        (["lora_rank=16"], "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8"),
+        (
+            ["lora_rank=16"],
+            "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8",
+        ),
         (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
-        (["eval_tasks=nothing-like-this"], "error: eval_tasks: 'nothing-like-this' is neither a folder nor the name of a task"),
+        (
+            ["eval_tasks=nothing-like-this"],
+            "error: eval_tasks: 'nothing-like-this' is neither a folder nor the name of a task",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_before_any_work(url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_before_any_work(
+    url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
     log_path = tmp_path / "run"
-    done = subprocess.run(command(url, model_dir, log_path, *options), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command(url, model_dir, log_path, *options), cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode in (1, 2)
     [line] = done.stderr.splitlines()
     assert line.startswith(message)

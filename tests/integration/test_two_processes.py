@@ -34,10 +34,17 @@ class Process:
     """A server process and what it has said so far, line by line."""
 
     def __init__(self, options: dict[str, object], devices: int) -> None:
-        command = [sys.executable, "-m", "skyrl_tx_server", *(f"{name}={value}" for name, value in options.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "skyrl_tx_server",
+            *(f"{name}={value}" for name, value in options.items()),
+        ]
         flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        self.child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self.checkpoints = Path(str(options["checkpoints_dir"]))
         self.lines: list[str] = []
         self.ready = threading.Event()
@@ -56,7 +63,9 @@ class Process:
     @property
     def url(self) -> str:
         assert self.ready.wait(TIMEOUT_S)
-        (line,) = [line for line in self.lines if "server ready: " in line] or pytest.fail("\n".join(self.lines))
+        (line,) = [line for line in self.lines if "server ready: " in line] or pytest.fail(
+            "\n".join(self.lines)
+        )
         return line.partition("server ready: ")[2].split()[0]
 
     def end(self, timeout_s: float) -> int:
@@ -83,18 +92,39 @@ def processes(*options: dict[str, object], devices: int) -> Iterator[list[Proces
 @pytest.fixture(scope="module")
 def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", replace(CONFIG, num_layers=1))
-    sizes = {"max_lora_rank": 4, "decode_slots": 2, "train_tokens_per_batch": 128, "max_context_length": 128, "max_models": 1}
-    return {"base_model": model, "model_alias": "local/tiny", "port": 0, "compilation_cache_dir": "none", "max_snapshots": 1, **sizes}
+    sizes = {
+        "max_lora_rank": 4,
+        "decode_slots": 2,
+        "train_tokens_per_batch": 128,
+        "max_context_length": 128,
+        "max_models": 1,
+    }
+    return {
+        "base_model": model,
+        "model_alias": "local/tiny",
+        "port": 0,
+        "compilation_cache_dir": "none",
+        "max_snapshots": 1,
+        **sizes,
+    }
 
 
 def of_two(common: dict[str, object], root: Path) -> list[dict[str, object]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    meet: dict[str, object] = {"coordinator_address": address, "num_processes": 2, "data_parallel": 2, "tensor_parallel": 2}
+    meet: dict[str, object] = {
+        "coordinator_address": address,
+        "num_processes": 2,
+        "data_parallel": 2,
+        "tensor_parallel": 2,
+    }
     key = root / "cluster_key"
     key.write_text(secrets.token_urlsafe(32))
     meet["cluster_key_file"] = key
-    return [{**common, **meet, "process_id": number, "checkpoints_dir": root / f"of {number}"} for number in range(2)]
+    return [
+        {**common, **meet, "process_id": number, "checkpoints_dir": root / f"of {number}"}
+        for number in range(2)
+    ]
 
 
 def datum(length: int, seed: int) -> types.Datum:
@@ -113,10 +143,14 @@ def driven(url: str) -> dict[str, np.ndarray]:
     """Two steps, a save, samples of two snapshots in one place, a load; the model trained first waits in host memory meanwhile."""
     found: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
-        training = service.create_lora_training_client(base_model="local/tiny", rank=4, seed=1).result(TIMEOUT_S)
+        training = service.create_lora_training_client(base_model="local/tiny", rank=4, seed=1).result(
+            TIMEOUT_S
+        )
         samplers = [training.save_weights_for_sampler(name="start").result(TIMEOUT_S).path]
         for step in range(2):
-            waiting = training.forward_backward([datum(9 + 5 * index, 7 * step + index) for index in range(4)], "cross_entropy")
+            waiting = training.forward_backward(
+                [datum(9 + 5 * index, 7 * step + index) for index in range(4)], "cross_entropy"
+            )
             report = training.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
             found[f"logprobs {step}"] = logprobs_of(waiting.result(TIMEOUT_S))
             found[f"loss {step}"] = np.array(waiting.result(TIMEOUT_S).metrics["loss:sum"])
@@ -127,17 +161,25 @@ def driven(url: str) -> dict[str, np.ndarray]:
             sampler = service.create_sampling_client(model_path=path).result(TIMEOUT_S)
             for temperature in (0.0, 1.0):
                 settings = types.SamplingParams(max_tokens=12, temperature=temperature, seed=seed, stop=[])
-                sampled = sampler.sample(types.ModelInput.from_ints(PROMPT), 2, settings).result(TIMEOUT_S).sequences
+                sampled = (
+                    sampler.sample(types.ModelInput.from_ints(PROMPT), 2, settings)
+                    .result(TIMEOUT_S)
+                    .sequences
+                )
                 for index, sequence in enumerate(sampled):  # one in a slot of each process
                     whole = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
                     scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
                     np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
                     if seed is not None or temperature == 0:
                         found[f"tokens {number} {temperature} {index}"] = np.array(sequence.tokens)
-                        found[f"sampled logprobs {number} {temperature} {index}"] = np.array(sequence.logprobs)
+                        found[f"sampled logprobs {number} {temperature} {index}"] = np.array(
+                            sequence.logprobs
+                        )
         again = service.create_training_client_from_state_with_optimizer(state).result(TIMEOUT_S)
         for name, client in (("loaded", again), ("kept", training)):
-            found[f"logprobs {name}"] = logprobs_of(client.forward_backward([datum(20, 1)], "cross_entropy").result(TIMEOUT_S))
+            found[f"logprobs {name}"] = logprobs_of(
+                client.forward_backward([datum(20, 1)], "cross_entropy").result(TIMEOUT_S)
+            )
             report = client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
             found[f"gradient norm {name}"] = np.array((report.metrics or {})["grad_norm"])
     return found
@@ -149,15 +191,22 @@ def pair(common: dict[str, object], tmp_path_factory: pytest.TempPathFactory) ->
         yield pair
 
 
-def test_two_processes_train_sample_save_and_load_as_one(pair: list[Process], common: dict[str, object], tmp_path: Path) -> None:
-    with processes({**common, "checkpoints_dir": tmp_path}, devices=1) as (alone,), ThreadPoolExecutor() as threads:
+def test_two_processes_train_sample_save_and_load_as_one(
+    pair: list[Process], common: dict[str, object], tmp_path: Path
+) -> None:
+    with (
+        processes({**common, "checkpoints_dir": tmp_path}, devices=1) as (alone,),
+        ThreadPoolExecutor() as threads,
+    ):
         expected, shared = threads.map(driven, (alone.url, pair[0].url))
     for name, value in expected.items():
         what = name.split()[0]
         if what == "tokens":
             assert shared[name].tolist() == value.tolist(), name
         else:
-            np.testing.assert_allclose(shared[name], value, atol=1e-4, rtol=1e-4 if what in ("loss", "gradient") else 0, err_msg=name)
+            np.testing.assert_allclose(
+                shared[name], value, atol=1e-4, rtol=1e-4 if what in ("loss", "gradient") else 0, err_msg=name
+            )
     assert {"loss 1", "gradient norm kept", "tokens 1 1.0 1", "logprobs loaded"} <= set(shared)
     assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only process 0 writes
 
@@ -167,10 +216,17 @@ def test_the_end_of_one_process_is_the_end_of_the_server_in_one_line(pair: list[
     with httpx.Client(base_url=f"{leader.url}/api/v1/", timeout=60) as http:
         session_id = http.post("create_session", json={}).raise_for_status().json()["session_id"]
         follower.child.send_signal(signal.SIGSTOP)  # so that nothing can be over when the process dies
-        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "local/tiny", "lora_config": {"rank": 4}}
+        body = {
+            "session_id": session_id,
+            "model_seq_id": 0,
+            "base_model": "local/tiny",
+            "lora_config": {"rank": 4},
+        }
         http.post("create_model", json=body).raise_for_status()
         follower.child.kill()
         assert leader.end(30) == 1
     reason = "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
-    assert any(line.endswith(f"create_model failed (server): {reason}") for line in leader.lines), leader.lines
+    assert any(line.endswith(f"create_model failed (server): {reason}") for line in leader.lines), (
+        leader.lines
+    )
     assert leader.errors() == [f"skyrl-tx server: {reason}"]

@@ -49,6 +49,18 @@ def run_tests_as_nobody(arguments: Sequence[str]) -> subprocess.CompletedProcess
     """Run pytest as an ordinary user; only root can."""
     became = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     became += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--"]
-    command = [*became, sys.executable, "-c", _PYTEST_WITHOUT_CAPABILITIES, "-n", "0", "-p", "no:cacheprovider", *arguments]
+    command = [
+        *became,
+        sys.executable,
+        "-c",
+        _PYTEST_WITHOUT_CAPABILITIES,
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     environment = {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False
+    )

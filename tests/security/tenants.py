@@ -39,7 +39,10 @@ async def two_tenants(root: Path, quota: Quota | None = None) -> AsyncIterator[S
     file = root / "keys"
     alice, bob = (add(file, name) for name in ("alice", "bob"))
     settings = HttpSettings(
-        model_dir=save_tokenizer(root / "model"), api_key=OPERATOR_KEY, tenant_keys=TenantKeys(file), tenant_quota=quota or Quota()
+        model_dir=save_tokenizer(root / "model"),
+        api_key=OPERATOR_KEY,
+        tenant_keys=TenantKeys(file),
+        tenant_quota=quota or Quota(),
     )
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
     engine = fake_engine(context)
@@ -47,11 +50,20 @@ async def two_tenants(root: Path, quota: Quota | None = None) -> AsyncIterator[S
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with contextlib.AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers))
+            await stack.enter_async_context(
+                httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
+            )
             for headers in ({"x-api-key": alice}, {"x-api-key": bob}, {"x-api-key": OPERATOR_KEY}, {})
         ]
         try:
-            yield Site(context=context, keys=file, alice=clients[0], bob=clients[1], operator=clients[2], anyone=clients[3])
+            yield Site(
+                context=context,
+                keys=file,
+                alice=clients[0],
+                bob=clients[1],
+                operator=clients[2],
+                anyone=clients[3],
+            )
         finally:
             engine.stop()
 
@@ -76,7 +88,11 @@ async def done(http: httpx.AsyncClient, route: str, **body: object) -> dict[str,
 
 
 async def open_session(http: httpx.AsyncClient) -> str:
-    return str((await post(http, "create_session", tags=["secret-tag"], user_metadata={"secret": "metadata"}))["session_id"])
+    return str(
+        (await post(http, "create_session", tags=["secret-tag"], user_metadata={"secret": "metadata"}))[
+            "session_id"
+        ]
+    )
 
 
 async def make_model(http: httpx.AsyncClient, session_id: str, number: int = 0) -> str:
@@ -132,7 +148,9 @@ async def make_objects(http: httpx.AsyncClient) -> Objects:
     await done(http, "save_weights_external", model_id=model, seq_id=3, path="e")
     await done(http, "save_weights_for_sampler", model_id=model, seq_id=4, sampling_session_seq_id=0)
     path = f"tinker://{model}/sampler_weights/s"
-    await post(http, "create_sampling_session", session_id=session, sampling_session_seq_id=1, model_path=path)
+    await post(
+        http, "create_sampling_session", session_id=session, sampling_session_seq_id=1, model_path=path
+    )
     request = await post(http, "optim_step", model_id=model, seq_id=5, adam_params={})
     await result(http, request)
     return Objects(session=session, request=str(request["request_id"]))

@@ -53,13 +53,17 @@ async def archived(http: httpx.AsyncClient) -> int | None:
     return None
 
 
-async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(http: httpx.AsyncClient, context: AppState) -> None:
+async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(
+    http: httpx.AsyncClient, context: AppState
+) -> None:
     for version in (1, 2, 3):
         save_version(context.checkpoints, PATH, version)
         assert [await archived(http), await archived(http)] == [version, version]
 
 
-async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(http: httpx.AsyncClient, context: AppState) -> None:
+async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(
+    http: httpx.AsyncClient, context: AppState
+) -> None:
     """Both files are fetched one after the other, and must be of one save."""
     save_version(context.checkpoints, PATH, 1)
     urls = (await http.get(f"{URL}/external_weights_urls")).json()["urls"]
@@ -77,7 +81,10 @@ def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
     """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and the deletion."""
     context = fake_context(tmp_path)
     with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
-        for act in (lambda: save_version(context.checkpoints, PATH, 9), lambda: context.checkpoints.delete(PATH)):
+        for act in (
+            lambda: save_version(context.checkpoints, PATH, 9),
+            lambda: context.checkpoints.delete(PATH),
+        ):
             save_version(context.checkpoints, PATH, 8, columns=3 << 20)  # rank 2, 24 MiB
             location = http.get(f"{URL}/archive").headers["location"]
             with http.stream("GET", location) as download:
@@ -123,7 +130,10 @@ async def test_saves_archives_and_deletions_at_once_neither_mix_nor_lose_nor_ser
     async with asyncio.TaskGroup() as tasks:
         for work in (save, *[archive] * 4, *[read] * 2):
             tasks.create_task(work())
-    assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (ROUNDS, ROUNDS)  # nobody deleted: nothing is lost
+    assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (
+        ROUNDS,
+        ROUNDS,
+    )  # nobody deleted: nothing is lost
     writing = True
     async with asyncio.TaskGroup() as tasks:
         for work in (save, *[archive] * 3, delete, delete, read):
@@ -153,7 +163,9 @@ def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
 
 
-async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(http: httpx.AsyncClient, context: AppState) -> None:
+async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(
+    http: httpx.AsyncClient, context: AppState
+) -> None:
     """The engine has written the new checkpoint, and the event loop has not heard of it yet."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
@@ -180,7 +192,9 @@ async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor
     fake_engine(context).stop()
 
 
-async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(http: httpx.AsyncClient, context: AppState, tmp_path: Path):
+async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(
+    http: httpx.AsyncClient, context: AppState, tmp_path: Path
+):
     derived = tmp_path / ".derived"
     for version in (1, 2):
         save_version(context.checkpoints, PATH, version)

@@ -86,7 +86,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_one_bad_record_is_refused_by_name_and_hides_no_other(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_one_bad_record_is_refused_by_name_and_hides_no_other(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     store = CheckpointStore(tmp_path / "root", "m")
     save_version(store, GOOD, 1)
     save_version(store, BAD, 2)
@@ -99,7 +101,9 @@ def test_one_bad_record_is_refused_by_name_and_hides_no_other(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("level", ["run", "run/weights", "run/weights/bad"])
-def test_a_directory_that_leads_outside_is_neither_read_nor_listed_nor_written(tmp_path: Path, level: str) -> None:
+def test_a_directory_that_leads_outside_is_neither_read_nor_listed_nor_written(
+    tmp_path: Path, level: str
+) -> None:
     root = tmp_path / "root"
     store = CheckpointStore(root, "m")
     save_version(store, BAD, 2)
@@ -107,7 +111,12 @@ def test_a_directory_that_leads_outside_is_neither_read_nor_listed_nor_written(t
     (root / level).rename(outside)
     (root / level).symlink_to(outside)
     before = sorted(outside.rglob("*"))
-    for act in (lambda: store.read(BAD), lambda: store.info(BAD), lambda: save_version(store, BAD, 3), lambda: store.delete(BAD)):
+    for act in (
+        lambda: store.read(BAD),
+        lambda: store.info(BAD),
+        lambda: save_version(store, BAD, 3),
+        lambda: store.delete(BAD),
+    ):
         with pytest.raises(UserError, match="symbolic link"):
             act()
     assert store.list() == [] and sorted(outside.rglob("*")) == before
@@ -147,7 +156,9 @@ async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path:
         session = await open_session(http)
         body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         for _ in range(2):
-            refused = await http.post("/api/v1/create_model", json={**body, "user_metadata": metadata(20_000)})
+            refused = await http.post(
+                "/api/v1/create_model", json={**body, "user_metadata": metadata(20_000)}
+            )
             assert refused.status_code == 400 and "at most 16384" in refused.json()["detail"]
         assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
         assert (tmp_path / "ledger.jsonl").stat().st_size == 0
@@ -157,7 +168,12 @@ async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path:
 
 
 def run_line(number: int, num_bytes: int, owner: str = "") -> str:
-    run = {"run_id": f"{owner}s:train:{number}", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00"}
+    run = {
+        "run_id": f"{owner}s:train:{number}",
+        "base_model": "m",
+        "lora": {"rank": 4},
+        "created_at": "2026-01-01T00:00:00+00:00",
+    }
     return json.dumps(run | {"user_metadata": metadata(num_bytes)})
 
 
@@ -183,19 +199,31 @@ def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(t
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
     again = RunIndex(file)
-    assert (again.runs, again.expiries, again.public) == (ledger.runs, {"tinker://a/weights/1": when}, {"tinker://a/weights/1"})
+    assert (again.runs, again.expiries, again.public) == (
+        ledger.runs,
+        {"tinker://a/weights/1": when},
+        {"tinker://a/weights/1"},
+    )
     assert again.expiring_generation("tinker://a/weights/1") == "0" * 32
 
 
-def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skyrl_tx_server.files.run_index.MAX_RUN_BYTES", 20_000)
     file = tmp_path / "ledger.jsonl"
-    lines = [run_line(0, 500, "tenant-alice."), *(run_line(number, 4000, "tenant-bob.") for number in range(50))]
+    lines = [
+        run_line(0, 500, "tenant-alice."),
+        *(run_line(number, 4000, "tenant-bob.") for number in range(50)),
+    ]
     file.write_text("\n".join(lines))
     ledger = RunIndex(file)
     assert list(ledger.of("alice").runs) == ["tenant-alice.s:train:0"]
     assert list(ledger.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
-    assert ledger.of("alice").run("tenant-bob.s:train:49") is None and ledger.run("tenant-bob.s:train:49") is not None
+    assert (
+        ledger.of("alice").run("tenant-bob.s:train:49") is None
+        and ledger.run("tenant-bob.s:train:49") is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +244,9 @@ def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
     ledger = RunIndex(file)
-    assert list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
+    assert (
+        list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
+    )
 
 
 # --- a full disk
@@ -240,14 +270,22 @@ async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_ha
             patch.setattr("skyrl_tx_server.files.run_index.os.write", half)
             body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
             reply = await post(http, "create_model", **body)
-            failed = (await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})).json()
-        assert failed["category"] == "server" and "the model was not made" in failed["error"] and "No space left" in failed["error"]
+            failed = (
+                await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
+            ).json()
+        assert (
+            failed["category"] == "server"
+            and "the model was not made" in failed["error"]
+            and "No space left" in failed["error"]
+        )
         assert (tmp_path / "ledger.jsonl").read_bytes() == b""
         assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
         assert (await http.get(f"/api/v1/sessions/{session}")).json()["training_run_ids"] == []
         made = await make_model(http, session, 1)
         engine.stop()
-        assert list(engine.models) == [made] and [op.model_id for op in engine.of_type(UnloadModel)] == [f"{session}:train:0"]
+        assert list(engine.models) == [made] and [op.model_id for op in engine.of_type(UnloadModel)] == [
+            f"{session}:train:0"
+        ]
     assert [run.lora.rank for run in RunIndex(tmp_path / "ledger.jsonl").runs.values()] == [4]
 
 

@@ -59,8 +59,12 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsSettings]:
         yield HostsSettings(coordinator_address=address, num_processes=2, process_id=1, timeout_s=30, key=KEY)
 
 
-@pytest.mark.parametrize("impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"])
-def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(hosts: HostsSettings, tmp_path: Path, impostor: str) -> None:
+@pytest.mark.parametrize(
+    "impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"]
+)
+def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(
+    hosts: HostsSettings, tmp_path: Path, impostor: str
+) -> None:
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
 
@@ -81,7 +85,9 @@ def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(hosts: Ho
                         connection.send_bytes(payload)
                 case _:
                     read_exactly(candidate, len(MAGIC) + NUMBER.size + NONCE_BYTES)
-                    candidate.sendall(secrets.token_bytes(NONCE_BYTES + CODE_BYTES) + LENGTH.pack(len(payload)) + payload)
+                    candidate.sendall(
+                        secrets.token_bytes(NONCE_BYTES + CODE_BYTES) + LENGTH.pack(len(payload)) + payload
+                    )
 
     with socket.create_server(hosts.address) as server, ThreadPoolExecutor(1) as threads:
         listening = threads.submit(listen, server)
@@ -97,12 +103,19 @@ def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path)
     assert (tmp_path / "created").exists()
 
 
-def test_an_impostor_follower_is_refused_and_the_real_one_still_comes(hosts: HostsSettings, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impostor_follower_is_refused_and_the_real_one_still_comes(
+    hosts: HostsSettings, caplog: pytest.LogCaptureFixture
+) -> None:
     leading = threading.Thread(target=lambda: lead(replace(hosts, process_id=0), SETTINGS, print).stop())
     leading.start()
-    with pytest.raises(ConfigError, match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C",
+    ):
         join(replace(hosts, key=b"x" * 32), SETTINGS, print)
-    with socket.create_connection(hosts.address, timeout=30) as impostor:  # it does not check process 0's proof
+    with socket.create_connection(
+        hosts.address, timeout=30
+    ) as impostor:  # it does not check process 0's proof
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))
@@ -177,7 +190,12 @@ def test_messages_pass_in_both_directions(relay: Relay) -> None:
 def test_a_changed_message_ends_the_connection(relay: Relay, position: str) -> None:
     relay.ours.send_bytes(b"the message")
     message = bytearray(relay.messages.get(timeout=60))
-    at = {"length": 7, "code of the length": 8, "payload": 8 + CODE_BYTES, "code of the payload": len(message) - 1}[position]
+    at = {
+        "length": 7,
+        "code of the length": 8,
+        "payload": 8 + CODE_BYTES,
+        "code of the payload": len(message) - 1,
+    }[position]
     message[at] ^= 1
     relay.deliver(bytes(message))
     with pytest.raises(TamperedError, match="was changed, repeated or lost"):
@@ -232,7 +250,9 @@ def test_a_message_of_one_connection_is_worth_nothing_in_another(relay: Relay) -
             other.theirs.recv_bytes()
 
 
-def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(relay: Relay, tmp_path: Path) -> None:
+def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
+    relay: Relay, tmp_path: Path
+) -> None:
     lost = SimpleQueue[str]()
     follower = Follower(relay.theirs, lost.put)
     created = tmp_path / "created"
@@ -250,7 +270,9 @@ def test_a_forged_answer_ends_process_0_with_one_error() -> None:
     with raw:
         leader = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
         raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
-        assert lost.get(timeout=60).startswith("process 1: a message between the processes was changed, repeated or lost on its way")
+        assert lost.get(timeout=60).startswith(
+            "process 1: a message between the processes was changed, repeated or lost on its way"
+        )
         leader.stop()
 
 

@@ -22,7 +22,16 @@ from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
 from src.envs.harbor.trial_folder import JobsQuota, bound
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.environment import SandboxEnvironment
-from src.envs.sandbox.file_copy import MAX_BYTES, MAX_DEPTH, MAX_FILES, NOTE, Allowance, BoundedFile, ChunkReader, unpack
+from src.envs.sandbox.file_copy import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_FILES,
+    NOTE,
+    Allowance,
+    BoundedFile,
+    ChunkReader,
+    unpack,
+)
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -57,7 +66,9 @@ async def environment(tmp_path: Path) -> AsyncIterator[SandboxEnvironment]:
 
 
 def everything_below(folder: Path) -> list[Path]:
-    return [Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)]
+    return [
+        Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)
+    ]
 
 
 def size_of(folder: Path) -> int:
@@ -111,7 +122,14 @@ def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(
     (target / "trajectory.json").write_text("Harbor's own")
     deep = "/".join("d" * (MAX_DEPTH + 1))
     unpack(
-        archive(link("out", "/etc"), ("out/planted", b"x"), ("../outside", b"x"), (deep, b"x"), ("trajectory.json", b"x"), ("good", b"x")),
+        archive(
+            link("out", "/etc"),
+            ("out/planted", b"x"),
+            ("../outside", b"x"),
+            (deep, b"x"),
+            ("trajectory.json", b"x"),
+            ("good", b"x"),
+        ),
         target,
         Allowance(),
     )
@@ -167,7 +185,9 @@ async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path
             await asyncio.sleep(0.001)
 
     async with environment(tmp_path) as made:
-        await made.exec("mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz")
+        await made.exec(
+            "mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz"
+        )
         working = asyncio.create_task(neighbour())
         async with GapMeter() as gaps:
             await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
@@ -191,13 +211,18 @@ async def test_a_sparse_file_and_deep_directories_cost_no_more_than_the_bounds(t
         with pytest.raises(RuntimeError, match="larger than what may be collected"):
             await made.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
     assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
-    assert max(len(path.relative_to(tmp_path / "trial").parts) for path in everything_below(tmp_path / "trial")) <= MAX_DEPTH + 1
+    assert (
+        max(len(path.relative_to(tmp_path / "trial").parts) for path in everything_below(tmp_path / "trial"))
+        <= MAX_DEPTH + 1
+    )
 
 
 @needs_sandbox
 async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_files(tmp_path: Path) -> None:
     async with environment(tmp_path) as made:
-        await made.exec("mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && chmod 640 small")
+        await made.exec(
+            "mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && chmod 640 small"
+        )
         await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
         (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
         await made.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
@@ -208,7 +233,9 @@ async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_fi
 @needs_sandbox
 async def test_a_reward_arrives_whatever_else_the_verifier_left(tmp_path: Path) -> None:
     async with environment(tmp_path) as made:
-        await made.exec("mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | xargs touch")
+        await made.exec(
+            "mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | xargs touch"
+        )
         await made.exec("echo 1 > /logs/verifier/reward.txt")
         await made.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
     assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
@@ -216,7 +243,9 @@ async def test_a_reward_arrives_whatever_else_the_verifier_left(tmp_path: Path) 
 
 def source(**options: object) -> HarborTasks:
     defaults = {"environment_type": "sandbox", "max_turns": 8, "enable_summarize": False, "eval_split": 0.0}
-    return open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(HELLO), **{**defaults, **options}), byte_chat())
+    return open_harbor(
+        TrainerConfig(model_name="org/model", tasks_dir=str(HELLO), **{**defaults, **options}), byte_chat()
+    )
 
 
 async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: float = 0.3) -> Trajectory:
@@ -229,7 +258,9 @@ async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: fl
 @needs_sandbox
 async def test_an_agent_that_hoards_files_is_graded_as_any_other_and_keeps_little(tmp_path: Path) -> None:
     hoard = "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p /logs/artifacts; cp big /logs/artifacts"
-    outcome = await play(source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0)
+    outcome = await play(
+        source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0
+    )
     assert outcome.reward == 1.0
     assert outcome.metrics["files_left_out"] == 1.0
     (folder,) = (tmp_path / "jobs" / "step_000001").iterdir()
@@ -238,7 +269,9 @@ async def test_an_agent_that_hoards_files_is_graded_as_any_other_and_keeps_littl
 
 
 @needs_sandbox
-async def test_past_the_quota_of_a_run_trials_keep_their_results(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_past_the_quota_of_a_run_trials_keep_their_results(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tasks = source(jobs_quota_gb=2 / 1024)
     commands = ("echo hello > /app/hello.txt", "head -c 1500000 /dev/urandom > /logs/agent/noise")
     outcomes = [await play(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
@@ -268,7 +301,10 @@ def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
     assert not bound(folder, files=20, size=2**20).is_whole
     left = everything_below(folder)
     assert len(left) <= 21 and (folder / "result.json").is_file()
-    assert not any(path.is_symlink() or path.is_fifo() for path in left) and not (folder / "agent" / "sparse").exists()
+    assert (
+        not any(path.is_symlink() or path.is_fifo() for path in left)
+        and not (folder / "agent" / "sparse").exists()
+    )
     assert (outside / "kept").read_text() == "x"
 
 
@@ -284,7 +320,16 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "output", ["x" * 20_001, "é" * 30_000, "中" * 9_999 + "ab" * 9_999, "a" + "😀" * 12_345, "short", "y" * 10_000, "z" * 15_000]
+    "output",
+    [
+        "x" * 20_001,
+        "é" * 30_000,
+        "中" * 9_999 + "ab" * 9_999,
+        "a" + "😀" * 12_345,
+        "short",
+        "y" * 10_000,
+        "z" * 15_000,
+    ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
     load_harbor()  # quietly, before anything imports it

@@ -103,7 +103,9 @@ async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
 
 
 def everything_below(folder: Path) -> list[Path]:
-    return [Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)]
+    return [
+        Path(directory, name) for directory, folders, files in os.walk(folder) for name in (*folders, *files)
+    ]
 
 
 def of_project(project: str) -> set[str]:
@@ -118,13 +120,13 @@ def of_project(project: str) -> set[str]:
         return {str(one.name) for one in found}
 
 
-async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_host_file(tmp_path: Path) -> None:
+async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_host_file(
+    tmp_path: Path,
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     async with environment(tmp_path) as one:
-        hoard = (
-            f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && truncate -s 10G sparse && echo ok > 0"
-        )
+        hoard = f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && truncate -s 10G sparse && echo ok > 0"
         assert (await one.exec(hoard)).return_code == 0
         assert everything_below(tmp_path / "trial" / "agent") == []  # nothing of the host is mounted
         verifier = f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > reward.txt"
@@ -150,7 +152,9 @@ async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_hos
             await one.download_file("/logs/agent/link", tmp_path / "trial" / "link")
         (tmp_path / "trial" / "verifier" / "host.txt").write_text("of Harbor")
         await one.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
-        assert (await one.exec("cd /logs/verifier && ls && stat -c %s aaa")).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
+        assert (
+            await one.exec("cd /logs/verifier && ls && stat -c %s aaa")
+        ).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
             await one.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
     left = everything_below(tmp_path / "trial")
@@ -185,18 +189,29 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_kill_9_of_a_trainer_leaves_nothing_once_it_was_cleaned_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kill_9_of_a_trainer_leaves_nothing_once_it_was_cleaned_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = f"killed-{secrets.token_hex(4)}"
     elsewhere = tmp_path / "elsewhere"  # another TMPDIR: what is locked there is not seen here
     elsewhere.mkdir()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), name], cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(elsewhere)}
+        [sys.executable, "-c", SCRIPT, str(tmp_path), name],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(elsewhere)},
     )
     try:
         with neighbours() as gone:
             assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
             before = of_project(name)
-            assert {f"{name}-main-1", f"{name}-database-1", f"{name}_default", f"{name}_inner", f"{name}_data"} <= before
+            assert {
+                f"{name}-main-1",
+                f"{name}-database-1",
+                f"{name}_default",
+                f"{name}_inner",
+                f"{name}_data",
+            } <= before
             cleanup()
             assert of_project(name) == before, "a living run with another TMPDIR was touched"
             trainer.send_signal(signal.SIGKILL)
@@ -225,7 +240,9 @@ def neighbours() -> Iterator[Callable[[], set[str]]]:
     with engine(timeout_s=60) as client:
         network = client.networks.create(f"{project}-network", labels=labels)
         volume = client.volumes.create(f"{project}-volume", labels=labels)
-        container = client.containers.create(BASE_IMAGE, ["true"], name=f"{project}-container", network=network.name, labels=labels)
+        container = client.containers.create(
+            BASE_IMAGE, ["true"], name=f"{project}-container", network=network.name, labels=labels
+        )
         try:
             yield lambda: names - of_project(project)
         finally:
@@ -255,7 +272,9 @@ def test_a_trainer_killed_before_its_first_container_leaves_no_network() -> None
 def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed() -> None:
     project = f"busy-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
-        network = client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
+        network = client.networks.create(
+            f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)}
+        )
         foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
         try:
             cleaned = remove_dead(keep=living_labels())
@@ -278,7 +297,9 @@ def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
             cleaned = remove_dead(keep=living_labels())
             for network in networks:
                 network.reload()
-            assert [line for line in cleaned.left_alone if away in line] == [f"network {away}: its trainer ran on the host another-host"]
+            assert [line for line in cleaned.left_alone if away in line] == [
+                f"network {away}: its trainer ran on the host another-host"
+            ]
             assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.left_alone))
         finally:
             for network in networks:

@@ -11,18 +11,36 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.engine import Engine
-from skyrl_tx_server.engine.operations import CreateModel, LoraSpec, OpResult, Sample, SampleResult, SamplingSettings, SaveSampler
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    LoraSpec,
+    OpResult,
+    Sample,
+    SampleResult,
+    SamplingSettings,
+    SaveSampler,
+)
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
-MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64, max_position_embeddings=2048)
+MODEL = replace(
+    CONFIG,
+    hidden_size=64,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
 """Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the bit."""
 SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_BLOCKS = 6
 """One that is under way, those that a row runs before it is paused, one of the sample itself, and one to spare."""
 
 
-def request(seed: int, *, prompt_tokens: int = 40, num_samples: int = 1, max_tokens: int, weights: str | None = None) -> Sample:
+def request(
+    seed: int, *, prompt_tokens: int = 40, num_samples: int = 1, max_tokens: int, weights: str | None = None
+) -> Sample:
     prompt = np.random.default_rng(seed).integers(0, 256, prompt_tokens).astype(np.int32)
     settings = SamplingSettings(max_tokens=max_tokens, seed=seed, stop_at_eos=False)
     return Sample(weights=weights, prompt=prompt, settings=settings, num_samples=num_samples)
@@ -124,11 +142,16 @@ def test_a_small_sample_beside_a_large_request_waits_a_few_blocks_and_nobody_sam
     assert after["programs"] == before["programs"], "no program is compiled for a pause"
 
 
-def test_small_samples_beside_more_tenants_than_slots_wait_a_few_blocks(engine: Engine, small_alone: SampleResult) -> None:
+def test_small_samples_beside_more_tenants_than_slots_wait_a_few_blocks(
+    engine: Engine, small_alone: SampleResult
+) -> None:
     requests = [request(100 + number, num_samples=4, max_tokens=120) for number in range(3 * SLOTS)]
     alone = [result(engine.submit(each)) for each in requests]
     neighbours = Neighbours(engine, "neighbour", 12, after_reports=30)
-    futures = [engine.submit(each, None if number else neighbours, tenant=f"hostile {number}") for number, each in enumerate(requests)]
+    futures = [
+        engine.submit(each, None if number else neighbours, tenant=f"hostile {number}")
+        for number, each in enumerate(requests)
+    ]
     for future, expected in zip(futures, alone, strict=True):
         assert_same(result(future), expected)
     for small in neighbours.results:
@@ -145,7 +168,9 @@ def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine:
     assert after["decode_blocks_ahead"] - before["decode_blocks_ahead"] >= blocks - 3  # type: ignore[operator]
 
 
-def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(tmp_path: Path, engine: Engine) -> None:
+def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
+    tmp_path: Path, engine: Engine
+) -> None:
     """A cache with room for two contexts of the large requests and many tenants: all get what they get where there is room for all."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(each)) for each in requests]
@@ -153,7 +178,10 @@ def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(tmp_pat
     small = engine_of(tmp_path, cache_tokens=768, max_context_length=512)
     try:
         neighbours = Neighbours(small, "neighbour", 6, after_reports=10)
-        futures = [small.submit(each, None if number else neighbours, tenant=f"{number}") for number, each in enumerate(requests)]
+        futures = [
+            small.submit(each, None if number else neighbours, tenant=f"{number}")
+            for number, each in enumerate(requests)
+        ]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected, atol=1e-4)
         for each in neighbours.results:
@@ -162,7 +190,11 @@ def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(tmp_pat
     finally:
         small.stop()
     assert neighbours.waits and max(neighbours.waits) <= 3 * FEW_BLOCKS
-    assert stats["pauses"] and stats["preemptions"] and (stats["rows_paused"], stats["rows_set_aside"], stats["slots_used"]) == (0, 0, 0)
+    assert (
+        stats["pauses"]
+        and stats["preemptions"]
+        and (stats["rows_paused"], stats["rows_set_aside"], stats["slots_used"]) == (0, 0, 0)
+    )
     assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
 
 
@@ -172,7 +204,9 @@ def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(t
         for number in range(5):
             small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
             small.submit(SaveSampler(model_id=f"m{number}", weights=f"s{number}")).result(TIMEOUT_S)
-        requests = [request(300 + number, num_samples=4, max_tokens=320, weights=f"s{number}") for number in range(5)]
+        requests = [
+            request(300 + number, num_samples=4, max_tokens=320, weights=f"s{number}") for number in range(5)
+        ]
         alone = [result(small.submit(each)) for each in requests]
         futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
         for future, expected in zip(futures, alone, strict=True):
@@ -187,7 +221,9 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_by_two_pieces_at_most(engi
     alone = [result(engine.submit(each)) for each in prompts]
     neighbours = Neighbours(engine, "neighbour", 4, after_reports=1)
     watched = engine.submit(request(500, max_tokens=160), neighbours, tenant="hostile")
-    futures = [engine.submit(replace(each, prompt=np.roll(each.prompt, 1)), tenant="hostile") for each in prompts]
+    futures = [
+        engine.submit(replace(each, prompt=np.roll(each.prompt, 1)), tenant="hostile") for each in prompts
+    ]
     for future in (watched, *futures, *neighbours.results):
         result(future)
     assert neighbours.waits and max(neighbours.waits) <= 4, "there is a decode block between two pieces"

@@ -60,7 +60,14 @@ def seeing(*paths: str) -> str:
     return graded_if(" || ".join(f"[ -e {path} ]" for path in paths))
 
 
-def task(folder: Path, test: str, *, dockerfile: str = DOCKERFILE, timeout: float = 30, files: Sequence[tuple[str, str]] = ()) -> Path:
+def task(
+    folder: Path,
+    test: str,
+    *,
+    dockerfile: str = DOCKERFILE,
+    timeout: float = 30,
+    files: Sequence[tuple[str, str]] = (),
+) -> Path:
     for name in ("environment", "tests", "solution"):
         (folder / name).mkdir(parents=True)
     (folder / "task.toml").write_text(TASK.format(timeout=timeout))
@@ -73,12 +80,27 @@ def task(folder: Path, test: str, *, dockerfile: str = DOCKERFILE, timeout: floa
     return folder
 
 
-async def play(tmp_path: Path, folder: Path, *commands: str, wait: float = 0.3, environment_type: str = "sandbox", **options: object):
-    settings = {"environment_type": environment_type, "max_turns": 6, "enable_summarize": False, "eval_split": 0.0, **options}
+async def play(
+    tmp_path: Path,
+    folder: Path,
+    *commands: str,
+    wait: float = 0.3,
+    environment_type: str = "sandbox",
+    **options: object,
+):
+    settings = {
+        "environment_type": environment_type,
+        "max_turns": 6,
+        "enable_summarize": False,
+        "eval_split": 0.0,
+        **options,
+    }
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **settings), byte_chat())
     script = [answer(*commands, duration=wait), answer(done=True), answer(done=True)]
     policy = ScriptedPolicy(byte_chat(), {"": script})
-    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
+        policy
+    )
     left = {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
     assert left <= {"lock", "skeleton", "labels.yaml"}, "an environment of this trial is left"
     return outcome
@@ -125,24 +147,39 @@ FORGERIES = {
     "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
     "/etc/profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /etc/profile"),
     "git's configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
-    "another home": (BY_LOGIN_SHELL, "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root"),
+    "another home": (
+        BY_LOGIN_SHELL,
+        "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root",
+    ),
     "ld.so.preload": (seeing("/etc/ld.so.preload"), "touch /etc/ld.so.preload"),
     "the linker's cache": (
         graded_if("[ -s /etc/ld.so.conf.d/evil.conf ]"),
         "mkdir -p /etc/ld.so.conf.d; echo /e > /etc/ld.so.conf.d/evil.conf",
     ),
-    "files for pytest": (seeing("/conftest.py", "/pytest.ini", "/root/conftest.py"), "touch /conftest.py /pytest.ini /root/conftest.py"),
+    "files for pytest": (
+        seeing("/conftest.py", "/pytest.ini", "/root/conftest.py"),
+        "touch /conftest.py /pytest.ini /root/conftest.py",
+    ),
     "files beside the tests": (seeing("/tests/planted"), "mkdir -p /tests; touch /tests/planted"),
     "a planted reward": ("true", f"mkdir -p /logs/verifier; echo 1 > {REWARD}"),
     "a symlinked reward": (BY_CAT, f"echo 1 > /app/one; mkdir -p /logs/verifier; ln -sf /app/one {REWARD}"),
     "an answer linked to the tests": (BY_COMPARISON, "ln -sf /tests/test.sh /app/answer.txt"),
-    "an answer linked through a directory": (BY_COMPARISON, "ln -s / /app/top; ln -sf top/tests/test.sh /app/answer.txt"),
+    "an answer linked through a directory": (
+        BY_COMPARISON,
+        "ln -s / /app/top; ln -sf top/tests/test.sh /app/answer.txt",
+    ),
     "an answer linked through a directory of the system": (
         BY_COMPARISON,
         "ln -s /usr /app/s; mkdir -p /app/a/b; ln -s ../../s/../tests/test.sh /app/a/b/c; ln -sf a/b/c /app/answer.txt",
     ),
-    "an answer linked to a file that is open": (BY_COMPARISON, "ln -sf /proc/self/root/tests/test.sh /app/answer.txt"),
-    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+    "an answer linked to a file that is open": (
+        BY_COMPARISON,
+        "ln -sf /proc/self/root/tests/test.sh /app/answer.txt",
+    ),
+    "a writer in the background": (
+        BY_CAT,
+        f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
+    ),
     "the memory of pid 1": (BY_CAT, OTHER_PID_1),
 }
 
@@ -152,7 +189,9 @@ FORGERIES = {
 async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     test, attack = FORGERIES[name]
     wait = 2.0 if "memory" in name else 0.5
-    outcome = await play(tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait)
+    outcome = await play(
+        tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait
+    )
     if name == "a planted reward":  # its verifier writes none, with an agent or without
         assert not isinstance(outcome, Trajectory)
         return
@@ -164,10 +203,14 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
-    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools"))
+    outcome = await play(
+        tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
+    )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
     folder = task(tmp_path / "moved", BY_CAT, dockerfile=dockerfile)
-    attack = f"mkdir /app/own; {shim('cat', directory='/app/own')}; rm -rf /opt/tools; ln -s /app/own /opt/tools"
+    attack = (
+        f"mkdir /app/own; {shim('cat', directory='/app/own')}; rm -rf /opt/tools; ln -s /app/own /opt/tools"
+    )
     outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
@@ -178,9 +221,15 @@ HONEST = {
         "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > /home/user/deep/answer.txt",
         graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
     ),
-    "a deleted file and a deleted folder": ("rm -r /app/old.txt /app/folder", graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/folder ]")),
+    "a deleted file and a deleted folder": (
+        "rm -r /app/old.txt /app/folder",
+        graded_if("[ ! -e /app/old.txt ] && [ ! -e /app/folder ]"),
+    ),
     "a folder in place of a file": ("rm /app/old.txt; mkdir /app/old.txt", graded_if("[ -d /app/old.txt ]")),
-    "a file in place of a folder": ("rm -r /app/folder; touch /app/folder", graded_if("[ -f /app/folder ] && [ ! -s /app/folder ]")),
+    "a file in place of a folder": (
+        "rm -r /app/folder; touch /app/folder",
+        graded_if("[ -f /app/folder ] && [ ! -s /app/folder ]"),
+    ),
     "symbolic links": (
         "ln -s old.txt link; ln -s /nowhere broken",
         graded_if("[ $(readlink link) = old.txt ] && [ $(readlink broken) = /nowhere ]"),
@@ -194,7 +243,9 @@ HONEST = {
     "times": ("touch -d 2001-02-03T04:05:06Z old.txt", graded_if("[ $(stat -c %Y old.txt) = 981173106 ]")),
     "names of all kinds": (
         "touch 'größe 日本' ' -rf' \"$(printf 'a\\nb')\" \"$(printf 'b\\377')\"",
-        graded_if("[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf 'b\\377')\" ]"),
+        graded_if(
+            "[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf 'b\\377')\" ]"
+        ),
     ),
     "a program, and files with the names of programs": (
         "printf '#!/bin/sh\\necho right' > cat; chmod +x cat",
@@ -213,12 +264,16 @@ HONEST = {
 async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -> None:
     command, test = HONEST[name]
     dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
-    outcome = await play(tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}")
+    outcome = await play(
+        tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}"
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
 
-RUNS_A_PROGRAM = f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"
+RUNS_A_PROGRAM = (
+    f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"
+)
 
 
 def program(text: str) -> str:
@@ -237,10 +292,22 @@ VOIDS = {
     "an empty reward": (RUNS_A_PROGRAM, program("> /app/score.txt"), ZeroReason.NO_REWARD),
     "no number": (RUNS_A_PROGRAM, program("echo nan > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
     "words": (RUNS_A_PROGRAM, program("echo good > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
-    "a huge reward": (RUNS_A_PROGRAM, program("head -c 9000000 /dev/zero > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
-    "a folder for a reward": (RUNS_A_PROGRAM, program("mkdir -p /logs/verifier/reward.json/x"), ZeroReason.UNREADABLE_REWARD),
+    "a huge reward": (
+        RUNS_A_PROGRAM,
+        program("head -c 9000000 /dev/zero > /app/score.txt"),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
+    "a folder for a reward": (
+        RUNS_A_PROGRAM,
+        program("mkdir -p /logs/verifier/reward.json/x"),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
     "a pipe for a reward": (RUNS_A_PROGRAM, program("mkfifo /logs/verifier/reward.json"), None),
-    "rewards of no kind": (RUNS_A_PROGRAM, program("echo [1] > /logs/verifier/reward.json"), ZeroReason.UNREADABLE_REWARD),
+    "rewards of no kind": (
+        RUNS_A_PROGRAM,
+        program("echo [1] > /logs/verifier/reward.json"),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
     "a number too large": (
         RUNS_A_PROGRAM,
         program('printf {\\"reward\\":%0400d} 0 | tr 0 9 > /logs/verifier/reward.json'),
@@ -251,29 +318,43 @@ VOIDS = {
 
 @in_sandbox
 @pytest.mark.parametrize("name", VOIDS)
-async def test_a_voided_trial_is_graded_0_with_its_reason(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_voided_trial_is_graded_0_with_its_reason(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
     test, attack, reason = VOIDS[name]
-    outcome = await play(tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"])
+    outcome = await play(
+        tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"]
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
     assert reason is ... or outcome.zero_reason is reason
 
 
 @in_sandbox
-async def test_more_files_than_can_be_taken_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_files_than_can_be_taken_are_graded_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
-    outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}")
+    outcome = await play(
+        tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}"
+    )
     assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
     monkeypatch.setattr(carried_files, "MAX_BYTES", 1000)
-    outcome = await play(tmp_path, task(tmp_path / "large", BY_CAT), "printf right > answer.txt; head -c 2000 /dev/zero > large")
+    outcome = await play(
+        tmp_path,
+        task(tmp_path / "large", BY_CAT),
+        "printf right > answer.txt; head -c 2000 /dev/zero > large",
+    )
     assert isinstance(outcome, Trajectory) and outcome.zero_reason is ZeroReason.FILES_TOO_LARGE
 
 
 @in_sandbox
 async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
-        outcome = await play(tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt")
+        outcome = await play(
+            tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt"
+        )
         assert not isinstance(outcome, Trajectory), outcome
         assert outcome.kind == "verifier"
 
@@ -283,11 +364,16 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
     """The deadline is what ends the trial, whenever it comes; what counts is who used the time until then."""
     tasks = open_harbor(
         TrainerConfig(
-            model_name="org/model", tasks_dir=str(task(tmp_path / "task", BY_CAT)), environment_type="sandbox", enable_summarize=False
+            model_name="org/model",
+            tasks_dir=str(task(tmp_path / "task", BY_CAT)),
+            environment_type="sandbox",
+            enable_summarize=False,
         ),
         byte_chat(),
     )
-    policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 1000", duration=0.1)] + [answer("", duration=60)] * 9})
+    policy = ScriptedPolicy(
+        byte_chat(), {"": [answer("sleep 1000", duration=0.1)] + [answer("", duration=60)] * 9}
+    )
     trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
     assert isinstance(trial, Expiring)
     playing = asyncio.ensure_future(trial.run(policy))
@@ -303,10 +389,15 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
 
 
 @in_sandbox
-async def test_a_start_tells_how_many_tasks_are_graded_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_start_tells_how_many_tasks_are_graded_how(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
-    assert "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)" in caplog.messages
+    assert (
+        "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)"
+        in caplog.messages
+    )
 
 
 # Terminus-2 needs tmux, which a container without network cannot install.
@@ -317,7 +408,9 @@ DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n
 
 def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
     made = task(folder, test, dockerfile=DOCKER)
-    (made / "task.toml").write_text(DOCKER_TASK.format(timeout=timeout))  # no-network would need an image from a registry
+    (made / "task.toml").write_text(
+        DOCKER_TASK.format(timeout=timeout)
+    )  # no-network would need an image from a registry
     return made
 
 
@@ -337,7 +430,10 @@ DOCKER_FORGERIES = {
         seeing("/etc/ld.so.preload", "/app/preloaded"),
         f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname /logs/verifier/reward.json",
     ),
-    "a writer in the background": (BY_CAT, f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1"),
+    "a writer in the background": (
+        BY_CAT,
+        f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
+    ),
 }
 
 
@@ -346,7 +442,9 @@ DOCKER_FORGERIES = {
 async def test_a_forged_grade_stays_0_in_a_container(tmp_path: Path, name: str) -> None:
     test, attack = DOCKER_FORGERIES[name]
     folder = docker_task(tmp_path / "task", test)
-    outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack, wait=1.0, environment_type="docker")
+    outcome = await play(
+        tmp_path, folder, "printf wrong > /app/answer.txt", attack, wait=1.0, environment_type="docker"
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
 
@@ -362,7 +460,9 @@ async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Pat
         "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e 'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
     )
-    outcome = await play(tmp_path, docker_task(tmp_path / "task", test), *commands, wait=1.0, environment_type="docker")
+    outcome = await play(
+        tmp_path, docker_task(tmp_path / "task", test), *commands, wait=1.0, environment_type="docker"
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
@@ -372,7 +472,10 @@ DOCKER_VOIDS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "its processes killed": ("kill -9 -1", ...),
     "a verifier that hangs": (program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
-    "a pipe for a reward": (program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"), None),
+    "a pipe for a reward": (
+        program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"),
+        None,
+    ),
     "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), None),
 }
 
@@ -403,7 +506,9 @@ async def test_files_that_are_too_large_are_graded_0_and_their_container_is_remo
 
 
 @in_sandbox
-async def test_a_fault_in_laying_down_files_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_in_laying_down_files_is_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same fault befalls the trial without an agent, so it is not the agent's."""
 
     async def broken(*_: object) -> None:

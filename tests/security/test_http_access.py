@@ -16,14 +16,22 @@ from tests.fakes.server import fake_context, fake_engine
 
 
 def policy_context(
-    root: Path, *, host: str = "127.0.0.1", key: str | None = None, hosts: str | None = None, origins: str | None = None
+    root: Path,
+    *,
+    host: str = "127.0.0.1",
+    key: str | None = None,
+    hosts: str | None = None,
+    origins: str | None = None,
 ) -> AppState:
     access = access_policy(host=host, has_key=key is not None, allowed_hosts=hosts, allowed_origins=origins)
     return fake_context(root, settings=HttpSettings(model_dir=None, api_key=key, access=access))
 
 
 def client(context: AppState) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://127.0.0.1:8000")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(build_app(StartupState(context=context))),
+        base_url="http://127.0.0.1:8000",
+    )
 
 
 @pytest.fixture
@@ -51,15 +59,28 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         {"sec-fetch-site": "same-site"},
     ],
 )
-async def test_every_route_refuses_what_a_web_page_sends(headers: dict[str, str], http: httpx.AsyncClient) -> None:
+async def test_every_route_refuses_what_a_web_page_sends(
+    headers: dict[str, str], http: httpx.AsyncClient
+) -> None:
     for endpoint in ENDPOINTS:
-        reply = await http.request(endpoint.method, endpoint.path.replace("{", "").replace("}", ""), headers=headers)
+        reply = await http.request(
+            endpoint.method, endpoint.path.replace("{", "").replace("}", ""), headers=headers
+        )
         assert reply.status_code == 403, (endpoint.path, reply.text)
         assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8000", "127.8.9.1", "LOCALHOST:9", "localhost.", "[::1]:8000", "[::1]", "[::ffff:127.0.0.1]:8"]
+    "host",
+    [
+        "127.0.0.1:8000",
+        "127.8.9.1",
+        "LOCALHOST:9",
+        "localhost.",
+        "[::1]:8000",
+        "[::1]",
+        "[::ffff:127.0.0.1]:8",
+    ],
 )
 async def test_every_name_of_the_loopback_interface_is_served(host: str, http: httpx.AsyncClient) -> None:
     assert (await http.get("/api/v1/get_server_capabilities", headers={"host": host})).status_code == 200
@@ -73,13 +94,30 @@ async def test_two_host_headers_are_refused(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_preflight_is_answered_without_permission(http: httpx.AsyncClient) -> None:
-    headers = {"origin": "http://evil.example", "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    headers = {
+        "origin": "http://evil.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
     reply = await http.options("/api/v1/create_session", headers=headers)
-    assert reply.status_code >= 400 and not [name for name in reply.headers if name.startswith("access-control")]
+    assert reply.status_code >= 400 and not [
+        name for name in reply.headers if name.startswith("access-control")
+    ]
 
 
-@pytest.mark.parametrize("sent", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/x-protobuf"])
-async def test_a_body_needs_a_type_that_a_web_page_may_not_send_unasked(sent: str | None, http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/x-protobuf",
+    ],
+)
+async def test_a_body_needs_a_type_that_a_web_page_may_not_send_unasked(
+    sent: str | None, http: httpx.AsyncClient
+) -> None:
     headers = {} if sent is None else {"content-type": sent}
     reply = await http.post("/api/v1/create_session", content=b"{}", headers=headers)
     assert reply.status_code == 415 and "application/json (curl: -H" in reply.json()["detail"]
@@ -88,7 +126,9 @@ async def test_a_body_needs_a_type_that_a_web_page_may_not_send_unasked(sent: st
 
 @pytest.mark.parametrize("sent", ["application/json", "Application/JSON; charset=utf-8"])
 async def test_the_sdks_content_type_is_taken(sent: str, http: httpx.AsyncClient) -> None:
-    assert (await http.post("/api/v1/create_session", content=b"{}", headers={"content-type": sent})).status_code == 200
+    assert (
+        await http.post("/api/v1/create_session", content=b"{}", headers={"content-type": sent})
+    ).status_code == 200
 
 
 async def test_listed_names_and_pages_are_served(tmp_path: Path) -> None:
@@ -99,7 +139,9 @@ async def test_listed_names_and_pages_are_served(tmp_path: Path) -> None:
         assert (await http.get("/api/v1/stats", headers={"host": "other"})).status_code == 403
         page = {"origin": "https://board.example", "sec-fetch-site": "cross-site"}
         reply = await http.get("/api/v1/stats", headers=page)
-        assert reply.status_code == 200 and not [name for name in reply.headers if name.startswith("access-control")]
+        assert reply.status_code == 200 and not [
+            name for name in reply.headers if name.startswith("access-control")
+        ]
     fake_engine(context).stop()
 
 
@@ -108,11 +150,15 @@ async def test_with_a_key_host_names_are_free_and_pages_are_still_refused(tmp_pa
     async with client(context) as http:
         proxied = {"host": "tinker.example", "x-api-key": "tml-k"}
         assert (await http.get("/api/v1/stats", headers=proxied)).status_code == 200
-        assert (await http.get("/api/v1/stats", headers=proxied | {"origin": "http://evil.example"})).status_code == 403
+        assert (
+            await http.get("/api/v1/stats", headers=proxied | {"origin": "http://evil.example"})
+        ).status_code == 403
     fake_engine(context).stop()
 
 
-async def test_beyond_this_machine_without_a_key_addresses_are_served_and_unknown_names_are_not(tmp_path: Path) -> None:
+async def test_beyond_this_machine_without_a_key_addresses_are_served_and_unknown_names_are_not(
+    tmp_path: Path,
+) -> None:
     context = policy_context(tmp_path, host="0.0.0.0")
     async with client(context) as http:
         for host, status in (("10.0.0.7:8000", 200), ("[fe80::1]:8000", 200), ("evil.example", 403)):
@@ -121,4 +167,9 @@ async def test_beyond_this_machine_without_a_key_addresses_are_served_and_unknow
 
 
 def test_a_host_header_is_read_without_port_brackets_case_and_dot() -> None:
-    assert [host_name(text) for text in ("A.Example.:1", "[::1]:8", "[::1]", "1.2.3.4")] == ["a.example", "::1", "::1", "1.2.3.4"]
+    assert [host_name(text) for text in ("A.Example.:1", "[::1]:8", "[::1]", "1.2.3.4")] == [
+        "a.example",
+        "::1",
+        "::1",
+        "1.2.3.4",
+    ]

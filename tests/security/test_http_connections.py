@@ -28,10 +28,16 @@ type Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @contextlib.asynccontextmanager
-async def serving(root: Path, *, max_connections: int = 8, head_timeout_s: float = 60.0) -> AsyncIterator[tuple[str, int]]:
+async def serving(
+    root: Path, *, max_connections: int = 8, head_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[str, int]]:
     context = fake_context(root)
     config = uvicorn.Config(
-        build_app(StartupState(context=context)), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+        build_app(StartupState(context=context)),
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        ws="none",
     )
     server = BoundedServer(config, max_connections, head_timeout_s=head_timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -89,9 +95,13 @@ async def test_a_head_that_never_ends_is_closed(tmp_path: Path) -> None:
 
 async def test_a_request_in_progress_is_not_cut_off_by_the_deadline_of_its_head(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
-        headers = b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+        headers = (
+            b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+        )
         stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
-        await asyncio.sleep(0.3)  # longer than the deadline: nothing else can show that it does not count here
+        await asyncio.sleep(
+            0.3
+        )  # longer than the deadline: nothing else can show that it does not count here
         stream[1].write(b"{}")
         assert b"session_id" in await ended(stream)
 
@@ -112,7 +122,9 @@ async def test_a_head_is_bounded(head: bytes, tmp_path: Path) -> None:
         assert await is_healthy(address)
 
 
-async def test_no_descriptor_for_a_connection_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_descriptor_for_a_connection_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as address:
         loop, failures = asyncio.get_running_loop(), [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
         accept = loop.sock_accept
@@ -165,10 +177,19 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
     """The program waits for a file that nobody writes, so that it is there to be looked at."""
     fifo = tmp_path / "key"
     os.mkfifo(fifo)
-    argv = [sys.executable, "-m", "skyrl_tx_server", "base_model=x", "sampler_api_key=secret-of-the-sampler", f"api_key_file={fifo}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        "base_model=x",
+        "sampler_api_key=secret-of-the-sampler",
+        f"api_key_file={fifo}",
+    ]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
         try:
-            with fifo.open("wb") as writer:  # opens once the program reads it, which is after it has started again
+            with fifo.open(
+                "wb"
+            ) as writer:  # opens once the program reads it, which is after it has started again
                 shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
             _, said = server.communicate(timeout=60)

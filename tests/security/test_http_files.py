@@ -50,7 +50,14 @@ async def call(http: httpx.AsyncClient, route: str, **body: object) -> dict[str,
 
 async def make_model(http: httpx.AsyncClient, number: int = 0) -> dict[str, Any]:
     session = (await http.post("create_session", json={})).json()["session_id"]
-    return await call(http, "create_model", session_id=session, model_seq_id=number, base_model="local/fake", lora_config={"rank": 4})
+    return await call(
+        http,
+        "create_model",
+        session_id=session,
+        model_seq_id=number,
+        base_model="local/fake",
+        lora_config={"rank": 4},
+    )
 
 
 def damaged(record: dict[str, Any]) -> dict[str, str]:
@@ -71,13 +78,21 @@ def damaged(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-async def test_one_bad_record_breaks_no_listing_and_no_other_checkpoint(http: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_one_bad_record_breaks_no_listing_and_no_other_checkpoint(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
     model_id = (await make_model(http))["model_id"]
-    good, bad = [(await call(http, "save_weights", model_id=model_id, path=name))["path"] for name in ("good", "bad")]
+    good, bad = [
+        (await call(http, "save_weights", model_id=model_id, path=name))["path"] for name in ("good", "bad")
+    ]
     file = tmp_path / model_id / "weights" / "bad" / "checkpoint.json"
     for name, text in damaged(json.loads(file.read_text())).items():
         file.write_text(text)
-        for route, shows in (("checkpoints", good), (f"training_runs/{model_id}/checkpoints", good), ("training_runs", model_id)):
+        for route, shows in (
+            ("checkpoints", good),
+            (f"training_runs/{model_id}/checkpoints", good),
+            ("training_runs", model_id),
+        ):
             reply = await http.get(route)
             assert reply.status_code == 200 and shows in reply.text, (name, reply.text)
         reply = await http.post("weights_info", json={"tinker_path": bad})
@@ -88,7 +103,9 @@ async def test_one_bad_record_breaks_no_listing_and_no_other_checkpoint(http: ht
     assert good in (await http.get("checkpoints")).text
 
 
-async def test_a_record_that_names_a_file_elsewhere_is_refused(http: httpx.AsyncClient, context: AppState, tmp_path: Path) -> None:
+async def test_a_record_that_names_a_file_elsewhere_is_refused(
+    http: httpx.AsyncClient, context: AppState, tmp_path: Path
+) -> None:
     model_id = (await make_model(http))["model_id"]
     path = (await call(http, "save_weights", model_id=model_id, path="w"))["path"]
     file = tmp_path / model_id / "weights" / "w" / "checkpoint.json"
@@ -141,7 +158,10 @@ def percent(text: str) -> str:
 
 
 async def test_a_disk_that_is_full_when_a_model_is_recorded_costs_that_model_and_no_other(
-    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient,
+    context: AppState,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = (await make_model(http))["model_id"]
 

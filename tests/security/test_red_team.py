@@ -42,9 +42,16 @@ class Games:
     def __init__(self, collected: set[tuple[Where, Whom, str]], folder: Path, pool: Executor) -> None:
         self._collected = collected
         self._folder = folder
-        order = [place for whom in Whom for place in PLACES if place[1] is whom and any(case[:2] == place for case in collected)]
+        order = [
+            place
+            for whom in Whom
+            for place in PLACES
+            if place[1] is whom and any(case[:2] == place for case in collected)
+        ]
         self._reasons = {where: why_not(where) for where, _ in order}
-        self._played = {place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None}
+        self._played = {
+            place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None
+        }
 
     def violations(self, where: Where, whom: Whom) -> dict[str, list[str]]:
         """What did not hold, by attack."""
@@ -53,29 +60,42 @@ class Games:
         return self._played[where, whom].result()
 
     def _play(self, where: Where, whom: Whom) -> dict[str, list[str]]:
-        names = [attack.name for attack in sampled(NUM_ATTACKS, where, whom) if (where, whom, attack.name) in self._collected]
+        names = [
+            attack.name
+            for attack in sampled(NUM_ATTACKS, where, whom)
+            if (where, whom, attack.name) in self._collected
+        ]
         results = self._folder / f"{where}-{whom}"
         results.touch()
         results.chmod(0o666)  # the sandbox's user writes to it
         played = command(where, whom, names, results=results)
         try:
-            ended = subprocess.run(played, capture_output=True, text=True, timeout=PLACE_TIMEOUT_S, check=False)
+            ended = subprocess.run(
+                played, capture_output=True, text=True, timeout=PLACE_TIMEOUT_S, check=False
+            )
             problem = f"status {ended.returncode}: {ended.stderr[-2000:]}"
         except subprocess.TimeoutExpired:
             problem = f"{PLACE_TIMEOUT_S} s passed"
         found = {name: [f"not played: {problem}"] for name in names}
         for line in results.read_text().splitlines():
             result = json.loads(line)
-            found[result["attack"]] = [line for line in found[result["attack"]] if not line.startswith("not played")]
+            found[result["attack"]] = [
+                line for line in found[result["attack"]] if not line.startswith("not played")
+            ]
             found[result["attack"]] += result["violations"]
         return found
 
 
 @pytest.fixture(scope="module")
 def games(request: pytest.FixtureRequest) -> Iterator[Games]:
-    parameters = [item.callspec.params for item in request.session.items if "games" in getattr(item, "fixturenames", ())]  # type: ignore[attr-defined]
+    parameters = [
+        item.callspec.params for item in request.session.items if "games" in getattr(item, "fixturenames", ())
+    ]  # type: ignore[attr-defined]
     collected = {(case["where"], case["whom"], case["attack"]) for case in parameters}
-    with tempfile.TemporaryDirectory(prefix="red-team-results-") as folder, ThreadPoolExecutor(max_workers=2) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="red-team-results-") as folder,
+        ThreadPoolExecutor(max_workers=2) as pool,
+    ):
         os.chmod(folder, 0o755)  # pytest's own temporary folders are closed to the sandbox's user
         yield Games(collected, Path(folder), pool)
 
@@ -84,7 +104,9 @@ ATTACKS = [(*place, attack.name) for place in PLACES for attack in sampled(NUM_A
 
 
 @pytest.mark.parametrize(("where", "whom", "attack"), ATTACKS, ids=str)
-def test_the_host_the_grade_and_other_trials_are_safe_from(games: Games, where: Where, whom: Whom, attack: str) -> None:
+def test_the_host_the_grade_and_other_trials_are_safe_from(
+    games: Games, where: Where, whom: Whom, attack: str
+) -> None:
     assert games.violations(where, whom)[attack] == []
 
 

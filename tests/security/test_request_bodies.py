@@ -49,7 +49,11 @@ BODIES = {
     "a long string": b'{"session_id":"' + b"s" * 900_000 + b'","model_id":"' + b"m" * 100_000 + b'"}',
     "a number of 5000 digits": b'{"seq_id":' + b"9" * 5000 + b',"model_seq_id":' + b"9" * 5000 + b"}",
     "a number above every float": b'{"seq_id":1e999}',
-    "an integer above 64 bits": b'{"session_id":"s","model_seq_id":' + b"9" * 30 + b',"seq_id":' + b"9" * 30 + b"}",
+    "an integer above 64 bits": b'{"session_id":"s","model_seq_id":'
+    + b"9" * 30
+    + b',"seq_id":'
+    + b"9" * 30
+    + b"}",
     "not a number": b'{"seq_id":NaN}',
     "half a surrogate pair": b'{"session_id":"\\ud800","model_id":"\\udfff"}',
     "not UTF-8": b'{"session_id":"\xff\xfe"}',
@@ -61,11 +65,17 @@ BODIES = {
     "strings of one escape": b'{"tags":[' + b'"\\\\",' * 100_000 + b'""]}',
     "unclosed escaped string": b'{"model_id":"' + b'\\"' * 400_000,
     "large metadata": json.dumps({"session_id": "s", "user_metadata": {"k": "v" * 20_000}}).encode(),
-    "much metadata": json.dumps({"session_id": "s", "user_metadata": {f"k{i}": "v" for i in range(1000)}}).encode(),
+    "much metadata": json.dumps(
+        {"session_id": "s", "user_metadata": {f"k{i}": "v" for i in range(1000)}}
+    ).encode(),
     "nested metadata": b'{"user_metadata":{"a":{"b":[1]}}}',
     "above the limit": b" " * (40 << 20),
 }
-ROUTES = [endpoint for endpoint in ENDPOINTS if endpoint.method in ("POST", "PUT") and endpoint.path != "/api/v1/telemetry"]
+ROUTES = [
+    endpoint
+    for endpoint in ENDPOINTS
+    if endpoint.method in ("POST", "PUT") and endpoint.path != "/api/v1/telemetry"
+]
 
 
 @pytest.fixture
@@ -111,7 +121,9 @@ async def test_a_hostile_body_is_refused_by_every_route_without_holding_the_loop
     ticker = Ticker()
     with ticker.ticking(), caplog.at_level(logging.ERROR):
         for endpoint in ROUTES:
-            path = endpoint.path.replace("{checkpoint_id:path}", "weights/w").replace("{", "").replace("}", "")
+            path = (
+                endpoint.path.replace("{checkpoint_id:path}", "weights/w").replace("{", "").replace("}", "")
+            )
             response = await http.request(endpoint.method, path, content=BODIES[name], headers=JSON)
             assert response.status_code in {200, 204, *range(400, 500)}, (endpoint.path, response.text[:200])
             assert len(response.content) < 10_000, "a message does not repeat what was sent"
@@ -120,7 +132,9 @@ async def test_a_hostile_body_is_refused_by_every_route_without_holding_the_loop
 
 
 @pytest.mark.parametrize("inner", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
-async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memory(inner: bytes, http: httpx.AsyncClient) -> None:
+async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memory(
+    inner: bytes, http: httpx.AsyncClient
+) -> None:
     """Six kilobytes took 3.4 GiB and ten seconds."""
     bomb = packed(b'{"tags":[' + inner * (60_000_000 // len(inner)) + b"1]}")
     assert len(bomb) < 50_000
@@ -128,7 +142,12 @@ async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memo
     tracemalloc.start()
     try:
         with ticker.ticking():
-            for path in ("/api/v1/create_session", "/api/v1/asample", "/v1/chat/completions", "/api/v1/forward"):
+            for path in (
+                "/api/v1/create_session",
+                "/api/v1/asample",
+                "/v1/chat/completions",
+                "/api/v1/forward",
+            ):
                 response = await http.post(path, content=bomb, headers=JSON | {"content-encoding": "zstd"})
                 assert response.status_code == 400
                 assert "limit" in response.text or "compressed more than" in response.text
@@ -140,7 +159,9 @@ async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memo
 
 async def test_large_bodies_are_parsed_while_other_requests_are_answered(http: httpx.AsyncClient) -> None:
     tokens = b"1," * 2_000_000 + b"1"
-    body = b'{"base_model":"local/fake","sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
+    body = (
+        b'{"base_model":"local/fake","sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
+    )
     answered: list[str] = []
 
     async def large() -> None:
@@ -169,7 +190,9 @@ def hostile_protobufs() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("body", list(hostile_protobufs()), ids=range(8))
-async def test_a_protobuf_of_many_small_fields_is_refused_before_it_is_parsed(body: bytes, http: httpx.AsyncClient) -> None:
+async def test_a_protobuf_of_many_small_fields_is_refused_before_it_is_parsed(
+    body: bytes, http: httpx.AsyncClient
+) -> None:
     ticker = Ticker()
     with ticker.ticking():
         response = await http.post("/api/v1/forward_backward", content=body, headers=PROTO)
@@ -195,7 +218,9 @@ def test_a_parser_refuses_with_nothing_but_a_user_error(route: str, name: str) -
 
 def test_one_long_string_among_numbers_does_not_widen_the_whole_list() -> None:
     """numpy would give every element the width of the longest string."""
-    body = json.dumps({"prompt": {"chunks": [{"tokens": [1] * 20_000 + ["x" * 500_000]}]}, "sampling_params": {}}).encode()
+    body = json.dumps(
+        {"prompt": {"chunks": [{"tokens": [1] * 20_000 + ["x" * 500_000]}]}, "sampling_params": {}}
+    ).encode()
     tracemalloc.start()
     try:
         with pytest.raises(UserError, match="flat list of integers"):
@@ -258,14 +283,18 @@ def test_control_routes_take_a_mebibyte_and_only_data_routes_more() -> None:
         ({"display_name": "n" * 257}, "at most 256"),
     ],
 )
-async def test_what_the_server_keeps_of_a_client_is_small(body: dict[str, object], says: str, http: httpx.AsyncClient) -> None:
+async def test_what_the_server_keeps_of_a_client_is_small(
+    body: dict[str, object], says: str, http: httpx.AsyncClient
+) -> None:
     response = await http.post("/api/v1/create_session", json=body)
     assert (response.status_code, says in response.json()["detail"]) == (400, True), response.text
 
 
 async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> None:
     metadata = {f"k{i:02}": "v" * 200 for i in range(64)}
-    session = (await http.post("/api/v1/create_session", json={"tags": ["t" * 256], "user_metadata": metadata})).json()["session_id"]
+    session = (
+        await http.post("/api/v1/create_session", json={"tags": ["t" * 256], "user_metadata": metadata})
+    ).json()["session_id"]
     assert (await http.get(f"/api/v1/sessions/{session}")).json()["user_metadata"] == metadata
 
 
@@ -278,7 +307,10 @@ async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
             await leave.wait()
 
     leaves = {name: asyncio.Event() for name in "abcd"}
-    tasks = [asyncio.create_task(hold(name, size, leaves[name])) for name, size in zip("abcd", (60, 60, 40, 1000), strict=True)]
+    tasks = [
+        asyncio.create_task(hold(name, size, leaves[name]))
+        for name, size in zip("abcd", (60, 60, 40, 1000), strict=True)
+    ]
     await asyncio.sleep(0)
     assert entered == ["a"] and budget.used_bytes == 60, "who came first is not overtaken by a smaller one"
     tasks[1].cancel()

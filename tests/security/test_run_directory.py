@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from src.envs.sandbox import run_directory as module
-from src.envs.sandbox.run_directory import living_labels, root_directory, run_directory, sweep, temporary_run_directory
+from src.envs.sandbox.run_directory import (
+    living_labels,
+    root_directory,
+    run_directory,
+    sweep,
+    temporary_run_directory,
+)
 from tests.security.sandboxes import NOBODY, ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -20,13 +26,18 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other process runs without the rights that this one reads the packages with")
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason="the other process runs without the rights that this one reads the packages with",
+)
 @pytest.mark.parametrize("variable", ["TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"])
 def test_trainers_with_other_environments_see_each_other_alive(variable: str, tmp_path: Path) -> None:
     label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
     environment = {**os.environ, variable: str(tmp_path)}
     command = [sys.executable, "-c", HOLD, label]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+    other = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT
+    )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         assert label in living_labels()
@@ -43,7 +54,9 @@ def test_the_directories_of_runs_cannot_be_listed_or_written_by_others() -> None
         assert stat.S_IMODE(status.st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
 
 
-def test_another_user_cannot_take_the_place_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_user_cannot_take_the_place_of_the_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
     monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
     monkeypatch.setattr(module, "_cache_directory", lambda: None)

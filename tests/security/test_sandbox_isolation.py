@@ -22,16 +22,28 @@ from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
-needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}")
+needs_python = pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}"
+)
 SUITES = [
-    *(f"tests/security/test_{name}.py" for name in ("sandbox_isolation", "sandbox_limits", "sandbox_network", "run_directory")),
+    *(
+        f"tests/security/test_{name}.py"
+        for name in ("sandbox_isolation", "sandbox_limits", "sandbox_network", "run_directory")
+    ),
     "tests/trainer/test_sandbox.py",
 ]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 SYSCTLS = [
     name
-    for name in ("kernel/core_pattern", "kernel/panic", "kernel/hostname", "vm/overcommit_memory", "fs/file-max", "net/ipv4/ip_forward")
+    for name in (
+        "kernel/core_pattern",
+        "kernel/panic",
+        "kernel/hostname",
+        "vm/overcommit_memory",
+        "fs/file-max",
+        "net/ipv4/ip_forward",
+    )
     if Path("/proc/sys", name).exists()
 ]
 
@@ -61,13 +73,17 @@ async def test_no_sysctl_of_the_host_can_be_opened_for_writing() -> None:
         for name in SYSCTLS:
             done = await running.run(f"exec 3>/proc/sys/{name}")
             assert done.status != 0 and b"Read-only file system" in done.stderr, name
-        writable = await running.run("find /proc/sys /proc/irq /proc/bus /proc/fs -type f -writable 2>/dev/null")
+        writable = await running.run(
+            "find /proc/sys /proc/irq /proc/bus /proc/fs -type f -writable 2>/dev/null"
+        )
         assert writable.stdout == b""
 
 
 async def test_proc_shows_nothing_that_docker_masks() -> None:
     names = "acpi asound bus fs interrupts iomem ioports irq kallsyms kcore key-users keys kmsg kpagecgroup kpagecount kpageflags"
-    names += " latency_stats sched_debug scsi slabinfo sysrq-trigger timer_list timer_stats vmallocinfo cmdline"
+    names += (
+        " latency_stats sched_debug scsi slabinfo sysrq-trigger timer_list timer_stats vmallocinfo cmdline"
+    )
     async with sandbox() as running:
         script = f'cd /proc; for n in {names}; do [ -z "$(ls -A $n 2>/dev/null | grep -vx $n; head -c 1 $n 2>/dev/null)" ] || echo $n; done'
         assert (await running.run(script)).stdout == b""
@@ -79,7 +95,9 @@ async def test_the_root_of_a_sandbox_is_an_unprivileged_user_of_the_host_and_no_
     async with sandbox() as first, sandbox() as second:
         outside = []
         for running, marker in ((first, "86311"), (second, "86312")):
-            await running.run(f"sleep {marker} >/dev/null 2>&1 & until pgrep -f '^sleep {marker}' >/dev/null; do :; done")
+            await running.run(
+                f"sleep {marker} >/dev/null 2>&1 & until pgrep -f '^sleep {marker}' >/dev/null; do :; done"
+            )
             (uid,) = {process.stat().st_uid for process in host_processes(f"sleep\0{marker}")}
             outside.append(uid)
             assert (await running.run("id -u")).stdout == b"0\n"
@@ -155,14 +173,18 @@ print(done)
 @needs_python
 async def test_the_exec_server_goes_on_after_prlimit_ptrace_and_every_signal() -> None:
     async with sandbox() as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)).stdout == b"[]\n"
+        assert (
+            await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)
+        ).stdout == b"[]\n"
         assert (await running.run("echo on; exit 5", timeout_s=60)).status == 5
 
 
 async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
     async with sandbox() as running:
         await running.run("setsid sleep 1000 >/dev/null 2>&1 &")
-        listing = await running.run("ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls /.sandbox/requests")
+        listing = await running.run(
+            "ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls /.sandbox/requests"
+        )
         assert listing.stdout == b"/.sandbox/requests/*\n"
         # The names of the requests that follow can be guessed, those of their FIFOs cannot. There is none for the status.
         forger = "for n in $(seq 1 50); do for s in stdout stderr status; do echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
@@ -289,10 +311,14 @@ async def test_files_are_handed_in_whatever_the_umask_is() -> None:
         os.umask(before)
 
 
-async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden-86313")
     async with sandbox() as running:
-        await running.run("sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done")
+        await running.run(
+            "sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done"
+        )
         found = environments(host_processes("--die-with-parent", "sleep\x0086314"))
     assert found, "no process of the sandbox was found"
     assert not any(b"hidden-86313" in environment for environment in found)

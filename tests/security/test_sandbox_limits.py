@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from src.envs.sandbox.resource_limits import CgroupParents, Limits, cgroup_parents, limits_enforced_by, possible_parents, remove_cgroups
+from src.envs.sandbox.resource_limits import (
+    CgroupParents,
+    Limits,
+    cgroup_parents,
+    limits_enforced_by,
+    possible_parents,
+    remove_cgroups,
+)
 from src.envs.sandbox.run_directory import sweep
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
-needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}")
+needs_python = pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}"
+)
 needs_cgroup = pytest.mark.skipif(cgroup_parents() is None, reason="no cgroup can be created here")
 
 
@@ -89,7 +98,9 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 """
     async with sandbox(limits=Limits(memory_mb=192, storage_mb=64)) as running:
         done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
-        assert done.status == 137 or int(done.stdout) < 4, "more than three children with 64 MiB each are alive"
+        assert done.status == 137 or int(done.stdout) < 4, (
+            "more than three children with 64 MiB each are alive"
+        )
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
@@ -129,7 +140,11 @@ async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
     assert parents is not None
 
     def groups() -> set[Path]:
-        return {group for parent in parents.directories for group in parent.glob(f"agent-trainer-security-{os.getpid()}-*")}
+        return {
+            group
+            for parent in parents.directories
+            for group in parent.glob(f"agent-trainer-security-{os.getpid()}-*")
+        }
 
     async with sandbox():
         assert len(groups()) == len(parents.directories)
@@ -137,8 +152,12 @@ async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
 
 
 @needs_cgroup
-def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.envs.sandbox.run_directory.root_directory", lambda: tmp_path)  # a trainer that starts meanwhile sweeps too
+def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "src.envs.sandbox.run_directory.root_directory", lambda: tmp_path
+    )  # a trainer that starts meanwhile sweeps too
     parents = cgroup_parents()
     assert parents is not None
     dead = tmp_path / f"dead-{os.getpid()}"
@@ -202,5 +221,7 @@ def test_cgroup_v2_is_used_beside_the_trainers_own_group_and_before_v1(tmp_path:
     own = "8:pids:/job\n4:memory:/job\n0::/user.slice/app.slice/trainer.scope\n"
     first, *_, last = possible_parents(mountinfo, own)
     assert first == CgroupParents(version=2, directories=(slice_,))
-    assert last == CgroupParents(version=1, directories=(tmp_path / "memory" / "job", tmp_path / "pids" / "job"))
+    assert last == CgroupParents(
+        version=1, directories=(tmp_path / "memory" / "job", tmp_path / "pids" / "job")
+    )
     assert list(possible_parents("", "0::/\n")) == []

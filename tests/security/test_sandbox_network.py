@@ -34,7 +34,9 @@ def own_address() -> str | None:
 
 def connect(address: str, port: int) -> str:
     """A command that succeeds when it can connect and read the greeting of `greeter`."""
-    return f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
+    return (
+        f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
+    )
 
 
 async def greet(listener: socket.socket) -> None:
@@ -60,17 +62,33 @@ async def test_a_public_network_reaches_other_addresses_and_no_loopback_of_the_h
     port = local.getsockname()[1]
     try:
         async with sandbox(network=True) as running:
-            assert (await running.run(connect(address, public.getsockname()[1]))).status == 0, "the network does not work at all"
+            assert (await running.run(connect(address, public.getsockname()[1]))).status == 0, (
+                "the network does not work at all"
+            )
             aliases = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
-            for target in ("127.0.0.1", "127.0.0.53", "0.0.0.0", "localhost", "255.255.255.255", address, *aliases):
+            for target in (
+                "127.0.0.1",
+                "127.0.0.53",
+                "0.0.0.0",
+                "localhost",
+                "255.255.255.255",
+                address,
+                *aliases,
+            ):
                 assert (await running.run(connect(target, port))).status != 0, target
             link_local = await running.run(connect("169.254.169.254", 80))
-            assert b"No route to host" in link_local.stderr, "the machine's own link, where clouds answer with credentials"
+            assert b"No route to host" in link_local.stderr, (
+                "the machine's own link, where clouds answer with credentials"
+            )
             assert b"agent-trainer" not in (await running.run("cat /proc/net/unix")).stdout
-            assert (await running.run("cat /proc/net/dev | grep -c :")).stdout == b"2\n"  # its own loopback and the tap device
-            assert (await running.run("grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf")).stdout.split()[
-                1
-            ] == b"0"
+            assert (
+                await running.run("cat /proc/net/dev | grep -c :")
+            ).stdout == b"2\n"  # its own loopback and the tap device
+            assert (
+                await running.run(
+                    "grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf"
+                )
+            ).stdout.split()[1] == b"0"
     finally:
         for greeter in greeters:
             greeter.cancel()
@@ -120,7 +138,10 @@ def forwarders(trainer: int | None = None) -> set[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                name, parent = (entry / "comm").read_text().strip(), (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                name, parent = (
+                    (entry / "comm").read_text().strip(),
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1],
+                )
             except OSError:
                 continue
             if name == "slirp4netns" and int(parent) == (trainer or os.getpid()):
@@ -128,14 +149,21 @@ def forwarders(trainer: int | None = None) -> set[str]:
     return found
 
 
-async def test_a_machine_without_the_package_refuses_with_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_machine_without_the_package_refuses_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(network, "PROGRAMS", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"^a sandbox with the public network needs the package slirp4netns on this machine$"):
+    with pytest.raises(
+        SandboxError,
+        match=r"^a sandbox with the public network needs the package slirp4netns on this machine$",
+    ):
         async with sandbox(network=True):
             pass
 
 
-def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     device, program = tmp_path / "tun", tmp_path / "slirp4netns"
     device.touch(mode=0o600)
     program.touch(mode=0o755)
@@ -144,10 +172,15 @@ def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(monkey
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(network.shutil, "which", lambda name, path: str(program))
-    assert network.why_no_network() == f"a sandbox with the public network needs access to {device}: as root, chmod 666 {device}"
+    assert (
+        network.why_no_network()
+        == f"a sandbox with the public network needs access to {device}: as root, chmod 666 {device}"
+    )
 
 
-def test_only_name_servers_outside_of_the_machine_are_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_name_servers_outside_of_the_machine_are_handed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stub, upstream = tmp_path / "stub", tmp_path / "upstream"
     stub.write_text("search example\nnameserver 127.0.0.53\nnameserver ::1\n")
     monkeypatch.setattr(network, "RESOLVER_FILES", (stub, upstream))

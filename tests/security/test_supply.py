@@ -28,7 +28,13 @@ SHIPPED = [
 
 
 def config(path: Path, **changes: object) -> TrainerConfig:
-    options = {"model_name": "m", "tasks_dir": "t", "backend": "skyrl-tx", "skyrl_tx_url": "http://h:1", "log_path": path} | changes
+    options = {
+        "model_name": "m",
+        "tasks_dir": "t",
+        "backend": "skyrl-tx",
+        "skyrl_tx_url": "http://h:1",
+        "log_path": path,
+    } | changes
     return parse([f"{name}={value}" for name, value in options.items()])
 
 
@@ -43,12 +49,16 @@ def test_every_requirement_has_one_version_and_a_hash_and_names_no_host(name: st
     requirements = text.replace("\\\n", " ").splitlines()
     assert requirements
     for requirement in requirements:
-        assert re.fullmatch(r"[A-Za-z0-9._-]+==[^\s=]+( +--hash=sha256:[0-9a-f]{64})+ *", requirement), requirement[:80]
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[^\s=]+( +--hash=sha256:[0-9a-f]{64})+ *", requirement), (
+            requirement[:80]
+        )
 
 
 def test_setup_installs_by_hash() -> None:
     lines = (ROOT / "scripts" / "setup.sh").read_text().replace("\\\n", " ").splitlines()
-    installs = [line for line in lines if re.search(r"pip install .* -r ", line) and not line.lstrip().startswith("#")]
+    installs = [
+        line for line in lines if re.search(r"pip install .* -r ", line) and not line.lstrip().startswith("#")
+    ]
     assert len(installs) == len(PINNED)
     assert all("--require-hashes" in line for line in installs)
 

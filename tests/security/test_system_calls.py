@@ -61,7 +61,11 @@ def test_only_four_socket_families_exist(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
     number = number_of("socket", machine)
     assert number is not None
-    allowed = {family for family in range(64) if verdict(program, architecture=machine, number=number, arguments=(family,)) == 0}
+    allowed = {
+        family
+        for family in range(64)
+        if verdict(program, architecture=machine, number=number, arguments=(family,)) == 0
+    }
     assert allowed == {1, 2, 10, 16}
     assert verdict(program, architecture=machine, number=number, arguments=(40,)) == errno.EAFNOSUPPORT
 
@@ -81,7 +85,9 @@ def test_an_anonymous_shared_mapping_is_bounded(machine: str, most: int) -> None
     assert number is not None
 
     def mapping(size: int, flags: int) -> int:
-        return verdict(program, architecture=machine, number=number, arguments=(0, size, 3, flags, 2**64 - 1, 0))
+        return verdict(
+            program, architecture=machine, number=number, arguments=(0, size, 3, flags, 2**64 - 1, 0)
+        )
 
     assert mapping(most, MAP_SHARED | MAP_ANONYMOUS) == 0
     for size in (most + 4096, most + 2**32, 2**40):

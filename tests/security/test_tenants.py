@@ -52,7 +52,9 @@ from tests.security.tenants import (
 # --- keys
 
 
-def test_a_key_file_holds_no_key_and_its_keys_open_the_server_to_their_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_file_holds_no_key_and_its_keys_open_the_server_to_their_tenants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "keys"
     made = []
     for name in ("alice", "bob", "alice"):
@@ -64,7 +66,9 @@ def test_a_key_file_holds_no_key_and_its_keys_open_the_server_to_their_tenants(t
     assert text.splitlines()[0] == f"alice:{hashlib.sha256(made[0].encode()).hexdigest()}"
     assert file.stat().st_mode & 0o777 == 0o600
     loaded = TenantKeys(file)
-    assert [loaded.tenant_of(key) for key in (*made, "tml-guess", "", "\udcff".encode(errors="replace").decode())] == [
+    assert [
+        loaded.tenant_of(key) for key in (*made, "tml-guess", "", "\udcff".encode(errors="replace").decode())
+    ] == [
         *("alice", "bob", "alice"),
         *(None, None, None),
     ]
@@ -99,16 +103,21 @@ def test_a_key_file_that_everyone_can_write_to_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "arguments", [["add", "alice"], ["add", "file=x"], ["add", "Alice", "file=x"], ["mend"], ["remove", "a", "file=x"]]
+    "arguments",
+    [["add", "alice"], ["add", "file=x"], ["add", "Alice", "file=x"], ["mend"], ["remove", "a", "file=x"]],
 )
-def test_the_keys_command_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_keys_command_refuses_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     arguments = [argument.replace("file=x", f"file={tmp_path / 'x'}") for argument in arguments]
     assert keys.main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 
-async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_changes_nothing(
+    tmp_path: Path,
+) -> None:
     async with two_tenants(tmp_path) as site:
         carol = keys.add(site.keys, "carol")
         keys.remove(site.keys, "bob")
@@ -122,18 +131,29 @@ async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_chan
 
 async def test_no_route_but_health_and_signed_downloads_opens_without_a_key(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
-        for name, key in (("accept", b"*/*"), ("x-api-key", b"tml-guess"), ("authorization", b"Bearer tml-guess"), ("x-api-key", b"\xff")):
+        for name, key in (
+            ("accept", b"*/*"),
+            ("x-api-key", b"tml-guess"),
+            ("authorization", b"Bearer tml-guess"),
+            ("x-api-key", b"\xff"),
+        ):
             for path in ("/api/v1/sessions", "/v1/models", "/metrics"):
                 assert (await site.anyone.get(path, headers={name.encode(): key})).status_code == 401
         assert (await site.anyone.get("/api/v1/healthz")).status_code == 200
 
 
 def test_the_options_of_tenants_are_checked() -> None:
-    config = ServerConfig(base_model="x", host="0.0.0.0", api_keys_file="keys", tenant_checkpoint_quota_gb=0.5)
+    config = ServerConfig(
+        base_model="x", host="0.0.0.0", api_keys_file="keys", tenant_checkpoint_quota_gb=0.5
+    )
     assert config.tenant_quota().checkpoint_bytes == 1 << 29
     assert config.engine_settings(Path("x")).tenant_quota == config.tenant_quota()
     assert ServerConfig(base_model="x").engine_settings(Path("x")).tenant_quota is None
-    for wrong in ({"tenant_max_models": 0}, {"tenant_checkpoint_quota_gb": float("nan")}, {"tenant_max_tokens": -1}):
+    for wrong in (
+        {"tenant_max_models": 0},
+        {"tenant_checkpoint_quota_gb": float("nan")},
+        {"tenant_max_tokens": -1},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ServerConfig(base_model="x", **wrong)  # type: ignore[arg-type]
 
@@ -163,26 +183,39 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
         for http, own in ((site.alice, alice), (site.bob, bob)):
             await done(http, "save_weights", model_id=own.model, seq_id=20, path="w", overwrite=True)
-            paths = [each["tinker_path"] for each in (await http.get("/api/v1/checkpoints")).json()["checkpoints"]]
-            assert sorted(paths) == sorted([own.weights, own.sampler_weights, f"tinker://{own.model}/external_weights/e"])
+            paths = [
+                each["tinker_path"] for each in (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
+            ]
+            assert sorted(paths) == sorted(
+                [own.weights, own.sampler_weights, f"tinker://{own.model}/external_weights/e"]
+            )
         assert (await site.bob.request("DELETE", bob.checkpoint)).status_code == 204
-        assert (await site.alice.post("/api/v1/weights_info", json={"tinker_path": alice.weights})).status_code == 200
+        assert (
+            await site.alice.post("/api/v1/weights_info", json={"tinker_path": alice.weights})
+        ).status_code == 200
 
 
 async def test_owners_survive_a_restart_and_unowned_checkpoints_are_the_operators(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         old = "tinker://session-0123456789abcdef:train:0/weights/old"  # as a server without tenants has written it
-        site.context.checkpoints.write(old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={})
+        site.context.checkpoints.write(
+            old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
+        )
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
         transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
         found = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=http.headers) as again:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://server", headers=http.headers
+            ) as again:
                 listed = (await again.get("/api/v1/checkpoints")).json()["checkpoints"]
                 runs = (await again.get("/api/v1/training_runs")).json()["training_runs"]
-                found[name] = {each["tinker_path"] for each in listed}, {run["training_run_id"] for run in runs}
+                found[name] = (
+                    {each["tinker_path"] for each in listed},
+                    {run["training_run_id"] for run in runs},
+                )
                 assert (await again.post("/api/v1/weights_info", json={"tinker_path": old})).status_code == (
                     200 if name == "operator" else 404
                 )
@@ -205,9 +238,13 @@ async def test_the_operator_reaches_and_ends_what_is_a_tenants(tmp_path: Path) -
 async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-    context = fake_context(tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY))
+    context = fake_context(
+        tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY)
+    )
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}) as http:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}
+    ) as http:
         assert len((await http.get("/api/v1/checkpoints")).json()["checkpoints"]) == 3
         assert (await http.get("/metrics")).status_code == 200
         session = await open_session(http)
@@ -229,11 +266,27 @@ async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner
             requests = [
                 ("weights_info", {"tinker_path": objects.weights}),
                 ("load_weights", {"session_id": session, "model_seq_id": 3, "path": objects.weights}),
-                ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 3, "model_path": objects.sampler_weights}),
-                ("asample", {"model_path": objects.sampler_weights, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}),
+                (
+                    "create_sampling_session",
+                    {
+                        "session_id": session,
+                        "sampling_session_seq_id": 3,
+                        "model_path": objects.sampler_weights,
+                    },
+                ),
+                (
+                    "asample",
+                    {
+                        "model_path": objects.sampler_weights,
+                        "prompt": {"chunks": [{"tokens": [1]}]},
+                        "sampling_params": {},
+                    },
+                ),
             ]
             replies = [await site.bob.post(f"/api/v1/{route}", json=body) for route, body in requests]
-            return [reply.status_code for reply in (*replies, await site.bob.get(f"{objects.checkpoint}/archive"))]
+            return [
+                reply.status_code for reply in (*replies, await site.bob.get(f"{objects.checkpoint}/archive"))
+            ]
 
         assert await statuses() == [404] * 5
         for path in (objects.checkpoint, sampler_url):
@@ -250,7 +303,11 @@ async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner
         for path in (objects.checkpoint, sampler_url):
             assert (await site.alice.delete(f"{path}/publish")).status_code == 204
         assert await statuses() == [404] * 5
-        named = {"sampling_session_id": f"{session}:sample:3", "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
+        named = {
+            "sampling_session_id": f"{session}:sample:3",
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {},
+        }
         for route, body in (
             ("/api/v1/asample", named),
             ("/v1/completions", {"model": f"{session}:sample:3", "prompt": [1], "max_tokens": 1}),
@@ -264,7 +321,9 @@ async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tm
         await site.alice.post(f"{objects.checkpoint}/publish")
         site.context.checkpoints.delete(objects.weights)  # and the server dies before it can enter that
         await done(site.alice, "save_weights", model_id=objects.model, seq_id=30, path="w")
-        assert (await site.bob.post("/api/v1/weights_info", json={"tinker_path": objects.weights})).status_code == 404
+        assert (
+            await site.bob.post("/api/v1/weights_info", json={"tinker_path": objects.weights})
+        ).status_code == 404
 
 
 # --- signed addresses
@@ -273,9 +332,11 @@ async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tm
 async def test_a_download_address_cannot_be_made_up_or_used_for_another_file(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
-        urls = (await site.bob.get(f"/api/v1/training_runs/{bob.model}/checkpoints/external_weights/e/external_weights_urls")).json()[
-            "urls"
-        ]
+        urls = (
+            await site.bob.get(
+                f"/api/v1/training_runs/{bob.model}/checkpoints/external_weights/e/external_weights_urls"
+            )
+        ).json()["urls"]
         url = str(urls["adapter_config.json"])
         assert (await site.anyone.get(url)).status_code == 200
         signature = url.rpartition("signature=")[2]
@@ -316,14 +377,18 @@ async def test_the_checkpoints_of_a_tenant_are_counted_apart(tmp_path: Path) -> 
             for overwrite in (False, True):
                 await done(http, "save_weights", model_id=model, path="w", overwrite=overwrite)
             reply = await post(http, "save_weights", model_id=model, path="x")
-            refused = (await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})).json()
+            refused = (
+                await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
+            ).json()
             assert (refused["category"], "you have 1 checkpoints" in refused["error"]) == ("user", True)
 
 
 def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) -> None:
     def write(store: CheckpointStore, path: str) -> int:
         arrays = {"x": np.zeros(100, np.float32)}
-        return store.write(path, arrays, lora=LoraSpec(rank=1), step=0, user_metadata={}, overwrite=True).size_bytes
+        return store.write(
+            path, arrays, lora=LoraSpec(rank=1), step=0, user_metadata={}, overwrite=True
+        ).size_bytes
 
     size = write(CheckpointStore(tmp_path / "other", "m"), "tinker://a/weights/1")
     store = CheckpointStore(tmp_path / "root", "m", tenant_quota=Quota(checkpoint_bytes=2 * size))
@@ -345,7 +410,9 @@ class HeldEngine:
         self.futures: list[Future[OpResult]] = []
         self.broken = False
 
-    def submit(self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT) -> Future[OpResult]:
+    def submit(
+        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[OpResult]:
         if self.broken:
             raise RuntimeError("broken")
         self.submitted.append((op, tenant))
@@ -358,7 +425,10 @@ class HeldEngine:
 
 def sample(*, prompt: int, max_tokens: int | None, num_samples: int = 1) -> Sample:
     return Sample(
-        weights=None, prompt=np.zeros(prompt, np.int32), settings=SamplingSettings(max_tokens=max_tokens), num_samples=num_samples
+        weights=None,
+        prompt=np.zeros(prompt, np.int32),
+        settings=SamplingSettings(max_tokens=max_tokens),
+        num_samples=num_samples,
     )
 
 
@@ -386,7 +456,11 @@ def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> 
 
 async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, Quota(max_tokens=600)) as site:
-        body = {"base_model": MODEL, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 400}}
+        body = {
+            "base_model": MODEL,
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {"max_tokens": 400},
+        }
         fake_engine(site.context).gate.clear()
         assert (await site.alice.post("/api/v1/asample", json=body)).status_code == 200
         assert (await site.alice.post("/api/v1/asample", json=body)).status_code == 429
@@ -400,7 +474,10 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_pat
 def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_first() -> None:
     registry = Registry(session_timeout_s=10)
     views = {tenant: registry.of(tenant, Quota(max_snapshots=2)) for tenant in ("alice", "bob")}
-    sessions = {tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id for tenant, view in views.items()}
+    sessions = {
+        tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
+        for tenant, view in views.items()
+    }
     for tenant, view in views.items():
         for number in range(3):
             sampler_id = view.sampler_id(sessions[tenant], number)
@@ -434,7 +511,9 @@ async def test_results_of_one_tenant_never_push_out_those_of_another(tmp_path: P
         kept = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})
         assert alice.stats()["pending"] + alice.stats()["finished"] == 2
         assert bob.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
-        assert (await site.bob.post("/api/v1/retrieve_future", json={"request_id": kept["request_id"]})).status_code == 410
+        assert (
+            await site.bob.post("/api/v1/retrieve_future", json={"request_id": kept["request_id"]})
+        ).status_code == 410
 
 
 # --- time
@@ -462,11 +541,15 @@ async def test_a_silent_tenants_session_ends_and_its_requests_with_it(tmp_path: 
 async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        assert (await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})).status_code == 204
+        assert (
+            await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
+        ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
         site.context.ledger.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
         await housekeep(site.context)
-        assert (await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})).status_code == 404
+        assert (
+            await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})
+        ).status_code == 404
 
 
 async def test_an_archive_of_the_tenants_own_checkpoint_is_served(tmp_path: Path) -> None:

@@ -21,7 +21,16 @@ from skyrl_tx_server.http.app import ENDPOINTS
 from skyrl_tx_server.http.routes import unsupported
 from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN
 from tests.fakes.server import fake_engine
-from tests.security.tenants import MODEL, Objects, Site, make_model, make_objects, open_session, post, two_tenants
+from tests.security.tenants import (
+    MODEL,
+    Objects,
+    Site,
+    make_model,
+    make_objects,
+    open_session,
+    post,
+    two_tenants,
+)
 
 PROMPT = {"chunks": [{"tokens": [1, 2]}]}
 PROTO = "application/x-protobuf"
@@ -37,7 +46,9 @@ class Call:
     headers: Mapping[str, str] | None = None
 
     async def send(self, http: httpx.AsyncClient, method: str) -> httpx.Response:
-        return await http.request(method, self.path, json=self.json, content=self.content, headers=self.headers)
+        return await http.request(
+            method, self.path, json=self.json, content=self.content, headers=self.headers
+        )
 
 
 def api(route: str, **body: object) -> Call:
@@ -45,7 +56,10 @@ def api(route: str, **body: object) -> Call:
 
 
 def data(field: str) -> dict[str, object]:
-    tensors = {"target_tokens": {"data": [2, 3], "dtype": "int64"}, "weights": {"data": [1.0, 1.0], "dtype": "float32"}}
+    tensors = {
+        "target_tokens": {"data": [2, 3], "dtype": "int64"},
+        "weights": {"data": [1.0, 1.0], "dtype": "float32"},
+    }
     datum = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}
     return {field: {"data": [datum], "loss_fn": "cross_entropy"}}
 
@@ -67,7 +81,10 @@ def completion(model: str) -> Call:
 
 
 def chat(model: str) -> Call:
-    return Call(path="/v1/chat/completions", json={"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2})
+    return Call(
+        path="/v1/chat/completions",
+        json={"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+    )
 
 
 def run_of(objects: Objects) -> str:
@@ -77,21 +94,31 @@ def run_of(objects: Objects) -> str:
 FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
     "POST /api/v1/retrieve_future": [
         lambda it: api("retrieve_future", request_id=it.request),
-        lambda it: Call(path="/api/v1/retrieve_future", json={"request_id": it.request}, headers={"accept": PROTO}),
+        lambda it: Call(
+            path="/api/v1/retrieve_future", json={"request_id": it.request}, headers={"accept": PROTO}
+        ),
     ],
     "POST /api/v1/create_model": [
-        lambda it: api("create_model", session_id=it.session, model_seq_id=7, base_model=MODEL, lora_config={"rank": 4})
+        lambda it: api(
+            "create_model", session_id=it.session, model_seq_id=7, base_model=MODEL, lora_config={"rank": 4}
+        )
     ],
     "POST /api/v1/get_info": [lambda it: api("get_info", model_id=it.model)],
     "POST /api/v1/forward_backward": [
         lambda it: api("forward_backward", model_id=it.model, seq_id=50, **data("forward_backward_input")),
-        lambda it: Call(path="/api/v1/forward_backward", content=training_bytes(it.model), headers={"content-type": PROTO}),
+        lambda it: Call(
+            path="/api/v1/forward_backward", content=training_bytes(it.model), headers={"content-type": PROTO}
+        ),
     ],
-    "POST /api/v1/forward": [lambda it: api("forward", model_id=it.model, seq_id=50, **data("forward_input"))],
+    "POST /api/v1/forward": [
+        lambda it: api("forward", model_id=it.model, seq_id=50, **data("forward_input"))
+    ],
     "POST /api/v1/optim_step": [lambda it: api("optim_step", model_id=it.model, seq_id=50, adam_params={})],
     "POST /api/v1/unload_model": [lambda it: api("unload_model", model_id=it.model)],
     "POST /api/v1/create_sampling_session": [
-        lambda it: api("create_sampling_session", session_id=it.session, sampling_session_seq_id=9, base_model=MODEL),
+        lambda it: api(
+            "create_sampling_session", session_id=it.session, sampling_session_seq_id=9, base_model=MODEL
+        ),
     ],
     "GET /api/v1/samplers/{sampler_id}": [
         lambda it: Call(path=f"/api/v1/samplers/{it.snapshot}"),
@@ -104,7 +131,9 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
     ],
     "POST /api/v1/session_heartbeat": [lambda it: api("session_heartbeat", session_id=it.session)],
     "GET /api/v1/sessions/{session_id}": [lambda it: Call(path=f"/api/v1/sessions/{it.session}")],
-    "POST /api/v1/save_weights_external": [lambda it: api("save_weights_external", model_id=it.model, seq_id=50, path="new")],
+    "POST /api/v1/save_weights_external": [
+        lambda it: api("save_weights_external", model_id=it.model, seq_id=50, path="new")
+    ],
     f"GET {RUN}/checkpoints/external_weights/{{name}}/external_weights_urls": [
         lambda it: Call(path=f"{run_of(it)}/checkpoints/external_weights/e/external_weights_urls")
     ],
@@ -117,19 +146,27 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
         lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=50, path="new"),
         lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=51, sampling_session_seq_id=8),
     ],
-    "POST /api/v1/load_weights": [lambda it: api("load_weights", model_id=it.model, seq_id=50, path=it.weights)],
+    "POST /api/v1/load_weights": [
+        lambda it: api("load_weights", model_id=it.model, seq_id=50, path=it.weights)
+    ],
     "POST /api/v1/weights_info": [lambda it: api("weights_info", tinker_path=it.weights)],
     f"GET {RUN}": [lambda it: Call(path=run_of(it))],
     f"PUT {CHECKPOINT}/ttl": [lambda it: Call(path=f"{it.checkpoint}/ttl", json={"ttl_seconds": 5000})],
     f"POST {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
     f"DELETE {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
     f"DELETE {CHECKPOINT}": [lambda it: Call(path=it.checkpoint)],
-    "POST /v1/chat/completions": [lambda it: chat(it.snapshot), lambda it: chat(it.sampler), lambda it: chat(it.sampler_weights)],
+    "POST /v1/chat/completions": [
+        lambda it: chat(it.snapshot),
+        lambda it: chat(it.sampler),
+        lambda it: chat(it.sampler_weights),
+    ],
     "POST /v1/completions": [
         lambda it: completion(it.snapshot),
         lambda it: completion(it.sampler),
         lambda it: completion(it.sampler_weights),
-        lambda it: replace(completion(it.snapshot), json={**(completion(it.snapshot).json or {}), "stream": True}),
+        lambda it: replace(
+            completion(it.snapshot), json={**(completion(it.snapshot).json or {}), "stream": True}
+        ),
     ],
     "GET /v1/models/{model:path}": [
         lambda it: Call(path=f"/v1/models/{it.snapshot}"),
@@ -140,7 +177,9 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
 
 SILENT: dict[str, Callable[[Objects], Call]] = {
     "POST /api/v1/cancel_future": lambda it: api("cancel_future", request_id=it.request),
-    "POST /api/v1/sessions/{session_id}/finish": lambda it: Call(path=f"/api/v1/sessions/{it.session}/finish"),
+    "POST /api/v1/sessions/{session_id}/finish": lambda it: Call(
+        path=f"/api/v1/sessions/{it.session}/finish"
+    ),
     f"GET {RUN}/checkpoints": lambda it: Call(path=f"{run_of(it)}/checkpoints"),
 }
 """Routes that answer success for an object that does not exist."""
@@ -165,7 +204,11 @@ FOR_OPERATOR = {"GET /metrics"}
 CAPABILITIES = {"GET /api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}"}
 """Routes whose URL is the permission: `test_tenants.py` tries to make one up."""
 
-VARIANTS = [pytest.param(route, call, id=f"{route}-{number}") for route, calls in FOREIGN.items() for number, call in enumerate(calls)]
+VARIANTS = [
+    pytest.param(route, call, id=f"{route}-{number}")
+    for route, calls in FOREIGN.items()
+    for number, call in enumerate(calls)
+]
 
 
 def test_every_route_is_classified() -> None:
@@ -200,7 +243,10 @@ async def test_another_tenants_object_is_answered_like_one_that_does_not_exist(
         objects = await make_objects(site.alice)
         engine = fake_engine(site.context)
         before, executed = await what_alice_sees(site), len(engine.executed)
-        foreign, unknown = await call(objects).send(site.bob, method), await call(absent(objects)).send(site.bob, method)
+        foreign, unknown = (
+            await call(objects).send(site.bob, method),
+            await call(absent(objects)).send(site.bob, method),
+        )
         assert foreign.status_code in (404, 410), foreign.text
         assert same_ids(foreign) == same_ids(unknown)
         assert (await what_alice_sees(site), len(engine.executed)) == (before, executed)
@@ -209,7 +255,9 @@ async def test_another_tenants_object_is_answered_like_one_that_does_not_exist(
 
 
 @pytest.mark.parametrize("route", SILENT)
-async def test_a_route_that_always_succeeds_does_nothing_to_another_tenants_object(tmp_path: Path, route: str) -> None:
+async def test_a_route_that_always_succeeds_does_nothing_to_another_tenants_object(
+    tmp_path: Path, route: str
+) -> None:
     method = route.partition(" ")[0]
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
@@ -223,7 +271,9 @@ async def test_a_route_that_always_succeeds_does_nothing_to_another_tenants_obje
             assert same_ids(replies[0]) == same_ids(replies[1]) and replies[0].status_code in (200, 204)
         fake_engine(site.context).gate.set()
         for request in (pending, waiting):
-            reply = await site.alice.post("/api/v1/retrieve_future", json={"request_id": request["request_id"]})
+            reply = await site.alice.post(
+                "/api/v1/retrieve_future", json={"request_id": request["request_id"]}
+            )
             assert reply.json().get("metrics") == {"grad_norm": 1.5}, reply.text
         assert await what_alice_sees(site) == before
 
@@ -244,8 +294,12 @@ async def test_a_route_without_objects_says_nothing_about_other_tenants(tmp_path
     method, _, path = route.partition(" ")
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        reply = await site.bob.request(method, path.replace("{session_id}", objects.session), json={} if method != "GET" else None)
-        assert reply.status_code == (403 if route in FOR_OPERATOR else 400 if route in REFUSED else 200), reply.text
+        reply = await site.bob.request(
+            method, path.replace("{session_id}", objects.session), json={} if method != "GET" else None
+        )
+        assert reply.status_code == (403 if route in FOR_OPERATOR else 400 if route in REFUSED else 200), (
+            reply.text
+        )
         assert "alice" not in reply.text and objects.session not in reply.text
 
 
@@ -259,7 +313,9 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
         assert (await site.operator.get("/metrics")).status_code == 200
 
 
-async def test_a_checkpoint_of_another_tenant_can_neither_be_trained_from_nor_sampled_from(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_another_tenant_can_neither_be_trained_from_nor_sampled_from(
+    tmp_path: Path,
+) -> None:
     """Routes that take a path beside an object of the caller's own."""
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
@@ -269,7 +325,9 @@ async def test_a_checkpoint_of_another_tenant_can_neither_be_trained_from_nor_sa
         for call in (
             lambda it: api("load_weights", model_id=model, path=it.weights),
             lambda it: api("load_weights", model_seq_id=5, path=it.weights, **ids),
-            lambda it: api("create_sampling_session", sampling_session_seq_id=5, model_path=it.sampler_weights, **ids),
+            lambda it: api(
+                "create_sampling_session", sampling_session_seq_id=5, model_path=it.sampler_weights, **ids
+            ),
         ):
             foreign, unknown = [await call(it).send(site.bob, "POST") for it in (objects, absent(objects))]
             assert foreign.status_code == 404 and same_ids(foreign) == same_ids(unknown)

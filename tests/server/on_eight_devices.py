@@ -57,7 +57,12 @@ DENSE = ModelConfig(
     max_position_embeddings=128,
 )
 LATENT = load_model_config(Path(__file__).parents[1] / "fixtures" / "families" / "deepseek_v3")
-SPARSE = replace(DENSE, model_type="qwen3_moe", experts=Experts(count=4, per_token=2, normalized=True), tie_word_embeddings=True)
+SPARSE = replace(
+    DENSE,
+    model_type="qwen3_moe",
+    experts=Experts(count=4, per_token=2, normalized=True),
+    tie_word_embeddings=True,
+)
 SHAPE = MeshShape(fsdp=2, tensor=2, expert=2)
 RANK = 4
 
@@ -65,21 +70,31 @@ RANK = 4
 def main(directory: Path) -> None:
     divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
     found = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
-    found["sent"] = max(most_sent(SPARSE, SHAPE), most_sent(DENSE, MeshShape(fsdp=2, tensor=2)), most_sent(LATENT, MeshShape(fsdp=2)))
+    found["sent"] = max(
+        most_sent(SPARSE, SHAPE),
+        most_sent(DENSE, MeshShape(fsdp=2, tensor=2)),
+        most_sent(LATENT, MeshShape(fsdp=2)),
+    )
     print(json.dumps(found))
 
 
 def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
     """One forward_backward from a model directory, on one device and on the mesh."""
     made = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
-    save_model(jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), made), config, model_dir)
+    save_model(
+        jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), made), config, model_dir
+    )
     random = np.random.default_rng(0)
     fresh = init_adapter(config, LoraSpec(rank=RANK, seed=1), RANK)
-    adapter = jax.tree.map(lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), fresh)
+    adapter = jax.tree.map(
+        lambda leaf: leaf + 0.05 * random.normal(size=leaf.shape).astype(np.float32), fresh
+    )
     tokens = random.integers(0, config.vocab_size, (6, 41)).astype(np.int32)
     data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
     trained = [np.ones(len(datum.tokens), bool) for datum in data]
-    (packed,) = pack(data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch))
+    (packed,) = pack(
+        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch)
+    )
 
     def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
         gradient, outputs = forward_backward(
@@ -104,7 +119,9 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
         "largest held": max(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "logprobs": float(np.abs(logprobs - shared_logprobs).max()),
         "loss": abs(loss - shared_loss) / abs(loss),
-        "gradient": max(float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)),
+        "gradient": max(
+            float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)
+        ),
         "planned": bytes_per_device(param_shapes(shared, np.dtype("float32"))),
         "held": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "whole": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
@@ -128,35 +145,61 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         return random.normal(size=shape).astype(np.float32)
 
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
-    prompts = Segment(keys=values(layers, 2, heads, head_dim, 150), values=values(layers, 2, heads, 150, head_dim))
+    prompts = Segment(
+        keys=values(layers, 2, heads, head_dim, 150), values=values(layers, 2, heads, 150, head_dim)
+    )
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
-    queries = values(3, BLOCK, config.num_heads, head_dim)  # of blocks of two prompts, on different devices, and of padding
-    blocks = Blocks(starts=np.array([60, 70, 0], np.int32), lengths=np.array([64, 60, 0], np.int32), tables=tables[[2, 0, 0]])
+    queries = values(
+        3, BLOCK, config.num_heads, head_dim
+    )  # of blocks of two prompts, on different devices, and of padding
+    blocks = Blocks(
+        starts=np.array([60, 70, 0], np.int32),
+        lengths=np.array([64, 60, 0], np.int32),
+        tables=tables[[2, 0, 0]],
+    )
 
     @partial(jax.jit, static_argnames=("config",))
-    def run(cache: KVCache, *, config: ModelConfig) -> tuple[KVCache, KVCache, list[list[Segment]], jax.Array]:
+    def run(
+        cache: KVCache, *, config: ModelConfig
+    ) -> tuple[KVCache, KVCache, list[list[Segment]], jax.Array]:
         for layer in range(layers):
             own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
-            cache = write_layer(config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50]))
+            cache = write_layer(
+                config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
+            )
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
         scattered = write_rows(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_rows(config, cache, block, tables, starts, counts)
         rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
-        return cache, scattered, rows, attend_to_pages(config, cache, np.int32(1), blocks, jnp.asarray(queries))
+        return (
+            cache,
+            scattered,
+            rows,
+            attend_to_pages(config, cache, np.int32(1), blocks, jnp.asarray(queries)),
+        )
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
-        cache, scattered, rows, attended = run(empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config)
+        cache, scattered, rows, attended = run(
+            empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config
+        )
         owned = [page for page in range(16) if page not in (0, 8)]
-        kept, again = ([leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(each))] for each in (cache, scattered))
-        assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), "both ways to write rows"
+        kept, again = (
+            [leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(each))] for each in (cache, scattered)
+        )
+        assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), (
+            "both ways to write rows"
+        )
         seen = [own[:length] for own, length in zip(np.asarray(attended), blocks.lengths, strict=True)]
         return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], seen]
 
     alone, shared = everything(replace(config, mesh=None)), everything(config)
     assert all(np.all(np.any(own, axis=(1, 2))) for own in alone[2])
-    equal = [all(np.array_equal(one, other) for one, other in zip(*pair, strict=True)) for pair in zip(alone, shared, strict=True)]
+    equal = [
+        all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
+        for pair in zip(alone, shared, strict=True)
+    ]
     return {"written": equal[0], "read": equal[1], "attended": equal[2]}
 
 
@@ -174,14 +217,28 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
         adapters=lora_indices(np.zeros(rows, np.int32)),
         stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
     )
-    cache, settings = empty_cache(config=config, pages=8, dtype=np.dtype("float32")), row_settings([None] * rows, config.vocab_size)
+    cache, settings = (
+        empty_cache(config=config, pages=8, dtype=np.dtype("float32")),
+        row_settings([None] * rows, config.vocab_size),
+    )
     params = param_shapes(config, np.dtype("float32"))
     block = decode_block.lower(
-        cache, params, place_adapter(config, bank), row, settings, config=config, steps=16, ends=(PAGE,), tempered=False
+        cache,
+        params,
+        place_adapter(config, bank),
+        row,
+        settings,
+        config=config,
+        steps=16,
+        ends=(PAGE,),
+        tempered=False,
     )
     program = block.compile().as_text()
     assert program is not None
-    sent = re.findall(r"\w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", program)
+    sent = re.findall(
+        r"\w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(",
+        program,
+    )
     assert sent
     return max(prod(map(int, message.split(","))) for message in sent) / prod(params.layers[0]["o"].shape[1:])
 
@@ -193,12 +250,28 @@ def decoded(config: ModelConfig) -> float:
     def values(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
-    layers, heads, kv_heads, head_dim, width, half = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, 10, 32
-    cache = KVCache(keys=values(layers, 2 * half, kv_heads, head_dim, PAGE), values=values(layers, 2 * half, kv_heads, PAGE, head_dim))
+    layers, heads, kv_heads, head_dim, width, half = (
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        10,
+        32,
+    )
+    cache = KVCache(
+        keys=values(layers, 2 * half, kv_heads, head_dim, PAGE),
+        values=values(layers, 2 * half, kv_heads, PAGE, head_dim),
+    )
     first = np.arange(1, 1 + 2 * width).reshape(2, width)
     first[1, :8] = first[0, :8]
-    tables, lengths = np.concatenate([first, half + first]).astype(np.int32), np.array([560, 620, 0, 513], np.int32)
-    q, recent = values(4, 1, heads, head_dim), Segment(keys=values(4, kv_heads, head_dim, 4), values=values(4, kv_heads, 4, head_dim))
+    tables, lengths = (
+        np.concatenate([first, half + first]).astype(np.int32),
+        np.array([560, 620, 0, 513], np.int32),
+    )
+    q, recent = (
+        values(4, 1, heads, head_dim),
+        Segment(keys=values(4, kv_heads, head_dim, 4), values=values(4, kv_heads, 4, head_dim)),
+    )
     visible = jnp.ones((1, 1, 1, 4), bool)
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:

@@ -39,11 +39,19 @@ def total(
     if loss_fn == "gspo":
         frozen = lp if frozen_logprobs is None else np.asarray(frozen_logprobs, np.float64)
         sequence_ratio = np.exp(sequence_log_ratio(frozen, q, sequence_ratio_mask) + lp - frozen)
-        return float(-np.sum(np.minimum(sequence_ratio * advantage, np.clip(sequence_ratio, low, high) * advantage)))
+        return float(
+            -np.sum(np.minimum(sequence_ratio * advantage, np.clip(sequence_ratio, low, high) * advantage))
+        )
     raise ValueError(loss_fn)
 
 
 def sequence_log_ratio(logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray | None) -> float:
     """gspo's s: the mean log-ratio of a sequence over the tokens its mask counts."""
     assert mask is not None
-    return float(np.mean((np.asarray(logprobs, np.float64) - np.asarray(sampler_logprobs, np.float64))[np.asarray(mask) != 0]))
+    return float(
+        np.mean(
+            (np.asarray(logprobs, np.float64) - np.asarray(sampler_logprobs, np.float64))[
+                np.asarray(mask) != 0
+            ]
+        )
+    )

@@ -73,7 +73,9 @@ async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str,
 
 
 async def open_session(http: httpx.AsyncClient) -> str:
-    return str((await post(http, "create_session", tags=[], user_metadata=None, sdk_version="0.38.0"))["session_id"])
+    return str(
+        (await post(http, "create_session", tags=[], user_metadata=None, sdk_version="0.38.0"))["session_id"]
+    )
 
 
 async def make_model(http: httpx.AsyncClient, session_id: str, model_seq_id: int = 0) -> str:
@@ -86,12 +88,18 @@ async def make_model(http: httpx.AsyncClient, session_id: str, model_seq_id: int
         lora_config={"rank": 4},
         type="create_model",
     )
-    assert await result(http, reply) == {"type": "create_model", "model_id": f"{session_id}:train:{model_seq_id}"}
+    assert await result(http, reply) == {
+        "type": "create_model",
+        "model_id": f"{session_id}:train:{model_seq_id}",
+    }
     return str(reply["model_id"])
 
 
 def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
-    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]},
+    )
     inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
     request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model_id, seq_id=seq_id)
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
@@ -116,31 +124,47 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
     assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
-async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(context: AppState) -> None:
+async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(
+    context: AppState,
+) -> None:
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     for scheme, told in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
-            assert (await post(http, "client/config", sdk_version="0.38.0")).get("use_pyqwest_transport") is told
+            assert (await post(http, "client/config", sdk_version="0.38.0")).get(
+                "use_pyqwest_transport"
+            ) is told
     fake_engine(context).stop()
 
 
 async def test_protobuf_and_json_requests_and_replies_by_header(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
-    sent = await http.post("forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO})
+    sent = await http.post(
+        "forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO}
+    )
     request_id = sent.json()["request_id"]
     in_json = await result(http, {"request_id": request_id})
     assert in_json["metrics"] == {"loss:sum": pytest.approx(0.5)}
-    in_proto = await http.post("retrieve_future", json={"request_id": request_id}, headers={"accept": f"{PROTO}, application/json"})
+    in_proto = await http.post(
+        "retrieve_future", json={"request_id": request_id}, headers={"accept": f"{PROTO}, application/json"}
+    )
     assert in_proto.headers["content-type"] == PROTO
     assert dict(pb.ForwardBackwardOutput.FromString(in_proto.content).metrics) == in_json["metrics"]
 
-    tensors = {"target_tokens": {"data": [2, 3], "dtype": "int64"}, "weights": {"data": [1.0, 1.0], "dtype": "float32"}}
-    inner = {"data": [{"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}], "loss_fn": "cross_entropy"}
+    tensors = {
+        "target_tokens": {"data": [2, 3], "dtype": "int64"},
+        "weights": {"data": [1.0, 1.0], "dtype": "float32"},
+    }
+    inner = {
+        "data": [{"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}],
+        "loss_fn": "cross_entropy",
+    }
     old = await post(http, "forward", model_id=model_id, seq_id=2, forward_input=inner)
     assert (await result(http, old))["metrics"] == in_json["metrics"]
 
 
-async def test_a_zstd_body_is_unpacked_and_a_bad_one_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_zstd_body_is_unpacked_and_a_bad_one_refused(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
     model_id = await make_model(http, await open_session(http))
     headers = {"content-type": PROTO, "content-encoding": "zstd"}
     packed = zstandard.ZstdCompressor().compress(training_bytes(model_id))
@@ -157,7 +181,10 @@ async def test_a_zstd_body_is_unpacked_and_a_bad_one_refused(http: httpx.AsyncCl
 
 async def test_a_body_over_the_limit_is_refused_after_it_was_read(http: httpx.AsyncClient) -> None:
     response = await http.post("asample", content=b"x" * 30_000, headers=JSON)
-    assert (response.status_code, "larger than this route's limit" in response.json()["detail"]) == (400, True)
+    assert (response.status_code, "larger than this route's limit" in response.json()["detail"]) == (
+        400,
+        True,
+    )
 
 
 async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
@@ -172,7 +199,9 @@ async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
     assert "expected a JSON object" in response.json()["detail"]
 
 
-async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: AppState, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(
+    context: AppState, caplog: pytest.LogCaptureFixture
+) -> None:
     parts = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent = []
 
@@ -182,7 +211,14 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(context: Ap
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [], "query_string": b"", "client": ("127.0.0.1", 1)}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/v1/asample",
+        "headers": [],
+        "query_string": b"",
+        "client": ("127.0.0.1", 1),
+    }
     with caplog.at_level(logging.INFO):
         await build_app(StartupState(context=context))(scope, receive, send)
     assert sent[0]["status"] == 499
@@ -198,28 +234,44 @@ async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
         await asyncio.Event().wait()
 
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http, asyncio.timeout(10):
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http,
+        asyncio.timeout(10),
+    ):
         response = await http.post("asample", content=half())
     assert (response.status_code, "no byte for 0.05 s" in response.text) == (400, True)
     fake_engine(context).stop()
 
 
-async def test_failures_of_the_engine_come_through_the_future_with_a_category(http: httpx.AsyncClient) -> None:
+async def test_failures_of_the_engine_come_through_the_future_with_a_category(
+    http: httpx.AsyncClient,
+) -> None:
     session_id = await open_session(http)
-    sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
+    sampler = await post(
+        http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL
+    )
     prompt = {"chunks": [{"tokens": [13]}]}
     reply = await post(
-        http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, prompt=prompt, sampling_params={"max_tokens": 1}
+        http,
+        "asample",
+        sampling_session_id=sampler["sampling_session_id"],
+        seq_id=0,
+        prompt=prompt,
+        sampling_params={"max_tokens": 1},
     )
     assert reply["sample_sequence_ids"] == [f"{session_id}:sample:0:0:0"]
     assert await result(http, reply) == {"error": "an unlucky prompt", "category": "user"}
 
 
-async def test_a_pending_future_is_a_408_and_an_unknown_one_a_410(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_pending_future_is_a_408_and_an_unknown_one_a_410(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
     model_id = await make_model(http, await open_session(http))
     engine.gate.clear()
     reply = await post(http, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    pending = await http.post("retrieve_future", json={"request_id": reply["request_id"], "allow_metadata_only": True})
+    pending = await http.post(
+        "retrieve_future", json={"request_id": reply["request_id"], "allow_metadata_only": True}
+    )
     assert pending.status_code == 408
     assert pending.json() == {"type": "try_again", "request_id": reply["request_id"], "queue_state": "active"}
     engine.gate.set()
@@ -242,7 +294,12 @@ async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: F
     made = await post(http, "save_weights_for_sampler", **snapshot)
     assert await post(http, "save_weights_for_sampler", **snapshot) == made
     await result(http, made)
-    sample = {"sampling_session_id": f"{session_id}:sample:0", "seq_id": 0, "sampling_params": {}, "prompt": {"chunks": [{"tokens": [1]}]}}
+    sample = {
+        "sampling_session_id": f"{session_id}:sample:0",
+        "seq_id": 0,
+        "sampling_params": {},
+        "prompt": {"chunks": [{"tokens": [1]}]},
+    }
     once = await post(http, "asample", **sample)
     assert await post(http, "asample", **sample) == once
     await result(http, once)
@@ -252,13 +309,17 @@ async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: F
     assert (other_kind.status_code, "seq_id 1" in other_kind.text) == (400, True)
 
 
-async def test_a_model_that_could_not_be_made_does_not_exist(http: httpx.AsyncClient, context: AppState) -> None:
+async def test_a_model_that_could_not_be_made_does_not_exist(
+    http: httpx.AsyncClient, context: AppState
+) -> None:
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
     arrays = next(Path(context.ledger._file).parent.rglob("*.safetensors"))
     arrays.write_bytes(b"torn")
-    reply = await post(http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True)
+    reply = await post(
+        http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True
+    )
     assert "damaged" in str((await result(http, reply))["error"])
     info = await http.post("get_info", json={"model_id": f"{session_id}:train:7"})
     assert info.status_code == 404
@@ -272,39 +333,87 @@ async def test_permanent_faults_are_never_retried_statuses(http: httpx.AsyncClie
     calls = [
         ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "0001"}, 400, "exists already"),
         ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "../up"}, 400, "checkpoint name"),
-        ("save_weights", {"model_id": model_id, "seq_id": 2, "path": "x", "ttl_seconds": -1}, 400, "ttl_seconds"),
+        (
+            "save_weights",
+            {"model_id": model_id, "seq_id": 2, "path": "x", "ttl_seconds": -1},
+            400,
+            "ttl_seconds",
+        ),
         ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 2}, 400, "sampling_session_seq_id"),
         ("optim_step", {"model_id": "session-x:train:0", "seq_id": 1, "adam_params": {}}, 404, "restarted"),
-        ("create_model", {"session_id": session_id, "model_seq_id": 1, "base_model": "other/model"}, 400, "this server runs local/fake"),
+        (
+            "create_model",
+            {"session_id": session_id, "model_seq_id": 1, "base_model": "other/model"},
+            400,
+            "this server runs local/fake",
+        ),
         (
             "create_model",
             {"session_id": session_id, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 9}},
             400,
             "max_lora_rank",
         ),
-        ("create_model", {"session_id": "session-x", "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 4}}, 404, "session"),
         (
             "create_model",
-            {"session_id": session_id, "model_seq_id": 1, "base_model": MODEL, "optimizer_config": {"type": "dimuon", "version": 1}},
+            {"session_id": "session-x", "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 4}},
+            404,
+            "session",
+        ),
+        (
+            "create_model",
+            {
+                "session_id": session_id,
+                "model_seq_id": 1,
+                "base_model": MODEL,
+                "optimizer_config": {"type": "dimuon", "version": 1},
+            },
             400,
             "use AdamW",
         ),
-        ("load_weights", {"model_id": model_id, "path": "/etc/passwd", "optimizer": True}, 400, "not a checkpoint path"),
-        ("load_weights", {"model_id": model_id, "path": "tinker://a/weights/b", "optimizer": True}, 404, "no checkpoint"),
-        ("create_sampling_session", {"session_id": session_id, "sampling_session_seq_id": 9}, 400, "nothing to sample from"),
+        (
+            "load_weights",
+            {"model_id": model_id, "path": "/etc/passwd", "optimizer": True},
+            400,
+            "not a checkpoint path",
+        ),
+        (
+            "load_weights",
+            {"model_id": model_id, "path": "tinker://a/weights/b", "optimizer": True},
+            404,
+            "no checkpoint",
+        ),
+        (
+            "create_sampling_session",
+            {"session_id": session_id, "sampling_session_seq_id": 9},
+            400,
+            "nothing to sample from",
+        ),
         (
             "asample",
-            {"sampling_session_id": "session-x:sample:0", "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}},
+            {
+                "sampling_session_id": "session-x:sample:0",
+                "prompt": {"chunks": [{"tokens": [1]}]},
+                "sampling_params": {},
+            },
             404,
             "sampler",
         ),
-        ("asample", {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}, 400, "nothing to sample from"),
+        (
+            "asample",
+            {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}},
+            400,
+            "nothing to sample from",
+        ),
         ("create_custom_loss", {}, 400, "forward_backward_custom"),
         ("no_such_route", {}, 404, "this server has no POST"),
     ]
     for route, body, status, message in calls:
         response = await http.post(route, json=body)
-        assert (response.status_code, message in response.json()["detail"]) == (status, True), (route, body, response.text)
+        assert (response.status_code, message in response.json()["detail"]) == (status, True), (
+            route,
+            body,
+            response.text,
+        )
 
 
 async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.AsyncClient) -> None:
@@ -312,17 +421,31 @@ async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.Async
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
     reply = await post(
-        http, "create_model", session_id=session_id, model_seq_id=1, base_model=MODEL, lora_config={"rank": 4, "train_unembed": False}
+        http,
+        "create_model",
+        session_id=session_id,
+        model_seq_id=1,
+        base_model=MODEL,
+        lora_config={"rank": 4, "train_unembed": False},
     )
     await result(http, reply)
-    response = await http.post("load_weights", json={"model_id": reply["model_id"], "path": saved["path"], "optimizer": False, "seq_id": 1})
+    response = await http.post(
+        "load_weights",
+        json={"model_id": reply["model_id"], "path": saved["path"], "optimizer": False, "seq_id": 1},
+    )
     assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
 
 
-async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(http: httpx.AsyncClient, context: AppState) -> None:
+async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(
+    http: httpx.AsyncClient, context: AppState
+) -> None:
     model_id = await make_model(http, await open_session(http))
     info = await post(http, "get_info", model_id=model_id)
-    assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": str(context.settings.model_dir)}
+    assert info["model_data"] == {
+        "arch": "qwen3",
+        "model_name": MODEL,
+        "tokenizer_id": str(context.settings.model_dir),
+    }
     far = httpx.ASGITransport(build_app(StartupState(context=context)), client=("10.0.0.7", 1234))
     async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
@@ -336,12 +459,19 @@ async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         model_id = await make_model(http, session_id)
-        await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0))
+        await result(
+            http,
+            await post(
+                http, "save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0
+            ),
+        )
         await housekeep(context)
         assert (await http.post("session_heartbeat", json={"session_id": session_id})).status_code == 410
         late = await http.post("optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}})
         assert (late.status_code, "no sign of life" in late.text) == (404, True)
-        assert (await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})).status_code == 204
+        assert (
+            await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
+        ).status_code == 204
     engine.stop()
     assert engine.of_type(UnloadModel) == [UnloadModel(model_id=model_id)]
     assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"{session_id}:sample:0")]
@@ -366,7 +496,13 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
-        sampler = await post(http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL)
+        sampler = await post(
+            http,
+            "create_sampling_session",
+            session_id=session_id,
+            sampling_session_seq_id=0,
+            base_model=MODEL,
+        )
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
             "sampling_params": {"max_tokens": 50},
@@ -384,12 +520,22 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
     assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
 
 
-async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(http: httpx.AsyncClient, context: AppState, tmp_path: Path) -> None:
+async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
+    http: httpx.AsyncClient, context: AppState, tmp_path: Path
+) -> None:
     model_id = await make_model(http, await open_session(http))
     paths = []
     for number in range(2):
         saved = await result(
-            http, await post(http, "save_weights", model_id=model_id, seq_id=1 + number, path=f"old{number}", ttl_seconds=3600)
+            http,
+            await post(
+                http,
+                "save_weights",
+                model_id=model_id,
+                seq_id=1 + number,
+                path=f"old{number}",
+                ttl_seconds=3600,
+            ),
         )
         paths.append(str(saved["path"]))
         context.ledger.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
@@ -404,8 +550,12 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = await make_model(http, await open_session(http))
-    kept = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="kept", ttl_seconds=3600))
-    old = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=2, path="old", ttl_seconds=3600))
+    kept = await result(
+        http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="kept", ttl_seconds=3600)
+    )
+    old = await result(
+        http, await post(http, "save_weights", model_id=model_id, seq_id=2, path="old", ttl_seconds=3600)
+    )
     context.ledger.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
     await housekeep(context)
     with (tmp_path / "ledger.jsonl").open("a") as ledger:
@@ -417,7 +567,11 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
         (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
         (run,) = (await again.get("training_runs", params={"limit": 5})).json()["training_runs"]
-        assert (run["training_run_id"], run["lora_rank"], run["last_checkpoint"]["checkpoint_id"]) == (model_id, 4, "weights/kept")
+        assert (run["training_run_id"], run["lora_rank"], run["last_checkpoint"]["checkpoint_id"]) == (
+            model_id,
+            4,
+            "weights/kept",
+        )
         assert (await again.get("training_runs/none")).status_code == 404
     fake_engine(restarted).stop()
 
@@ -425,7 +579,9 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
 async def test_pages_of_checkpoints(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
     for index in range(3):
-        await result(http, await post(http, "save_weights", model_id=model_id, seq_id=index + 1, path=f"{index}"))
+        await result(
+            http, await post(http, "save_weights", model_id=model_id, seq_id=index + 1, path=f"{index}")
+        )
     page = (await http.get("checkpoints", params={"limit": 2, "offset": 1})).json()
     assert [checkpoint["checkpoint_id"] for checkpoint in page["checkpoints"]] == ["weights/1", "weights/0"]
     assert page["cursor"] == {"limit": 2, "offset": 1, "total_count": 3}
@@ -453,7 +609,10 @@ async def test_one_line_per_request_with_polls_and_heartbeats_left_to_debug(
 
 
 async def test_a_bug_of_ours_is_reported_once_and_not_retried(
-    http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient,
+    context: AppState,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(op: object) -> None:
         raise KeyError("nobody thought of this")
@@ -472,7 +631,9 @@ async def test_order_of_arrival_is_order_of_execution(http: httpx.AsyncClient, e
     replies = []
     for seq_id in range(1, 5):
         if seq_id % 2:
-            sent = await http.post("forward_backward", content=training_bytes(model_id, seq_id), headers={"content-type": PROTO})
+            sent = await http.post(
+                "forward_backward", content=training_bytes(model_id, seq_id), headers={"content-type": PROTO}
+            )
             replies.append(sent.json())
         else:
             replies.append(await post(http, "optim_step", model_id=model_id, seq_id=seq_id, adam_params={}))
@@ -482,12 +643,23 @@ async def test_order_of_arrival_is_order_of_execution(http: httpx.AsyncClient, e
     assert order == [ForwardBackward, OptimStep, ForwardBackward, OptimStep]
 
 
-async def test_sampling_by_name_or_path_without_a_session(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_sampling_by_name_or_path_without_a_session(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
     """The low-level resource of older SDKs."""
     model_id = await make_model(http, await open_session(http))
-    saved = await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, path="s"))
+    saved = await result(
+        http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, path="s")
+    )
     prompt = {"chunks": [{"tokens": [1]}]}
-    by_path = await post(http, "asample", model_path=saved["path"], prompt=prompt, sampling_params={"max_tokens": 2}, num_samples=2)
+    by_path = await post(
+        http,
+        "asample",
+        model_path=saved["path"],
+        prompt=prompt,
+        sampling_params={"max_tokens": 2},
+        num_samples=2,
+    )
     by_name = await post(http, "asample", base_model=MODEL, prompt=prompt, sampling_params={"max_tokens": 2})
     assert len(json.loads(json.dumps(await result(http, by_path)))["sequences"]) == 2
     assert (await result(http, by_name))["type"] == "sample"
@@ -503,7 +675,9 @@ async def test_a_reply_that_cannot_be_written_is_no_retried_status_either(
     assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
 
 
-async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncClient, context: AppState, engine: FakeEngine) -> None:
+async def test_waiting_is_a_sign_of_life_when_it_begins_only(
+    http: httpx.AsyncClient, context: AppState, engine: FakeEngine
+) -> None:
     now = [0.0]
     context.registry._clock = lambda: now[0]
     session_id = await open_session(http)
@@ -521,10 +695,14 @@ async def test_waiting_is_a_sign_of_life_when_it_begins_only(http: httpx.AsyncCl
     assert context.registry.expired() == [session_id]
 
 
-async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
     body = {"base_model": MODEL, "sampling_params": {"max_tokens": 1}}
     engine.gate.clear()
-    begun, waiting, other = [await post(http, "asample", **body, prompt={"chunks": [{"tokens": [token]}]}) for token in (1, 2, 3)]
+    begun, waiting, other = [
+        await post(http, "asample", **body, prompt={"chunks": [{"tokens": [token]}]}) for token in (1, 2, 3)
+    ]
     for request_id in (waiting["request_id"], waiting["request_id"], "sample-unknown"):
         assert (await http.post("cancel_future", json={"request_id": request_id})).status_code == 204
     engine.gate.set()
@@ -541,7 +719,9 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
         model_id = await make_model(http, await open_session(http))
         saved = await result(http, await post(http, "save_weights_external", model_id=model_id, path="e1"))
-        urls = (await http.get(f"training_runs/{model_id}/checkpoints/external_weights/e1/external_weights_urls")).json()["urls"]
+        urls = (
+            await http.get(f"training_runs/{model_id}/checkpoints/external_weights/e1/external_weights_urls")
+        ).json()["urls"]
         assert saved["path"] == f"tinker://{model_id}/external_weights/e1"
         del http.headers["x-api-key"]
         assert (await http.get(urls["adapter_config.json"])).json()["r"] == 4
@@ -557,12 +737,18 @@ async def test_an_archive_of_any_checkpoint_is_one_tar_behind_a_redirect(http: h
     for checkpoint_id in ("weights/w1", "sampler_weights/s1", "sampler_weights/s1"):
         reply = await http.get(f"training_runs/{model_id}/checkpoints/{checkpoint_id}/archive")
         assert reply.status_code == 302
-        assert timedelta(minutes=55) < parsedate_to_datetime(reply.headers["expires"]) - datetime.now(UTC) < timedelta(minutes=65)
+        assert (
+            timedelta(minutes=55)
+            < parsedate_to_datetime(reply.headers["expires"]) - datetime.now(UTC)
+            < timedelta(minutes=65)
+        )
         archive = await http.get(reply.headers["location"])
         with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
             assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
             config, weights = (file.read() for name in tar.getnames() if (file := tar.extractfile(name)))
         assert json.loads(config)["r"] == 4 and safetensors.numpy.load(weights).keys() == FACTORS.keys()
-        another = reply.headers["location"].replace(checkpoint_id, "weights/w1" if "sampler" in checkpoint_id else "sampler_weights/s1")
+        another = reply.headers["location"].replace(
+            checkpoint_id, "weights/w1" if "sampler" in checkpoint_id else "sampler_weights/s1"
+        )
         assert (await http.get(another)).status_code == 404  # a signature opens one checkpoint
     assert (await http.get(f"training_runs/{model_id}/checkpoints/weights/none/archive")).status_code == 404

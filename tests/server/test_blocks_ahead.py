@@ -39,7 +39,9 @@ REQUESTS = [
 
 SHORT, LONG = len(REQUESTS), len(REQUESTS) + 1
 REQUESTS += [
-    replace(REQUESTS[0], settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False), num_samples=1)
+    replace(
+        REQUESTS[0], settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False), num_samples=1
+    )
     for length in (BLOCK - 2, 3 * BLOCK)
 ]
 
@@ -55,7 +57,11 @@ class Driver:
     def admit(self, ticket: int) -> None:
         while (
             admission := self.executor.admit(
-                [PrefillRequest(ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples)]
+                [
+                    PrefillRequest(
+                        ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples
+                    )
+                ]
             )[0]
         ) is None:
             pass
@@ -95,7 +101,9 @@ def idle(driver: Driver) -> Iterator[None]:
     driver.finished.clear()
     yield
     assert not driver.executor.rows_decoding and not driver.failed
-    assert {users for pages in driver.executor._slots._pages for users in pages._users.values()} == {1}, "nobody but the tree has a page"
+    assert {users for pages in driver.executor._slots._pages for users in pages._users.values()} == {1}, (
+        "nobody but the tree has a page"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +117,9 @@ def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(driver: Driver, alone: dict, seed: int) -> None:
+def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
+    driver: Driver, alone: dict, seed: int
+) -> None:
     """Requests enter, are withdrawn and finish (by length, stop token, stop string) while blocks are under way, and are set aside where
     the cache is too small for all."""
     executor, random = driver.executor, np.random.default_rng(seed)
@@ -118,7 +128,12 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(driver: 
     running: set[int] = set()
     while waiting or executor.rows_decoding:
         free = SLOTS - executor.rows_decoding
-        if waiting and REQUESTS[waiting[-1]].num_samples <= free and not executor.stats()["rows_set_aside"] and random.random() < 0.6:
+        if (
+            waiting
+            and REQUESTS[waiting[-1]].num_samples <= free
+            and not executor.stats()["rows_set_aside"]
+            and random.random() < 0.6
+        ):
             try:
                 driver.admit(waiting[-1])
                 running.add(waiting.pop())
@@ -139,13 +154,18 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(driver: 
     assert expected.keys() <= driver.finished.keys() <= alone.keys()
     for key, sequence in driver.finished.items():
         np.testing.assert_array_equal(sequence.tokens, alone[key].tokens)
-        np.testing.assert_allclose(sequence.logprobs, alone[key].logprobs, atol=1e-4 if set_aside else 0, rtol=0)
+        np.testing.assert_allclose(
+            sequence.logprobs, alone[key].logprobs, atol=1e-4 if set_aside else 0, rtol=0
+        )
         assert sequence.stop_reason is alone[key].stop_reason
 
 
 def test_rows_end_in_every_way(alone: dict) -> None:
     """Or the test above would show little."""
-    ways = {(REQUESTS[ticket].settings.stop_strings != (), sequence.stop_reason) for (ticket, _), sequence in alone.items()}
+    ways = {
+        (REQUESTS[ticket].settings.stop_strings != (), sequence.stop_reason)
+        for (ticket, _), sequence in alone.items()
+    }
     assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
 
@@ -164,7 +184,9 @@ def failing_second(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return begun
 
 
-def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.admit(SHORT)
     driver.admit(LONG)
     begun = failing_second(driver, monkeypatch)
@@ -179,7 +201,9 @@ def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(driver: Dri
     assert not driver.executor.rows_decoding
 
 
-def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.admit(LONG)
     begun = failing_second(driver, monkeypatch)
     driver.block(go_on=True)
@@ -191,7 +215,9 @@ def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(driver
 
 def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -> None:
     before = driver.executor.stats()["decode_blocks_ahead"]
-    settings = replace(REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),))  # it might have gone on
+    settings = replace(
+        REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),)
+    )  # it might have gone on
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
         driver.executor.admit([PrefillRequest(ticket=99, op=op, first=0, count=1)])
         assert driver.executor.decode()
@@ -205,12 +231,18 @@ def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_p
     is_small = executor.stats()["cache_pages"] == 7
     for ticket, length in enumerate((40, 40, 100, 100), start=101):
         prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
-        op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False))
+        op = Sample(
+            weights=None,
+            prompt=prompt,
+            settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False),
+        )
         executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=True)
     assert executor.stats()["rows_set_aside"] == is_small
-    assert executor.rows_decoding == SLOTS and all(len(executor.running(ticket)) == 1 for ticket in (101, 102, 103, 104))
+    assert executor.rows_decoding == SLOTS and all(
+        len(executor.running(ticket)) == 1 for ticket in (101, 102, 103, 104)
+    )
     if is_small:
         with pytest.raises(CapacityError, match="come first"):
             driver.admit(SHORT)
@@ -226,7 +258,9 @@ def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
     executor = driver.executor
     for ticket in range(101, 105):
         prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
-        op = Sample(weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False))
+        op = Sample(
+            weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False)
+        )
         executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=False)
@@ -239,11 +273,15 @@ def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
     assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
 
 
-def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(driver: Driver, alone: dict) -> None:
+def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(
+    driver: Driver, alone: dict
+) -> None:
     stop = int(alone[LONG, 0].tokens[4])
     settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
     driver.admit(LONG)
-    driver.executor.admit([PrefillRequest(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)])
+    driver.executor.admit(
+        [PrefillRequest(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)]
+    )
     slots: Any = driver.executor._slots
     (slot,) = (at for at, row in enumerate(slots._rows) if row is not None and row.ticket == 99)
     driver.block(go_on=True)

@@ -24,17 +24,37 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", "org/model")
 
 
-def write(store: CheckpointStore, name: str = "one", *, kind: str = "weights", run: str = RUN, overwrite: bool = False, scale: float = 1.0):
+def write(
+    store: CheckpointStore,
+    name: str = "one",
+    *,
+    kind: str = "weights",
+    run: str = RUN,
+    overwrite: bool = False,
+    scale: float = 1.0,
+):
     arrays = {key: value * np.float32(scale) for key, value in ARRAYS.items()}
     metadata = {"renderer_name": "qwen3"}
-    return store.write(f"tinker://{run}/{kind}/{name}", arrays, lora=LORA, step=3, user_metadata=metadata, overwrite=overwrite)
+    return store.write(
+        f"tinker://{run}/{kind}/{name}",
+        arrays,
+        lora=LORA,
+        step=3,
+        user_metadata=metadata,
+        overwrite=overwrite,
+    )
 
 
 def test_what_is_read_is_what_was_written(store: CheckpointStore):
     written = write(store)
     info, arrays = store.read(f"tinker://{RUN}/weights/one")
     assert info == written == store.info(written.path)
-    assert (info.run_id, info.kind, info.name, info.base_model) == (RUN, CheckpointKind.TRAINING, "one", "org/model")
+    assert (info.run_id, info.kind, info.name, info.base_model) == (
+        RUN,
+        CheckpointKind.TRAINING,
+        "one",
+        "org/model",
+    )
     assert (info.lora, info.step, info.user_metadata) == (LORA, 3, {"renderer_name": "qwen3"})
     assert info.size_bytes > sum(value.nbytes for value in ARRAYS.values())
     assert arrays.keys() == ARRAYS.keys()
@@ -62,7 +82,9 @@ def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
     path = write(store).path
 
     def no_space(source: object, target: object) -> None:
@@ -149,7 +171,10 @@ def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStor
         (lambda directory: next(directory.glob("arrays-*")).write_bytes(b"x"), "is damaged"),
         (lambda directory: flip_last_byte(next(directory.glob("arrays-*"))), "is damaged"),
         (lambda directory: (directory / "checkpoint.json").write_text('{"format":'), "is not JSON"),
-        (lambda directory: (directory / "checkpoint.json").write_text('{"format": "peft"}'), "not written by this server"),
+        (
+            lambda directory: (directory / "checkpoint.json").write_text('{"format": "peft"}'),
+            "not written by this server",
+        ),
         (lambda directory: change_record(directory, version=9), "format version 9"),
         (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "lacks or garbles"),
     ],
@@ -190,7 +215,9 @@ def test_delete_removes_it(store: CheckpointStore):
 
 
 @pytest.mark.parametrize("moment", ["before its rename", "after its rename"])
-def test_a_delete_during_a_save_loses_no_accepted_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str):
+def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
+):
     """Either the save fails, or it came first and was deleted: never accepted and then lost, never half there."""
     path = write(store).path
     real = os.replace

@@ -32,7 +32,9 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
 NUMBERS = {
-    name: field for name, field in chz.chz_fields(ServerConfig).items() if {int, float} & {field.final_type, *get_args(field.final_type)}
+    name: field
+    for name, field in chz.chz_fields(ServerConfig).items()
+    if {int, float} & {field.final_type, *get_args(field.final_type)}
 }
 TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
 
@@ -50,7 +52,10 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", "port=99999"], "between 0 and 65535"),
         (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
         (["base_model=x", "tensor_parallel=0"], "tensor_parallel=0: must be above 0"),
-        (["base_model=x", "max_snapshots=1000000"], "max_snapshots=1000000: must be above 0 and at most 10000"),
+        (
+            ["base_model=x", "max_snapshots=1000000"],
+            "max_snapshots=1000000: must be above 0 and at most 10000",
+        ),
         (["base_model=x", "checkpoint_quota_gb=nan"], "checkpoint_quota_gb=nan: must be above 0"),
         (["base_model=x", "session_timeout_s=nan"], "session_timeout_s=nan: must be above 0"),
         (["base_model=x", "api_key=tml-with space"], "without spaces"),
@@ -65,21 +70,47 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", "host=0.0.0.0"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "host=my-machine"], "pass api_key=tml-... or allow_anyone=true"),
         (["base_model=x", "api_key=secret"], "must begin with tml-"),
-        (["base_model=x", "num_processes=2"], "coordinator_address and num_processes: a server of several processes needs both"),
+        (
+            ["base_model=x", "num_processes=2"],
+            "coordinator_address and num_processes: a server of several processes needs both",
+        ),
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
-        (["base_model=x", *TWO, "compile_ahead=true"], "compile_ahead=true: several processes must compile together"),
-        (["base_model=x", *TWO, "process_id=2"], "process_id=2: must lie between 0 and num_processes - 1, which is 1"),
-        (["base_model=x", *TWO, "tensor_parallel=1"], "multiply to 1 devices, which must be a multiple of it"),
+        (
+            ["base_model=x", *TWO, "compile_ahead=true"],
+            "compile_ahead=true: several processes must compile together",
+        ),
+        (
+            ["base_model=x", *TWO, "process_id=2"],
+            "process_id=2: must lie between 0 and num_processes - 1, which is 1",
+        ),
+        (
+            ["base_model=x", *TWO, "tensor_parallel=1"],
+            "multiply to 1 devices, which must be a multiple of it",
+        ),
         (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
-        (["base_model=x", *TWO], "several processes need a secret of their own, the same for all: cluster_key_file=FILE, or"),
-        (["base_model=x", *TWO, "cluster_key_file=no-such-file"], "cluster_key_file=no-such-file: cannot be read: No such file"),
+        (
+            ["base_model=x", *TWO],
+            "several processes need a secret of their own, the same for all: cluster_key_file=FILE, or",
+        ),
+        (
+            ["base_model=x", *TWO, "cluster_key_file=no-such-file"],
+            "cluster_key_file=no-such-file: cannot be read: No such file",
+        ),
         (["base_model=x", *TWO, "cluster_key_file=/dev/null"], "has 0 characters; at least 32 are needed"),
         (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
-        (["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"], "ssl_certfile=no-such.pem: no such file"),
-        (["base_model=x", f"ssl_certfile={__file__}", f"ssl_keyfile={__file__}"], "not a certificate and its key"),
+        (
+            ["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"],
+            "ssl_certfile=no-such.pem: no such file",
+        ),
+        (
+            ["base_model=x", f"ssl_certfile={__file__}", f"ssl_keyfile={__file__}"],
+            "not a certificate and its key",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     where = [] if any("checkpoints_dir" in argument for argument in argv) else [f"checkpoints_dir={tmp_path}"]
     assert main([*argv, *where]) == 2
     printed = capsys.readouterr()
@@ -101,7 +132,9 @@ def test_no_numeric_option_takes_what_is_not_finite_or_out_of_its_bounds(name: s
             parse(["base_model=x", f"{name}={value}", *(f"{key}={number}" for key, number in given.items())])
 
 
-def test_a_port_in_use_is_known_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_port_in_use_is_known_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["base_model=no-such-directory", f"port={port}", f"checkpoints_dir={tmp_path}"]) == 2
@@ -114,7 +147,9 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
     assert "  base_model " in help_text() and "(required)" in help_text() and "(default 8000)" in help_text()
 
 
-@pytest.mark.parametrize(("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])])
+@pytest.mark.parametrize(
+    ("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])]
+)
 def test_help_that_nobody_reads_to_its_end_is_no_traceback(
     program: Callable[[list[str]], int], argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +170,9 @@ def test_help_that_nobody_reads_to_its_end_is_no_traceback(
         (["--help"], "--help"),
     ],
 )
-def test_the_start_script_takes_its_words_in_the_order_of_its_usage(words: list[str], says: str, tmp_path: Path) -> None:
+def test_the_start_script_takes_its_words_in_the_order_of_its_usage(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +191,23 @@ def test_the_alias_follows_the_model(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     assert ServerConfig(base_model=str(tmp_path / "tiny")).alias() == "local/tiny"
     assert ServerConfig(base_model="Qwen/Qwen3-4B").alias() == "Qwen/Qwen3-4B"
-    assert ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias() == "Qwen/Qwen3-8B"
+    assert (
+        ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias()
+        == "Qwen/Qwen3-8B"
+    )
 
 
-def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model, checkpoints = FIXTURES / "tied", tmp_path / "checkpoints"
-    options = [f"base_model={model}", f"checkpoints_dir={checkpoints}", "dry_run=true", "dtype=float32", "max_lora_rank=4"]
+    options = [
+        f"base_model={model}",
+        f"checkpoints_dir={checkpoints}",
+        "dry_run=true",
+        "dtype=float32",
+        "max_lora_rank=4",
+    ]
     assert main([*options, "decode_slots=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
@@ -171,11 +219,15 @@ def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pyt
     """Which XLA reads when it starts, here long ago."""
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("NPROC")
-    assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, "there are not as many"
+    assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (
+        "there are not as many"
+    )
     assert int(os.environ["NPROC"]) >= 4 * 32
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
     assert main([*options, "decode_slots=1000000"]) == 2
     printed = capsys.readouterr()
@@ -191,7 +243,8 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     cache = fitting_cache(served_model(settings), 1e9)
     assert plan.shares[1].num_bytes == sum(
-        leaf.nbytes for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
+        leaf.nbytes
+        for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
     )
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
     assert plan.shares[2].num_bytes == (settings.max_models * 5 + 5) * adapter

@@ -17,7 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "server-contract.md"
 def test_the_page_lists_the_applications_routes():
     section = PAGE.read_text().split("## Routes", 1)[1].split("\n## ", 1)[0]
     listed = re.findall(r"`((?:GET|POST|PUT|DELETE) [^`]+)`", section)
-    assert sorted(route.replace("CHECKPOINT", CHECKPOINT) for route in listed) == sorted(f"{e.method} {e.path}" for e in ENDPOINTS)
+    assert sorted(route.replace("CHECKPOINT", CHECKPOINT) for route in listed) == sorted(
+        f"{e.method} {e.path}" for e in ENDPOINTS
+    )
 
 
 def test_every_route_of_the_installed_sdk_is_answered_by_name():
@@ -26,6 +28,14 @@ def test_every_route_of_the_installed_sdk_is_answered_by_name():
     routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\s]+)["']""", text)}
     assert len(routes) > 30
     answered = [route for route in app.build_app(StartupState()).routes if isinstance(route, Route)]
-    unknown = {path for path in routes if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a/b", path)) for route in answered)}
-    unknown = {path for path in unknown if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a", path)) for route in answered)}
+    unknown = {
+        path
+        for path in routes
+        if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a/b", path)) for route in answered)
+    }
+    unknown = {
+        path
+        for path in unknown
+        if not any(route.path_regex.fullmatch(re.sub(r"{[^}]*}", "a", path)) for route in answered)
+    }
     assert unknown == set()

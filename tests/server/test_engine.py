@@ -39,9 +39,13 @@ def running(executor: FakeExecutor) -> Iterator[Engine]:
         engine.stop()
 
 
-def sample(last: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None) -> Sample:
+def sample(
+    last: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None
+) -> Sample:
     settings = SamplingSettings(max_tokens=max_tokens)
-    return Sample(weights=weights, prompt=np.array([7, last], np.int32), settings=settings, num_samples=num_samples)
+    return Sample(
+        weights=weights, prompt=np.array([7, last], np.int32), settings=settings, num_samples=num_samples
+    )
 
 
 def train(model_id: str, num_data: int) -> ForwardBackward:
@@ -68,7 +72,12 @@ def test_results_come_back_through_futures_and_one_thread_does_the_work():
         assert not engine._jobs
     assert results[0] == Done()
     assert results[1].metrics == {"loss:sum": 6.0}
-    assert (stats["tokens_trained"], stats["tokens_forward"], stats["ops_finished"], stats["ops_failed"]) == (6, 3, 4, 0)
+    assert (stats["tokens_trained"], stats["tokens_forward"], stats["ops_finished"], stats["ops_failed"]) == (
+        6,
+        3,
+        4,
+        0,
+    )
     assert executor.log.pop() == "forward_backward b 0"
     assert executor.log == ["create a", "forward_backward a 0", "forward_backward a 1", "optim a"]
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
@@ -79,7 +88,9 @@ def test_samples_of_one_request_return_in_order_even_when_slots_are_few():
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
-    assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0  # as when the first of them came
+    assert (
+        result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
+    )  # as when the first of them came
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
@@ -94,9 +105,14 @@ def test_training_runs_between_the_blocks_of_a_long_generation():
     turns = [entry.split()[0] for entry in executor.log]
     last = max(at for at, turn in enumerate(turns) if turn == "forward_backward")
     between = turns[turns.index("decode") : last + 1]
-    assert all(pair in (["decode", "forward_backward"], ["forward_backward", "decode"]) for pair in map(list, pairwise(between)))
+    assert all(
+        pair in (["decode", "forward_backward"], ["forward_backward", "decode"])
+        for pair in map(list, pairwise(between))
+    )
     beside = between.count("decode")
-    assert executor.went_on == [False] * beside + [True] * (len(executor.went_on) - beside), "the next block waits for who is next"
+    assert executor.went_on == [False] * beside + [True] * (len(executor.went_on) - beside), (
+        "the next block waits for who is next"
+    )
 
 
 def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
@@ -117,12 +133,17 @@ def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
         assert good.result(TIMEOUT_S).metrics == {"grad_norm": 1.0}
 
 
-def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(caplog: pytest.LogCaptureFixture):
+def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(
+    caplog: pytest.LogCaptureFixture,
+):
     with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
         after = engine.submit(optim("a")).result(TIMEOUT_S)
         assert (engine.stats()["ops_finished"], engine.stats()["ops_failed"]) == (1, 1)
-    assert type(error) is ServerError and str(error) == "ForwardBackward failed in the engine: RuntimeError: out of memory"
+    assert (
+        type(error) is ServerError
+        and str(error) == "ForwardBackward failed in the engine: RuntimeError: out of memory"
+    )
     assert after.metrics == {"grad_norm": 1.0}
     assert "Traceback" in caplog.text
 
@@ -150,7 +171,9 @@ def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_requ
         assert engine.stats()["slots_used"] == 0
 
 
-@pytest.mark.parametrize("entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", RowsLostError("lost"))])
+@pytest.mark.parametrize(
+    "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", RowsLostError("lost"))]
+)
 def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, error: Exception):
     executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
     with running(executor) as engine:
@@ -206,7 +229,10 @@ class Together(FakeExecutor):
             raise CapacityError("no room")
         if any(admit.op.weights == "poison" for admit in admits):
             raise RuntimeError("boom")
-        admissions = [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count) for admit in admits[:2]]
+        admissions = [
+            self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)
+            for admit in admits[:2]
+        ]
         self.withdraw()
         return admissions
 
@@ -215,7 +241,9 @@ def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
-        futures = [engine.submit(sample(last, weights="poison" if last == 2 else None)) for last in (1, 2, 3, 4, 5)]
+        futures = [
+            engine.submit(sample(last, weights="poison" if last == 2 else None)) for last in (1, 2, 3, 4, 5)
+        ]
         executor.gate.set()
         held.result(TIMEOUT_S)
         assert "boom" in str(futures.pop(1).exception(TIMEOUT_S))
@@ -229,7 +257,9 @@ def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
-        huge, *others = [engine.submit(sample(last, weights="huge" if last == 1 else None), Notes()) for last in (1, 2, 3)]
+        huge, *others = [
+            engine.submit(sample(last, weights="huge" if last == 1 else None), Notes()) for last in (1, 2, 3)
+        ]
         executor.withdraw = huge.cancel if withdrawn else lambda: None
         executor.gate.set()
         held.result(TIMEOUT_S)
@@ -243,7 +273,9 @@ def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind(
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
-        computed, kept, waiting = [engine.submit(sample(last, max_tokens=50 if last == 1 else None), Notes()) for last in (1, 2, 3)]
+        computed, kept, waiting = [
+            engine.submit(sample(last, max_tokens=50 if last == 1 else None), Notes()) for last in (1, 2, 3)
+        ]
         executor.withdraw = lambda: (computed.cancel(), waiting.cancel())
         executor.gate.set()
         held.result(TIMEOUT_S)
@@ -288,14 +320,22 @@ class Doctored(FakeExecutor):
         return [
             FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
             if row.ticket in broken and row.index == 1
-            else replace(row, sequence=replace(row.sequence, logprobs=np.full(len(row.sequence.tokens), row.index, np.float32)))
+            else replace(
+                row,
+                sequence=replace(
+                    row.sequence, logprobs=np.full(len(row.sequence.tokens), row.index, np.float32)
+                ),
+            )
             for row in reversed(super().collect(go_on=go_on))
         ]
 
 
 def test_rows_that_end_in_any_order_are_their_requests_and_in_its_order():
     with running(Doctored(gate=threading.Event())) as engine:
-        good, bad = engine.submit(sample(num_samples=2)), engine.submit(sample(num_samples=2, weights="broken"))
+        good, bad = (
+            engine.submit(sample(num_samples=2)),
+            engine.submit(sample(num_samples=2, weights="broken")),
+        )
         engine._executor.gate.set()
         assert [sequence.logprobs[0] for sequence in good.result(TIMEOUT_S).sequences] == [0, 1]
         assert "boom" in str(bad.exception(TIMEOUT_S))

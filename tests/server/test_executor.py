@@ -94,7 +94,9 @@ def accumulate(engine: Engine, model_id: str, batch: tuple[TrainDatum, ...]):
 
 
 def step(engine: Engine, model_id: str, learning_rate: float = 1e-2) -> float:
-    return run(engine, OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=learning_rate))).metrics["grad_norm"]
+    return run(engine, OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=learning_rate))).metrics[
+        "grad_norm"
+    ]
 
 
 def train(engine: Engine, model_id: str, seed: int = 0) -> float:
@@ -144,7 +146,9 @@ def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_o
         for datum, own in zip(batch, logprobs, strict=True)
     )
     settings = LossSettings(clip_high_threshold=1.1)
-    op = ForwardBackward(model_id="m", data=batch, loss_fn=LossFn.GSPO, settings=settings, forward_only=forward_only)
+    op = ForwardBackward(
+        model_id="m", data=batch, loss_fn=LossFn.GSPO, settings=settings, forward_only=forward_only
+    )
     result = run(engine, op)
     expected = sum(
         reference_losses.total(
@@ -162,7 +166,9 @@ def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_o
 
 def ask(weights: str | None, *, max_tokens: int = 10, num_samples: int = 1, seed: int = 0) -> Sample:
     settings = SamplingSettings(max_tokens=max_tokens, seed=seed, stop_at_eos=False)
-    return Sample(weights=weights, prompt=np.arange(20, dtype=np.int32), settings=settings, num_samples=num_samples)
+    return Sample(
+        weights=weights, prompt=np.arange(20, dtype=np.int32), settings=settings, num_samples=num_samples
+    )
 
 
 def draw(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
@@ -178,20 +184,47 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
     """Gradients made, added and applied, groups whose members part within a page, conversations that go on: no program of their own."""
     before = Counter(compile_stats.programs())
     # as no other test has it, which would have compiled it already
-    with running(model_dir, checkpoints_dir, max_lora_rank=5, decode_slots=5, max_context_length=250, train_tokens_per_batch=128) as engine:
+    with running(
+        model_dir,
+        checkpoints_dir,
+        max_lora_rank=5,
+        decode_slots=5,
+        max_context_length=250,
+        train_tokens_per_batch=128,
+    ) as engine:
         for model_id in ("a", "b"):
             create(engine, model_id)
             accumulate(engine, model_id, data(5))
             accumulate(engine, model_id, data(seed=1))
-            run(engine, ForwardBackward(model_id=model_id, data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+            run(
+                engine,
+                ForwardBackward(
+                    model_id=model_id, data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True
+                ),
+            )
             step(engine, model_id), step(engine, model_id)
             snapshot(engine, model_id, model_id)
         for length, weights in ((30, "a"), (100, "b"), (190, "b"), (120, None)):
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
             prompt = np.arange(length, dtype=np.int32)
-            run(engine, Sample(weights=weights, prompt=prompt, settings=settings, num_samples=3, prompt_logprobs=length == 100))
-    used = {name.removeprefix("jit(").removesuffix(")"): count for name, count in (Counter(compile_stats.programs()) - before).items()}
-    assert used == dict.fromkeys(("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"), 1)
+            run(
+                engine,
+                Sample(
+                    weights=weights,
+                    prompt=prompt,
+                    settings=settings,
+                    num_samples=3,
+                    prompt_logprobs=length == 100,
+                ),
+            )
+    used = {
+        name.removeprefix("jit(").removesuffix(")"): count
+        for name, count in (Counter(compile_stats.programs()) - before).items()
+    }
+    assert used == dict.fromkeys(
+        ("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"),
+        1,
+    )
 
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
@@ -204,11 +237,22 @@ def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkp
         ahead = Counter(compile_stats.programs()) - before
         create(engine, "a")
         accumulate(engine, "a", data(5))
-        run(engine, ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+        run(
+            engine,
+            ForwardBackward(model_id="a", data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True),
+        )
         snapshot(engine, "a", "a")
         for length in (30, 230):
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
-            run(engine, Sample(weights="a", prompt=np.arange(length, dtype=np.int32) % 250, settings=settings, num_samples=2))
+            run(
+                engine,
+                Sample(
+                    weights="a",
+                    prompt=np.arange(length, dtype=np.int32) % 250,
+                    settings=settings,
+                    num_samples=2,
+                ),
+            )
     after = Counter(compile_stats.programs()) - before
     for name, count in {"prefill": 2, "decode_block": 1, "forward_backward": 1, "forward": 1}.items():
         assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
@@ -245,7 +289,11 @@ def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
     with pytest.raises(ConflictError, match="model a exists already"):
         create(engine, "a")
     run(engine, UnloadModel(model_id="a"))
-    for op in (OptimStep(model_id="a", adam=AdamSettings()), UnloadModel(model_id="a"), SaveWeights(model_id="a", name="x")):
+    for op in (
+        OptimStep(model_id="a", adam=AdamSettings()),
+        UnloadModel(model_id="a"),
+        SaveWeights(model_id="a", name="x"),
+    ):
         with pytest.raises(NotFoundError, match="no model a"):
             run(engine, op)
     create(engine, "a")
@@ -303,9 +351,15 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
             run(engine, ask(path))
-    with running(model_dir, checkpoints_dir, max_lora_rank=4) as engine, pytest.raises(UserError, match=r"rank 8 .*max_lora_rank"):
+    with (
+        running(model_dir, checkpoints_dir, max_lora_rank=4) as engine,
+        pytest.raises(UserError, match=r"rank 8 .*max_lora_rank"),
+    ):
         run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
-    with running(model_dir, checkpoints_dir, base_model="local/other") as engine, pytest.raises(UserError, match="base model local/tiny"):
+    with (
+        running(model_dir, checkpoints_dir, base_model="local/other") as engine,
+        pytest.raises(UserError, match="base model local/tiny"),
+    ):
         run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
 
 
@@ -316,7 +370,9 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     """The bank holds two snapshots; ephemeral ones return from host memory, named ones from disk."""
     create(engine, "a")
     drawn = {}
-    for number, weights in enumerate(["s0", "tinker://a/sampler_weights/s1", "s2", "tinker://a/sampler_weights/s3"]):
+    for number, weights in enumerate(
+        ["s0", "tinker://a/sampler_weights/s1", "s2", "tinker://a/sampler_weights/s3"]
+    ):
         train(engine, "a", seed=number)
         run(engine, SaveSampler(model_id="a", weights=weights))
         drawn[weights] = draw(engine, weights)
@@ -394,7 +450,9 @@ class DeviceError(RuntimeError):
     pass
 
 
-def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     """The second of several micro-batches fails after it has destroyed the sum it was to add to."""
     create(engine, "a"), create(engine, "untouched")
     for model_id in ("a", "untouched"):
@@ -417,7 +475,9 @@ def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(engine: Engine,
     assert step(engine, "a") == step(engine, "untouched") > 0
 
 
-def test_a_failed_optimizer_step_leaves_the_model_as_it_was(engine: Engine, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_optimizer_step_leaves_the_model_as_it_was(
+    engine: Engine, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
     create(engine, "a"), create(engine, "b")
     for model_id in ("a", "b"):
         accumulate(engine, model_id, data())
@@ -461,7 +521,9 @@ def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
     run(engine, DropSnapshot(weights="s"))  # nothing is left pinned
 
 
-def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_samples(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_samples(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The next is made where it lay."""
     expected = draw(engine, None)
     real_prefill, real_cache = slots_module.prefill, slots_module.empty_cache
@@ -478,10 +540,15 @@ def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_sampl
 
     @jax.jit
     def checked(leaf: jax.Array, matrix: jax.Array) -> jax.Array:
-        return leaf + jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), matrix[0, 0]).astype(leaf.dtype)
+        return leaf + jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), matrix[0, 0]).astype(
+            leaf.dtype
+        )
 
     def failing(*args, **options):
-        returned, matrix = real_prefill(*args, **options), late(np.ones((300, 300), np.float32))  # or a CPU would raise at once
+        returned, matrix = (
+            real_prefill(*args, **options),
+            late(np.ones((300, 300), np.float32)),
+        )  # or a CPU would raise at once
         cache, outputs = jax.tree.map(lambda leaf: checked(leaf, matrix), returned)
         lost.append(cache)
         return cache, outputs
@@ -501,7 +568,9 @@ def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_sampl
     assert draw(engine, None) == expected
 
 
-def test_a_failed_prefill_that_spares_the_cache_costs_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_prefill_that_spares_the_cache_costs_one_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     """Also where it was to be computed together with others, before and after it."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
     real = slots_module.prefill
@@ -576,7 +645,9 @@ def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     each = -(-600 // PAGE) * page_bytes(CONFIG, np.dtype(np.float32))
-    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * each)  # a context in pages, and as it is read
+    monkeypatch.setattr(
+        device_memory, "cache_budget_bytes", lambda *_: 7.5 * each
+    )  # a context in pages, and as it is read
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
     assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
@@ -586,7 +657,10 @@ def test_the_number_of_slots_shrinks_to_what_fits(
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
-    with pytest.raises(ConfigError, match=r"cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more",
+    ):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, cache_tokens=640))
 
 
@@ -597,4 +671,9 @@ def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints
 
 def test_info_is_what_clients_may_ask_for(model_dir: Path, checkpoints_dir: Path):
     info = DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=100)).info
-    assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == ("local/tiny", 100, 8, 260)
+    assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == (
+        "local/tiny",
+        100,
+        8,
+        260,
+    )

@@ -44,7 +44,10 @@ def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeight
 
     def low_rank(x: jax.Array, module: LoraWeights) -> jax.Array:
         inner = jnp.split(jnp.einsum("...ei,eir->...er", x, module.a) * module.scale, len(module.b), axis=-1)
-        return jnp.concatenate([jnp.einsum("...er,ero->...eo", part, b) for part, b in zip(inner, module.b, strict=True)], axis=-1)
+        return jnp.concatenate(
+            [jnp.einsum("...er,ero->...eo", part, b) for part, b in zip(inner, module.b, strict=True)],
+            axis=-1,
+        )
 
     each = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], COUNT, HIDDEN))
     gate, up = jnp.split(jnp.einsum("...i,eoi->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
@@ -59,13 +62,19 @@ def test_grouped_products_and_their_gradients_equal_every_expert_applied_to_ever
     x = np.random.default_rng(2).normal(size=(3, length, HIDDEN)).astype(np.float32)
 
     def loss(function):
-        return jax.jit(jax.value_and_grad(lambda x, modules: jnp.sin(function(x, *weights(), modules)).sum(), argnums=(0, 1)))
+        return jax.jit(
+            jax.value_and_grad(
+                lambda x, modules: jnp.sin(function(x, *weights(), modules)).sum(), argnums=(0, 1)
+            )
+        )
 
     value, (grad_x, grad_modules) = loss(mixture)(x, factors())
     expected, (expected_x, expected_modules) = loss(dense)(x, factors())
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grad_x, expected_x, atol=2e-4)
-    for leaf, (path, other) in zip(jax.tree.leaves(grad_modules), jax.tree_util.tree_flatten_with_path(expected_modules)[0], strict=True):
+    for leaf, (path, other) in zip(
+        jax.tree.leaves(grad_modules), jax.tree_util.tree_flatten_with_path(expected_modules)[0], strict=True
+    ):
         if "scale" not in str(path):  # never trained, and its gradient stopped
             np.testing.assert_allclose(leaf, other, atol=1e-3)
 
@@ -105,8 +114,14 @@ def test_blocks_grow_with_what_an_expert_gets() -> None:
 def test_the_program_does_not_grow_with_the_experts() -> None:
     def operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
-        shapes = Router(jnp.zeros((count, HIDDEN))), jnp.zeros((count, 2 * WIDTH, HIDDEN)), jnp.zeros((count, HIDDEN, WIDTH))
-        return str(jax.make_jaxpr(lambda x, *shapes: mixture(x, *shapes, None, experts=experts))(x, *shapes)).count(" = ")
+        shapes = (
+            Router(jnp.zeros((count, HIDDEN))),
+            jnp.zeros((count, 2 * WIDTH, HIDDEN)),
+            jnp.zeros((count, HIDDEN, WIDTH)),
+        )
+        return str(
+            jax.make_jaxpr(lambda x, *shapes: mixture(x, *shapes, None, experts=experts))(x, *shapes)
+        ).count(" = ")
 
     assert operations(4) == operations(64)
 

@@ -41,7 +41,13 @@ def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
 def save(root: Path, base: Path, spec: LoraSpec, name: str = "fixture/base") -> dict[str, np.ndarray]:
     arrays = trained(base, spec)
     store = CheckpointStore(root, name, fingerprint(base))
-    store.write("tinker://run/weights/last", arrays | {"optimizer.step": np.array(3, np.int32)}, lora=spec, step=3, user_metadata={})
+    store.write(
+        "tinker://run/weights/last",
+        arrays | {"optimizer.step": np.array(3, np.int32)},
+        lora=spec,
+        step=3,
+        user_metadata={},
+    )
     return arrays
 
 
@@ -65,9 +71,16 @@ def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec
         ("../families/qwen3_moe", LoraSpec(rank=4)),
     ],
 )
-def test_a_merged_model_computes_what_base_and_adapter_compute(tmp_path: Path, model: str, spec: LoraSpec) -> None:
+def test_a_merged_model_computes_what_base_and_adapter_compute(
+    tmp_path: Path, model: str, spec: LoraSpec
+) -> None:
     arrays = save(tmp_path, FIXTURES / model, spec)
-    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={FIXTURES / model}", f"output={tmp_path / 'merged'}"]
+    options = [
+        f"checkpoint={SAVED}",
+        f"checkpoints_dir={tmp_path}",
+        f"base_model={FIXTURES / model}",
+        f"output={tmp_path / 'merged'}",
+    ]
     assert main(["merge", *options]) == 0
     merged, both = logits(tmp_path / "merged", None, spec), logits(FIXTURES / model, arrays, spec)
     assert np.abs(merged - both).max() < 1e-4 < np.abs(both - logits(FIXTURES / model, None, spec)).max()
@@ -81,7 +94,10 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={output}"]) == 0
     written = load_file(output / "adapter_model.safetensors")
     assert written.keys() == arrays.keys() and {str(array.dtype) for array in written.values()} == {"float32"}
-    assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in written and "base_model.model.lm_head.lora_A.weight" in written
+    assert (
+        "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in written
+        and "base_model.model.lm_head.lora_A.weight" in written
+    )
     config = json.loads((output / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"]) == (3, 7.5, "none")
     modules = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -102,29 +118,46 @@ def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path
     expert = "base_model.model.model.layers.1.mlp.experts.5.up_proj"
     a, b = (arrays[f"{expert}.lora_{side}.weight"] for side in "AB")
     assert a.shape == (4 // 2, 40)  # two experts see a token
-    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"]) == 0
+    assert (
+        main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
+        == 0
+    )
     written = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     wide_a, wide_b = (written[f"{expert}.lora_{side}.weight"] for side in "AB")
     assert wide_a.shape == (4, 40)
     np.testing.assert_allclose(spec.alpha / 4 * wide_b @ wide_a, spec.alpha / 2 * b @ a, rtol=1e-5)
     into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
     assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
-    info, imported = CheckpointStore(tmp_path, "local/qwen3_moe", fingerprint(base)).read("tinker://imported/weights/one")
+    info, imported = CheckpointStore(tmp_path, "local/qwen3_moe", fingerprint(base)).read(
+        "tinker://imported/weights/one"
+    )
     assert info.lora == spec
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
     written[f"{expert}.lora_A.weight"] = np.ones_like(wide_a)
     save_file(written, tmp_path / "peft" / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, this server's experts 2"):
+    with pytest.raises(
+        UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, this server's experts 2"
+    ):
         read_adapter(tmp_path / "peft", open_base_model(base))
 
 
 def test_deepseeks_adapter_is_named_as_peft_names_it_and_comes_back_the_same(tmp_path: Path) -> None:
-    spec, base = LoraSpec(rank=3), shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3")
-    ahead = {"model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)}  # of a layer that predicts more tokens ahead
-    save_file(load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"})
+    spec, base = (
+        LoraSpec(rank=3),
+        shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3"),
+    )
+    ahead = {
+        "model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)
+    }  # of a layer that predicts more tokens ahead
+    save_file(
+        load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"}
+    )
     arrays = save(tmp_path, base, spec)
-    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"]) == 0
+    assert (
+        main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
+        == 0
+    )
     modules = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["target_modules"]
     attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
     assert modules == sorted(["down_proj", "gate_proj", "lm_head", "up_proj", *attention])
@@ -133,16 +166,31 @@ def test_deepseeks_adapter_is_named_as_peft_names_it_and_comes_back_the_same(tmp
         assert f"base_model.model.model.layers.{module}.lora_A.weight" in written
     into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
     assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
-    info, imported = CheckpointStore(tmp_path, "local/deepseek_v3", fingerprint(base)).read("tinker://imported/weights/one")
+    info, imported = CheckpointStore(tmp_path, "local/deepseek_v3", fingerprint(base)).read(
+        "tinker://imported/weights/one"
+    )
     assert info.lora == spec and imported.keys() >= arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_allclose(imported[name], array, rtol=1e-6)
-    merged = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"base_model={base}", f"output={tmp_path / 'merged'}", "dtype=bfloat16"]
+    merged = [
+        f"checkpoint={SAVED}",
+        f"checkpoints_dir={tmp_path}",
+        f"base_model={base}",
+        f"output={tmp_path / 'merged'}",
+        "dtype=bfloat16",
+    ]
     assert main(["merge", *merged]) == 0
     whole = load_file(tmp_path / "merged" / "model.safetensors")
-    a, b = (arrays[f"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{side}.weight"] for side in "AB")
-    expected = load_file(base / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"] + spec.alpha / 3 * b @ a
-    np.testing.assert_allclose(whole["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32), expected, atol=1e-2)
+    a, b = (
+        arrays[f"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{side}.weight"] for side in "AB"
+    )
+    expected = (
+        load_file(base / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
+        + spec.alpha / 3 * b @ a
+    )
+    np.testing.assert_allclose(
+        whole["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32), expected, atol=1e-2
+    )
     exact = {name for name, array in whole.items() if array.dtype == np.float32}
     assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
@@ -161,7 +209,8 @@ def test_an_adapter_as_peft_names_it_in_memory_and_rslora_are_understood(tmp_pat
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
     main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
     renamed = {
-        name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): array for name, array in arrays.items()
+        name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): array
+        for name, array in arrays.items()
     }
     save_file(renamed, tmp_path / "peft" / "adapter_model.safetensors")
     change(tmp_path / "peft", use_rslora=True, lora_alpha=10)
@@ -190,7 +239,10 @@ def change(adapter: Path, **changes: object) -> None:
 
 def without_v(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file({name: array for name, array in tensors.items() if "v_proj" not in name}, adapter / "adapter_model.safetensors")
+    save_file(
+        {name: array for name, array in tensors.items() if "v_proj" not in name},
+        adapter / "adapter_model.safetensors",
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,16 +252,25 @@ def without_v(adapter: Path) -> None:
         (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
         (lambda adapter: change(adapter, r=2), "ask for (2,"),
         (lambda adapter: change(adapter, r=0), "are those of no adapter"),
-        (lambda adapter: change(adapter, lora_alpha=0), "rank 3, alpha 0 and dropout 0 are those of no adapter"),
+        (
+            lambda adapter: change(adapter, lora_alpha=0),
+            "rank 3, alpha 0 and dropout 0 are those of no adapter",
+        ),
         (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are those of no adapter"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )
-def test_an_adapter_this_server_cannot_train_is_refused(tmp_path: Path, damage, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_this_server_cannot_train_is_refused(
+    tmp_path: Path, damage, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
     main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
     damage(tmp_path / "peft")
-    options = [f"adapter={tmp_path / 'peft'}", f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
+    options = [
+        f"adapter={tmp_path / 'peft'}",
+        f"base_model={FIXTURES / 'tied'}",
+        f"checkpoints_dir={tmp_path}",
+    ]
     assert main(["import", *options, "checkpoint=tinker://new/weights/one"]) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and message in printed
@@ -222,13 +283,24 @@ def test_an_adapter_this_server_cannot_train_is_refused(tmp_path: Path, damage, 
         (["marge"], "unknown command 'marge'; one of adapter, merge, import"),
         (["adapter", "chekpoint=x"], "did you mean checkpoint=...?"),
         (["adapter", "checkpoint=tinker://run/weights/last"], "missing option output"),
-        (["adapter", "checkpoint=tinker://run/weights/none", "output={out}"], "no checkpoint tinker://run/weights/none"),
+        (
+            ["adapter", "checkpoint=tinker://run/weights/none", "output={out}"],
+            "no checkpoint tinker://run/weights/none",
+        ),
         (["adapter", f"checkpoint={SAVED}", "output={full}"], "not an empty directory"),
-        (["merge", f"checkpoint={SAVED}", "output={out}", "base_model={full}"], "not a readable safetensors model"),
-        (["merge", f"checkpoint={SAVED}", "output={out}", f"base_model={FIXTURES / 'untied'}"], "was made from other weights"),
+        (
+            ["merge", f"checkpoint={SAVED}", "output={out}", "base_model={full}"],
+            "not a readable safetensors model",
+        ),
+        (
+            ["merge", f"checkpoint={SAVED}", "output={out}", f"base_model={FIXTURES / 'untied'}"],
+            "was made from other weights",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
     named = [argument.format(out=tmp_path / "out", full=tmp_path) for argument in argv]
     assert main([*named, *([f"checkpoints_dir={tmp_path}"] if len(argv) > 1 else [])]) == 2
@@ -252,14 +324,26 @@ def test_the_fingerprint_follows_the_weights_and_not_the_directory(tmp_path: Pat
     assert fingerprint(copy) != fingerprint(FIXTURES / "tied")
 
 
-def test_a_full_disk_is_said_before_writing_and_costs_nothing_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_before_writing_and_costs_nothing_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
     store = CheckpointStore(tmp_path, "fixture/base")
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: usage(free=1000))
     for name, overwrite in (("last", True), ("next", False)):
         with pytest.raises(ServerError, match="not enough disk space"):
-            store.write(f"tinker://run/weights/{name}", arrays, lora=LoraSpec(rank=3), step=4, user_metadata={}, overwrite=overwrite)
-    assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'out'}"]) == 2
+            store.write(
+                f"tinker://run/weights/{name}",
+                arrays,
+                lora=LoraSpec(rank=3),
+                step=4,
+                user_metadata={},
+                overwrite=overwrite,
+            )
+    assert (
+        main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'out'}"])
+        == 2
+    )
     assert not (tmp_path / "out").exists() and [info.name for info in store.list()] == ["last"]
     assert store.read(SAVED)[0].step == 3

@@ -89,7 +89,9 @@ async def connected(
     url: str, engine: Engine, root: Path, model_dir: Path, *, check: float = 0.0, max_adapters: int = 8
 ) -> AsyncIterator[ExternalSampling]:
     adapters = root / "sampler_adapters"
-    settings = ExternalSettings(adapters=adapters, max_adapters=max_adapters, check=check, check_limit=0.05, model_dir=model_dir)
+    settings = ExternalSettings(
+        adapters=adapters, max_adapters=max_adapters, check=check, check_limit=0.05, model_dir=model_dir
+    )
     where = ServerSettings(url=url, timeout_s=60.0, api_key=None)
     async with connect(where, base_model="local/tiny", adapters=adapters) as server:
         elsewhere = ExternalSampling(engine, server, CheckpointStore(root, "local/tiny"), settings)
@@ -118,7 +120,12 @@ def sample(weights: str | None = None, settings: SamplingSettings = FREE, **more
 def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
     """The engine's own log-probabilities of `tokens` after the prompt."""
     text = np.concatenate([PROMPT, tokens])
-    op = Sample(weights=weights, prompt=text, settings=SamplingSettings(max_tokens=1, temperature=0.0), prompt_logprobs=True)
+    op = Sample(
+        weights=weights,
+        prompt=text,
+        settings=SamplingSettings(max_tokens=1, temperature=0.0),
+        prompt_logprobs=True,
+    )
     result = engine.submit(op).result(60)
     assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
     return result.prompt_logprobs[len(PROMPT) :]
@@ -165,12 +172,16 @@ async def test_adapters_make_room_for_each_other_and_checkpoints_are_found_on_di
     url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))  # by an earlier run of the server
+    await asyncio.wrap_future(
+        engine.submit(SaveSampler(model_id="m", weights=path))
+    )  # by an earlier run of the server
     async with connected(url, engine, root, model_dir, max_adapters=1) as elsewhere:
         await done(elsewhere, SaveSampler(model_id="m", weights="one"))
         for weights in ("one", path, "one", path):
             result = await done(elsewhere, sample(weights))
-            np.testing.assert_allclose(result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4)
+            np.testing.assert_allclose(
+                result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4
+            )
             await asyncio.to_thread(sampler.wait_until, lambda: len(sampler.adapters) == 1)
     assert len({body["adapter"] for body in sampler.seen}) == 4, "each was loaded anew"
     kept = root / "sampler_adapters" / "somebody's"
@@ -195,7 +206,11 @@ async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
             results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
-            np.testing.assert_allclose(results[0].sequences[0].logprobs, scored(engine, weights, results[0].sequences[0].tokens), atol=1e-4)
+            np.testing.assert_allclose(
+                results[0].sequences[0].logprobs,
+                scored(engine, weights, results[0].sequences[0].tokens),
+                atol=1e-4,
+            )
         assert len(sampler.adapters) == 2
         await connection.__aexit__(None, None, None)
 
@@ -204,13 +219,15 @@ async def test_another_model_is_found_out_before_anyone_sees_its_samples(
     engine: Engine, root: Path, model_dir: Path, sampler: ExternalSampler
 ) -> None:
     sampler.model.base = sampler.model.base | {
-        "model.norm.weight": sampler.model.base["model.norm.weight"][::-1] * np.linspace(-2, 2, CONFIG.hidden_size)
+        "model.norm.weight": sampler.model.base["model.norm.weight"][::-1]
+        * np.linspace(-2, 2, CONFIG.hidden_size)
     }
     with sampling(sampler) as url:
         async with connected(url, engine, root, model_dir) as elsewhere:
             for _ in range(2):
                 with pytest.raises(
-                    SamplerError, match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base model"
+                    SamplerError,
+                    match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base model",
                 ):
                     await done(elsewhere, sample())
 
@@ -236,12 +253,21 @@ def without(key: str) -> Callable[[dict], object]:
         (without("token_ids"), "no 'token_ids'"),
         (without("logprobs"), "no 'logprobs'"),
         (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids and 20 log-probabilities"),
-        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None), "not a number"),
-        (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, -9999.0), "not a number"),
+        (
+            lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),
+            "not a number",
+        ),
+        (
+            lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, -9999.0),
+            "not a number",
+        ),
         (lambda answer: answer["choices"].pop(), "0 samples|index out of range"),
         (lambda answer: answer["choices"][0].update(prompt_token_ids=[1]), "another prompt"),
         (
-            lambda answer: (answer["choices"][0]["token_ids"].pop(), answer["choices"][0]["logprobs"]["token_logprobs"].pop()),
+            lambda answer: (
+                answer["choices"][0]["token_ids"].pop(),
+                answer["choices"][0]["logprobs"]["token_logprobs"].pop(),
+            ),
             "after 19 of 20 tokens",
         ),
     ],
@@ -256,7 +282,9 @@ async def test_an_answer_that_is_not_whole_fails_its_request_alone(
     await done(elsewhere, sample())
 
 
-async def test_samples_end_where_the_engine_would_have_ended_them(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+async def test_samples_end_where_the_engine_would_have_ended_them(
+    elsewhere: ExternalSampling, sampler: ExternalSampler
+) -> None:
     long = replace(FREE, max_tokens=60, seed=5)
     whole = (await done(elsewhere, sample(None, long))).sequences[0].tokens
     token = int(whole[10])
@@ -279,7 +307,9 @@ async def test_samples_end_where_the_engine_would_have_ended_them(elsewhere: Ext
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_what_it_cannot_give_exactly_the_engine_gives(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+async def test_what_it_cannot_give_exactly_the_engine_gives(
+    elsewhere: ExternalSampling, sampler: ExternalSampler
+) -> None:
     prompt_scored = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), prompt_logprobs=True))
     assert prompt_scored.prompt_logprobs is not None
     topk = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), topk_sample_logprobs=2))
@@ -289,10 +319,14 @@ async def test_what_it_cannot_give_exactly_the_engine_gives(elsewhere: ExternalS
     await done(elsewhere, sample(None, replace(FREE, max_tokens=1, stop_token_ids=(5,))))
     assert len(sampler.seen) == (0 if sampler.kind == "sglang" else 2)
     await done(elsewhere, sample(None, SamplingSettings(max_tokens=20)))
-    assert sampler.seen[-1]["stop_token_ids"] == [257, 258] and sampler.seen[-1]["ignore_eos"] is (sampler.kind == "vllm")
+    assert sampler.seen[-1]["stop_token_ids"] == [257, 258] and sampler.seen[-1]["ignore_eos"] is (
+        sampler.kind == "vllm"
+    )
 
 
-async def test_cancelling_a_sample_closes_its_request(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+async def test_cancelling_a_sample_closes_its_request(
+    elsewhere: ExternalSampling, sampler: ExternalSampler
+) -> None:
     sampler.hold = True
     future = elsewhere.submit(sample())
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
@@ -300,15 +334,21 @@ async def test_cancelling_a_sample_closes_its_request(elsewhere: ExternalSamplin
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
 
 
-async def test_a_sampler_that_does_not_answer_is_given_up(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+async def test_a_sampler_that_does_not_answer_is_given_up(
+    elsewhere: ExternalSampling, sampler: ExternalSampler
+) -> None:
     sampler.hold = True
-    elsewhere._server._line._timeout_s = 0.2  # not before the sampler has been found out about, which takes what it takes
+    elsewhere._server._line._timeout_s = (
+        0.2  # not before the sampler has been found out about, which takes what it takes
+    )
     with pytest.raises(SamplerError, match=r"not answered within sampler_timeout_s=0\.2"):
         await done(elsewhere, sample())
     assert elsewhere.stats()["sampler_failed"] == 1
 
 
-async def test_a_stopping_server_lets_go_of_what_it_waits_for(elsewhere: ExternalSampling, sampler: ExternalSampler) -> None:
+async def test_a_stopping_server_lets_go_of_what_it_waits_for(
+    elsewhere: ExternalSampling, sampler: ExternalSampler
+) -> None:
     sampler.hold = True
     future = elsewhere.submit(sample())
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
@@ -318,7 +358,12 @@ async def test_a_stopping_server_lets_go_of_what_it_waits_for(elsewhere: Externa
 
 
 async def test_a_lasting_difference_is_warned_of_and_shown(
-    url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+    url: str,
+    sampler: ExternalSampler,
+    engine: Engine,
+    root: Path,
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with connected(url, engine, root, model_dir, check=1.0) as elsewhere:
         await done(elsewhere, sample())
@@ -330,13 +375,26 @@ async def test_a_lasting_difference_is_warned_of_and_shown(
         sampler.spoil = off
         with caplog.at_level(logging.WARNING, "skyrl_tx_server.external.logprob_mismatch"):
             while not (
-                warnings := [record.getMessage() for record in caplog.records if record.name == "skyrl_tx_server.external.logprob_mismatch"]
+                warnings := [
+                    record.getMessage()
+                    for record in caplog.records
+                    if record.name == "skyrl_tx_server.external.logprob_mismatch"
+                ]
             ):
                 await done(elsewhere, sample())
         (warning,) = warnings
-        assert "nats per token" in warning and "another base model" in warning and "SGLANG_RETURN_ORIGINAL_LOGPROB" in warning
+        assert (
+            "nats per token" in warning
+            and "another base model" in warning
+            and "SGLANG_RETURN_ORIGINAL_LOGPROB" in warning
+        )
         stats = elsewhere.stats()
-        assert 0.05 < float(str(stats["sampler_difference_mean"])) < 0.1 == pytest.approx(stats["sampler_difference_max"], abs=1e-4)
+        assert (
+            0.05
+            < float(str(stats["sampler_difference_mean"]))
+            < 0.1
+            == pytest.approx(stats["sampler_difference_max"], abs=1e-4)
+        )
         assert 0 < float(str(stats["sampler_difference_kl"])) < 0.0052
 
 
@@ -360,7 +418,11 @@ async def test_an_unfit_sampler_is_refused_at_the_start(
             pass
 
 
-async def test_a_sampler_that_is_not_there_is_refused_at_the_start(engine: Engine, root: Path, model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sampler_url=http://127\.0\.0\.1:9: the sampler at .* cannot be reached"):
+async def test_a_sampler_that_is_not_there_is_refused_at_the_start(
+    engine: Engine, root: Path, model_dir: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sampler_url=http://127\.0\.0\.1:9: the sampler at .* cannot be reached"
+    ):
         async with connected("http://127.0.0.1:9", engine, root, model_dir):
             pass

@@ -42,10 +42,20 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 
 FAMILIES = QWEN3.parent / "families"
-NAMES = ["qwen2", "llama", "llama3", "qwen3_moe", "qwen3_moe_unnormalized", "deepseek_v3", "deepseek_v3_plain"]
+NAMES = [
+    "qwen2",
+    "llama",
+    "llama3",
+    "qwen3_moe",
+    "qwen3_moe_unnormalized",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+]
 
 
-def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray, adapter: Adapter | None = None) -> np.ndarray:
+def logits_of(
+    config: ModelConfig, params: Params, tokens: np.ndarray, adapter: Adapter | None = None
+) -> np.ndarray:
     return np.asarray(_logits_of(config, params, tokens, adapter))
 
 
@@ -53,7 +63,9 @@ def logits_of(config: ModelConfig, params: Params, tokens: np.ndarray, adapter: 
 def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: Adapter | None) -> jax.Array:
     positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
     attend = within_segments(jax.numpy.ones_like(tokens))
-    return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, attend))
+    return head_logits(
+        config, params, adapter, hidden_states(config, params, adapter, tokens, positions, attend)
+    )
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
@@ -71,7 +83,9 @@ def test_logits_equal_hugging_faces(name: str) -> None:
 def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
     config = load_model_config(FAMILIES / "llama3")
     assert isinstance(config.rope_scaling, Llama3Scaling)
-    plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
+    plain = ModelConfig(
+        **{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None}
+    )
     assert difference(plain, "llama3") > 0.1
 
 
@@ -90,7 +104,10 @@ def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None
     if part == "bias":
         params = replace(
             params,
-            layers=tuple(stack | {"router_bias": 0 * stack["router_bias"]} if "router" in stack else stack for stack in params.layers),
+            layers=tuple(
+                stack | {"router_bias": 0 * stack["router_bias"]} if "router" in stack else stack
+                for stack in params.layers
+            ),
         )
     assert difference(config, "deepseek_v3", params) > 0.01
 
@@ -112,7 +129,9 @@ def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Iterator[Engine]:
-    settings = make_settings(FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4)
+    settings = make_settings(
+        FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4
+    )
     engine = Engine(DeviceExecutor(settings))
     engine.start()
     yield engine
@@ -132,7 +151,10 @@ def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_train
             tokens = random.integers(0, 101, 40).astype(np.int32)
             datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
             run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY))
-            assert run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"] > 0
+            assert (
+                run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=3e-3))).metrics["grad_norm"]
+                > 0
+            )
             run(SaveSampler(model_id=model_id, weights=snapshot))
     prompt = random.integers(0, 101, 50).astype(np.int32)
     settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
@@ -145,7 +167,11 @@ def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_train
         for sequence in future.result(120).sequences:
             text = np.concatenate([prompt, sequence.tokens])
             datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
-            trained = run(ForwardBackward(model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True))
+            trained = run(
+                ForwardBackward(
+                    model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True
+                )
+            )
             assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
             logprobs[model_id] = sequence.logprobs
     assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
@@ -165,13 +191,20 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
     """Under two adapters and the base model in one batch, and from a prompt whose beginning is cached."""
     directory, spec = FAMILIES / "deepseek_v3", LoraSpec(rank=8)
     config = load_model_config(directory)
-    params, store = load_params(directory, config, "float32"), CheckpointStore(tmp_path, "local/tiny", fingerprint(directory))
+    params, store = (
+        load_params(directory, config, "float32"),
+        CheckpointStore(tmp_path, "local/tiny", fingerprint(directory)),
+    )
     adapters: dict[str | None, Adapter] = {None: zero_adapter(config, spec.rank)}
     for seed, name in enumerate(("one", "two")):
         arrays = random_adapter(config, replace(spec, seed=seed))
-        info = store.write(f"tinker://run/sampler_weights/{name}", arrays, lora=spec, step=0, user_metadata={})
+        info = store.write(
+            f"tinker://run/sampler_weights/{name}", arrays, lora=spec, step=0, user_metadata={}
+        )
         adapters[info.path] = adapter_from_arrays(arrays, config, spec, spec.rank)
-    engine = Engine(DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, decode_slots=3)))
+    engine = Engine(
+        DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, decode_slots=3))
+    )
     engine.start()
 
     def sample(weights: str | None, prompt: np.ndarray, max_tokens: int) -> Future:
@@ -182,7 +215,9 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
         """The sampled tokens, held against the forward pass."""
         (sequence,) = result.sequences
         text = np.concatenate([prompt, sequence.tokens])
-        logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[0, len(prompt) - 1 : len(text) - 1]
+        logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[
+            0, len(prompt) - 1 : len(text) - 1
+        ]
         logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(sequence.tokens)), sequence.tokens]
         np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-4)
         return sequence.tokens
@@ -201,7 +236,9 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
 
 def write_config(directory: Path, name: str, **changes) -> Path:
     raw = json.loads((FAMILIES / name / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({key: value for key, value in raw.items() if value is not None})
+    )
     return directory
 
 
@@ -213,12 +250,20 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("llama3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
-        ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "'low_freq_factor' is missing",
+        ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 6 experts"),
         ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised .*fp8.*convert them to bfloat16"),
+        (
+            "qwen2",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantised .*fp8.*convert them to bfloat16",
+        ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
@@ -226,23 +271,46 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"num_key_value_heads": 2}, "latent attention has as many as num_attention_heads=4"),
         ("deepseek_v3", {"n_group": 3}, "3 of 8 experts in topk_group=2 of n_group=3"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "5 of 8 experts in topk_group=2 of n_group=4"),
-        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 of 2 layers leaves no mixture"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace=2 of 2 layers leaves no mixture",
+        ),
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
-def test_a_config_we_cannot_run_is_one_clear_line(tmp_path: Path, name: str, changes: dict, message: str) -> None:
+def test_a_config_we_cannot_run_is_one_clear_line(
+    tmp_path: Path, name: str, changes: dict, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, name, **changes))
     assert "\n" not in str(error.value)
 
 
-def test_deepseek_is_read_as_its_own_checkpoints_write_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_deepseek_is_read_as_its_own_checkpoints_write_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left out."""
     config = load_model_config(FAMILIES / "deepseek_v3")
-    scaling = {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64}
-    changes = {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": scaling, "rope_interleave": None, "head_dim": None}
+    scaling = {
+        "type": "yarn",
+        "factor": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 64,
+    }
+    changes = {
+        "rope_parameters": None,
+        "rope_theta": 10000,
+        "rope_scaling": scaling,
+        "rope_interleave": None,
+        "head_dim": None,
+    }
     with caplog.at_level("INFO"):
-        assert load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1)) == config
+        assert (
+            load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1))
+            == config
+        )
     assert "num_nextn_predict_layers=1: the layers that predict more tokens ahead are left out" in caplog.text
     with pytest.raises(ConfigError, match="deepseek_v3 model is stretched by its own config"):
         yarn_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
@@ -257,5 +325,8 @@ def test_a_routers_bias_stays_in_float32() -> None:
 def test_a_mixture_is_read_as_transformers_4_and_5_write_it(tmp_path: Path) -> None:
     config = load_model_config(FAMILIES / "qwen3_moe")
     assert config.experts is not None and config.experts.count == 6
-    assert load_model_config(write_config(tmp_path, "qwen3_moe", num_local_experts=None, num_experts=6)) == config
+    assert (
+        load_model_config(write_config(tmp_path, "qwen3_moe", num_local_experts=None, num_experts=6))
+        == config
+    )
     assert config_json(config, "float32")["num_experts"] == 6

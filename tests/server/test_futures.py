@@ -26,8 +26,15 @@ class Work:
         return self.futures[-1]
 
 
-def submit(store: FutureStore, work: Callable[[], Future[OpResult]], seq_id: int | None = None, kind: str = "optim_step") -> str:
-    return store.submit(work, kind=kind, key=None if seq_id is None else RequestKey(scope="s:train:0", seq_id=seq_id))
+def submit(
+    store: FutureStore,
+    work: Callable[[], Future[OpResult]],
+    seq_id: int | None = None,
+    kind: str = "optim_step",
+) -> str:
+    return store.submit(
+        work, kind=kind, key=None if seq_id is None else RequestKey(scope="s:train:0", seq_id=seq_id)
+    )
 
 
 async def test_a_poll_wakes_when_the_result_arrives() -> None:
@@ -101,7 +108,9 @@ async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
     assert seen == [outcome]
 
 
-async def test_books_that_cannot_be_kept_are_an_error_and_no_endless_wait(caplog: pytest.LogCaptureFixture) -> None:
+async def test_books_that_cannot_be_kept_are_an_error_and_no_endless_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def full_disk(outcome: Outcome) -> None:
         raise OSError(28, "No space left on device")
 
@@ -138,7 +147,9 @@ async def test_a_delivered_result_stays_for_the_grace_period_and_then_goes() -> 
 async def test_the_bound_on_bytes_drops_delivered_results_before_unread_ones() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]
-    result = ForwardBackwardResult(logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0})  # 4300 bytes
+    result = ForwardBackwardResult(
+        logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0}
+    )  # 4300 bytes
     work.futures[0].set_result(result)
     work.futures[1].set_result(result)
     assert await store.wait(ids[1]) is not None
@@ -232,7 +243,11 @@ async def test_who_gives_up_withdraws_what_has_begun() -> None:
     withdrawn: list[str] = []
     for session_id in ("one", "other"):
         store.submit(
-            work, kind="sample", key=None, session_id=session_id, withdraw=lambda session_id=session_id: withdrawn.append(session_id)
+            work,
+            kind="sample",
+            key=None,
+            session_id=session_id,
+            withdraw=lambda session_id=session_id: withdrawn.append(session_id),
         )
         work.futures[-1].set_running_or_notify_cancel()
     store.abandon("one")

@@ -17,7 +17,17 @@ from hypothesis import strategies as st
 from skyrl_tx_server.engine.futures import Retention
 from skyrl_tx_server.http.app import build_app
 from skyrl_tx_server.http.http_handler import StartupState
-from tests.fakes.bodies import PARSERS, ROUTES, VALID, VALID_MESSAGES, json_holds, messages, mutated, protobuf_holds, values
+from tests.fakes.bodies import (
+    PARSERS,
+    ROUTES,
+    VALID,
+    VALID_MESSAGES,
+    json_holds,
+    messages,
+    mutated,
+    protobuf_holds,
+    values,
+)
 from tests.fakes.server import fake_context, fake_engine
 
 FUZZED = settings(max_examples=120, deadline=None, derandomize=True)
@@ -43,9 +53,28 @@ def test_no_json_body_breaks_a_parser(name: str, data: st.DataObject) -> None:
 
 
 FIELDS: dict[str, object] = {
-    **{"session_id": "s", "model_id": "s:train:0", "model_seq_id": 0, "seq_id": 3, "base_model": "local/fake", "lora_config": {"rank": 4}},
-    **{"path": "one", "sampling_session_seq_id": 0, "request_id": "sample-0", "tinker_path": "tinker://a/weights/b", "kind": "snapshot"},
-    **{"model_path": "tinker://a/sampler_weights/b", "user_metadata": {"a": "b"}, "tags": ["a"], "ttl_seconds": 60, "overwrite": True},
+    **{
+        "session_id": "s",
+        "model_id": "s:train:0",
+        "model_seq_id": 0,
+        "seq_id": 3,
+        "base_model": "local/fake",
+        "lora_config": {"rank": 4},
+    },
+    **{
+        "path": "one",
+        "sampling_session_seq_id": 0,
+        "request_id": "sample-0",
+        "tinker_path": "tinker://a/weights/b",
+        "kind": "snapshot",
+    },
+    **{
+        "model_path": "tinker://a/sampler_weights/b",
+        "user_metadata": {"a": "b"},
+        "tags": ["a"],
+        "ttl_seconds": 60,
+        "overwrite": True,
+    },
     **{"optimizer": True, "adam_params": {}},
 }
 
@@ -53,10 +82,14 @@ FIELDS: dict[str, object] = {
 @settings(FUZZED, max_examples=250)
 @given(
     route=st.sampled_from(ROUTES),
-    body=st.sets(st.sampled_from(sorted(FIELDS))).flatmap(lambda names: mutated({name: FIELDS[name] for name in names})),
+    body=st.sets(st.sampled_from(sorted(FIELDS))).flatmap(
+        lambda names: mutated({name: FIELDS[name] for name in names})
+    ),
     alive=st.booleans(),
 )
-def test_no_body_is_an_internal_error_of_any_route(tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool) -> None:
+def test_no_body_is_an_internal_error_of_any_route(
+    tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool
+) -> None:
     """`alive`: the session and the model that the body names exist."""
     asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, alive=alive))
 
@@ -67,11 +100,21 @@ async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         if alive and isinstance(body, dict):
             session_id = (await http.post("create_session", json={})).json()["session_id"]
-            make = {"session_id": session_id, "model_seq_id": 0, "base_model": "local/fake", "lora_config": {"rank": 4}}
+            make = {
+                "session_id": session_id,
+                "model_seq_id": 0,
+                "base_model": "local/fake",
+                "lora_config": {"rank": 4},
+            }
             await http.post("create_model", json=make)
-            body = {key: value.replace("s", session_id, 1) if value in ("s", "s:train:0") else value for key, value in body.items()}
+            body = {
+                key: value.replace("s", session_id, 1) if value in ("s", "s:train:0") else value
+                for key, value in body.items()
+            }
         response = await http.post(
-            route, content=json.dumps(body).encode("utf-8", "surrogatepass"), headers={"content-type": "application/json"}
+            route,
+            content=json.dumps(body).encode("utf-8", "surrogatepass"),
+            headers={"content-type": "application/json"},
         )
         assert response.status_code in (200, 204, 400, 404, 408, 410), response.text
         assert "internal error" not in response.text

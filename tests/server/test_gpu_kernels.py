@@ -15,7 +15,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.stages import Wrapped
 
 from skyrl_tx_server.engine.engine import Engine
-from skyrl_tx_server.engine.operations import LossFn, Sample, SampledSequence, SampleResult, SamplingSettings, TrainDatum
+from skyrl_tx_server.engine.operations import (
+    LossFn,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingSettings,
+    TrainDatum,
+)
 from skyrl_tx_server.executor import cache_size
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
@@ -58,13 +65,20 @@ def forest(*, seed: int, rows: int) -> PackedBatch:
         sequences.append(own.astype(np.int32))
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
     shape = BucketShape(rows=rows, length=512)
-    (batch,) = pack(data, [np.ones(len(datum.tokens), bool) for datum in data], BucketShapes(shapes=(shape,), budget=shape))
+    (batch,) = pack(
+        data,
+        [np.ones(len(datum.tokens), bool) for datum in data],
+        BucketShapes(shapes=(shape,), budget=shape),
+    )
     assert (batch.num_key_blocks[:, -1] == 0).any() and (batch.num_key_blocks > 1).any()
     return batch
 
 
 def layout_of(batch: PackedBatch) -> TreeLayout:
-    return jax.tree.map(jnp.asarray, TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks))
+    return jax.tree.map(
+        jnp.asarray,
+        TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks),
+    )
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
@@ -90,7 +104,9 @@ def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
 
     for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=tolerance, rtol=tolerance
+        )
 
 
 def test_a_row_attends_to_its_pages_alone() -> None:
@@ -98,7 +114,11 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
-    q, keys, values = normal(0, 5, heads, head_dim), normal(1, 6, kv_heads, head_dim, page), normal(2, 6, kv_heads, page, head_dim)
+    q, keys, values = (
+        normal(0, 5, heads, head_dim),
+        normal(1, 6, kv_heads, head_dim, page),
+        normal(2, 6, kv_heads, page, head_dim),
+    )
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
@@ -108,10 +128,15 @@ def test_a_row_attends_to_its_pages_alone() -> None:
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
     rounded = INTERPRETED(*halves, tables, stretches)
-    np.testing.assert_allclose(*(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)), atol=0.03)
+    np.testing.assert_allclose(
+        *(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)),
+        atol=0.03,
+    )
 
 
-def reference(q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> Attended:
+def reference(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray
+) -> Attended:
     """One row and head after the other, in float64."""
     out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
     for row, head in np.ndindex(*q.shape[:2]):
@@ -122,7 +147,11 @@ def reference(q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.nd
         own_values = np.concatenate([values[number, of] for number in tables[row]])[:length]
         scores = q[row, head] @ own_keys * q.shape[2] ** -0.5 * np.log2(np.e)
         weights = 2.0 ** (scores - np.ceil(scores.max()))
-        out[row, head], highest[row, head], total[row, head] = weights @ own_values, np.ceil(scores.max()), weights.sum()
+        out[row, head], highest[row, head], total[row, head] = (
+            weights @ own_values,
+            np.ceil(scores.max()),
+            weights.sum(),
+        )
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
@@ -133,7 +162,10 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
     tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
     lengths = np.array([330, 380, 321, 400, 322, 385, 200, 0, 2400], np.int32)
     q = normal(0, 9, heads, head_dim)
-    keys, values = normal(1, tables.size, kv_heads, head_dim, page), normal(2, tables.size, kv_heads, page, head_dim)
+    keys, values = (
+        normal(1, tables.size, kv_heads, head_dim, page),
+        normal(2, tables.size, kv_heads, page, head_dim),
+    )
     together = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
     assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
@@ -143,11 +175,15 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
     for row in range(9):
         alone = np.where(np.arange(9) == row, lengths, 0)
-        own = INTERPRETED(q, keys, values, tables, stretches_of(tables, alone, group=heads // kv_heads, page=page))
+        own = INTERPRETED(
+            q, keys, values, tables, stretches_of(tables, alone, group=heads // kv_heads, page=page)
+        )
         assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
 
 
-@pytest.mark.parametrize(("heads", "many"), [(4, 1), (4, 1000), (6, 1)])  # two heads share a program, one alone, an odd group
+@pytest.mark.parametrize(
+    ("heads", "many"), [(4, 1), (4, 1000), (6, 1)]
+)  # two heads share a program, one alone, an odd group
 def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
     heads: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,9 +192,15 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE), values=normal(1, 2, 12, 2, PAGE, 24))
     q = normal(2, 5, BLOCK, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
-    blocks = Blocks(starts=np.array([70, 0, 64, 0, 0], np.int32), lengths=np.array([64, 64, 40, 9, 0], np.int32), tables=tables)
+    blocks = Blocks(
+        starts=np.array([70, 0, 64, 0, 0], np.int32),
+        lengths=np.array([64, 64, 40, 9, 0], np.int32),
+        tables=tables,
+    )
     expected = jax.jit(prefill_attention._by_loop)(cache, jnp.int32(1), blocks, q)
-    cache = KVCache(keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan))
+    cache = KVCache(
+        keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
+    )
     attend = jax.jit(partial(prefill_attention.by_kernel, interpret=True))
     found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
     for block, length in enumerate(blocks.lengths):
@@ -169,8 +211,12 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
     np.testing.assert_array_equal(in_company[0], found[0])
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "transposed"), [(1, 32, 48, False), (8, 48, 32, True), (20, 160, 96, False)])
-def test_grouped_products_are_each_blocks_with_its_experts_weight(rows: int, inputs: int, outputs: int, transposed: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "transposed"), [(1, 32, 48, False), (8, 48, 32, True), (20, 160, 96, False)]
+)
+def test_grouped_products_are_each_blocks_with_its_experts_weight(
+    rows: int, inputs: int, outputs: int, transposed: bool
+) -> None:
     blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
     weight = normal(1, 5, inputs, outputs) if transposed else normal(1, 5, outputs, inputs)
     multiply = partial(grouped_kernel.grouped_products, transposed=transposed, interpret=True)
@@ -190,15 +236,28 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
 
     def module(inputs: int, parts: tuple[int, ...], *lead: int) -> LoraWeights:
         b = tuple(normal(5, *lead, count, rank, part) for part in parts)
-        return LoraWeights(a=normal(4, *lead, count, inputs, len(parts) * rank) / 4, b=b, scale=np.full(lead, 0.5, np.float32))
+        return LoraWeights(
+            a=normal(4, *lead, count, inputs, len(parts) * rank) / 4,
+            b=b,
+            scale=np.full(lead, 0.5, np.float32),
+        )
 
     one = module(hidden, (width, width)), module(width, (hidden,))
     users, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
-    bank = tuple(replace(each, users=users, layer=layer) for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2)))
+    bank = tuple(
+        replace(each, users=users, layer=layer)
+        for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2))
+    )
 
     def everything() -> list[np.ndarray]:
         mix = partial(experts._mix, choice, layer=jnp.int32(1))
-        loss = jax.jit(jax.value_and_grad(lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(), argnums=(0, 1), allow_int=True))
+        loss = jax.jit(
+            jax.value_and_grad(
+                lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(),
+                argnums=(0, 1),
+                allow_int=True,
+            )
+        )
         return jax.tree.leaves((loss(x, one), jax.jit(mix)(x, routed, gate_up, down, bank)))
 
     expected = everything()
@@ -219,13 +278,19 @@ def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> No
     past = read_rows(config, cache, tables, (2 * PAGE,))[1]
     masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(q, [*past, recent], masks)
-    found = attend_over_pages(config, cache, 1, q, jnp.asarray(tables), stretches, recent, visible, interpret=True)
+    found = attend_over_pages(
+        config, cache, 1, q, jnp.asarray(tables), stretches, recent, visible, interpret=True
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A group, and a sample of another prompt beside it; the group's prompt is read for several members at once."""
-    model_dir = make_model(tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16))  # as the kernels take them
+    model_dir = make_model(
+        tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16)
+    )  # as the kernels take them
     random = np.random.default_rng(0)
     prompt, other = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
 
@@ -265,7 +330,9 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(tmp_path:
     for one, another in zip(found, expected, strict=True):
         assert one.tokens.tolist() == another.tokens.tolist()
         np.testing.assert_allclose(one.logprobs, another.logprobs, atol=1e-4)
-    assert found[0].tokens.tolist() == found[1].tokens.tolist(), "a member of a group samples what it does alone"
+    assert found[0].tokens.tolist() == found[1].tokens.tolist(), (
+        "a member of a group samples what it does alone"
+    )
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
@@ -298,12 +365,23 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY))
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
-    assert [step.count(f'name = "{name}"') for name in names] == [1, 1, 1]  # what the forward pass made is kept
+    assert [step.count(f'name = "{name}"') for name in names] == [
+        1,
+        1,
+        1,
+    ]  # what the forward pass made is kept
     head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
     assert head + "bf16>" in step and head + "f32>" not in step, "the head is multiplied as it lies"
-    pages = jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16)
+    pages = (
+        jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16),
+    )
     tables = np.zeros((4, 8), np.int32)
-    rows = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), tables, stretches_of(tables, np.zeros(4, np.int32), group=4)
+    rows = (
+        jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16),
+        tables,
+        stretches_of(tables, np.zeros(4, np.int32), group=4),
+    )
     assert 'name = "paged_attention"' in lowered(jax.jit(paged_attention), rows[0], *pages, *rows[1:])
 
 

@@ -45,7 +45,14 @@ def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
         prompt = np.random.default_rng(ticket).integers(0, 256, length).astype(np.int32)
         settings = SamplingSettings(max_tokens=max_tokens, seed=ticket, stop_at_eos=False)
         slots.admit(
-            [PrefillRequest(ticket=ticket, op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1), first=0, count=1)]
+            [
+                PrefillRequest(
+                    ticket=ticket,
+                    op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1),
+                    first=0,
+                    count=1,
+                )
+            ]
         )
 
 
@@ -55,7 +62,9 @@ def finish(slots: BatchRunner, ticket: int) -> None:
         slots.collect(go_on=False)
 
 
-def test_rows_are_spread_over_the_devices_so_that_none_waits_where_another_has_room(slots: BatchRunner) -> None:
+def test_rows_are_spread_over_the_devices_so_that_none_waits_where_another_has_room(
+    slots: BatchRunner,
+) -> None:
     begin(slots, [(60, 130), (60, 130)])  # three pages each
     finish(slots, 2)
     assert slots.stats()["preemptions"] == 0

@@ -31,7 +31,9 @@ from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
 
 CREATE = CreateModel(model_id="m", lora=LoraSpec(rank=4))
-SAMPLE = Sample(weights=None, prompt=np.array([5, 6], np.int32), settings=SamplingSettings(max_tokens=4), num_samples=2)
+SAMPLE = Sample(
+    weights=None, prompt=np.array([5, 6], np.int32), settings=SamplingSettings(max_tokens=4), num_samples=2
+)
 
 
 @dataclass(kw_only=True)
@@ -78,7 +80,9 @@ class _Started:
 
         threading.Thread(target=follow, daemon=True).start()
         leader = RankZero({1: ours}, lost.put)
-        pair = Pair(leader=leader, executor=MultihostExecutor(own, leader), own=own, other=other, lost=lost, end=end)
+        pair = Pair(
+            leader=leader, executor=MultihostExecutor(own, leader), own=own, other=other, lost=lost, end=end
+        )
         self.pairs.append(pair)
         return pair
 
@@ -92,7 +96,10 @@ def started() -> Iterator[_Started]:
 
 
 def forward_backward(*lengths: int) -> ForwardBackward:
-    data = tuple(TrainDatum(tokens=np.zeros(length, np.int32), target_tokens=np.zeros(length, np.int32)) for length in lengths)
+    data = tuple(
+        TrainDatum(tokens=np.zeros(length, np.int32), target_tokens=np.zeros(length, np.int32))
+        for length in lengths
+    )
     return ForwardBackward(model_id="m", data=data, loss_fn=LossFn.CROSS_ENTROPY)
 
 
@@ -165,9 +172,15 @@ def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Start
     ],
 )
 def test_what_only_one_process_meets_is_the_end_of_all(
-    started: _Started, own: Exception | None, other: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    started: _Started,
+    own: Exception | None,
+    other: Exception | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    comes = isinstance(other, RowsLostError)  # what is waited for after a failure of our own: the other's word, or nothing
+    comes = isinstance(
+        other, RowsLostError
+    )  # what is waited for after a failure of our own: the other's word, or nothing
     monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_WORDS_S", 60 if comes else 0.2)
     pair = started()
     for executor, error in ((pair.own, own), (pair.other, other)):
@@ -176,12 +189,17 @@ def test_what_only_one_process_meets_is_the_end_of_all(
     with pytest.raises(HostLostError, match=reason):
         pair.run(CREATE)
     assert pair.lost.get(timeout=60) == reason
-    assert isinstance(pair.end.get(timeout=60), type(other) if reason.startswith("process 1 failed") else HostLostError)
+    assert isinstance(
+        pair.end.get(timeout=60), type(other) if reason.startswith("process 1 failed") else HostLostError
+    )
 
 
 def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reason() -> None:
     ours, theirs = channels()
-    lost, own = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # our devices wait for the other's for ever
+    lost, own = (
+        SimpleQueue[str](),
+        FakeExecutor(gate=threading.Event()),
+    )  # our devices wait for the other's for ever
     leader = RankZero({1: ours}, lost.put)
     executor = MultihostExecutor(own, leader)
     engine = Engine(executor)
@@ -206,7 +224,10 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
 
 def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> None:
     ours, theirs = channels()
-    lost, other = SimpleQueue[str](), FakeExecutor(gate=threading.Event())  # its devices wait for process 0's for ever
+    lost, other = (
+        SimpleQueue[str](),
+        FakeExecutor(gate=threading.Event()),
+    )  # its devices wait for process 0's for ever
     follower = Follower(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
         following = threads.submit(follower.follow, lambda: other)
@@ -231,7 +252,9 @@ def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
         found.append(follower.agreed(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
             follower.agreed(lambda: 2)
-        with pytest.raises(ServerError, match="Stale file handle"):  # on purpose: it concerns its operation alone
+        with pytest.raises(
+            ServerError, match="Stale file handle"
+        ):  # on purpose: it concerns its operation alone
             follower.agreed(lambda: 3)
 
     pair = started(ask)

@@ -11,7 +11,9 @@ NOW = datetime.now(UTC)
 
 
 def run_of(run_id: str) -> TrainingRun:
-    return TrainingRun(run_id=run_id, base_model="m", lora=LoraSpec(rank=4), created_at=NOW, user_metadata={"a": "b"})
+    return TrainingRun(
+        run_id=run_id, base_model="m", lora=LoraSpec(rank=4), created_at=NOW, user_metadata={"a": "b"}
+    )
 
 
 def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
-from skyrl_tx_server.model.lora.adapter import adapted_stacks, head_weight, init_adapter, is_trained, trainable_mask, zero_adapter
+from skyrl_tx_server.model.lora.adapter import (
+    adapted_stacks,
+    head_weight,
+    init_adapter,
+    is_trained,
+    trainable_mask,
+    zero_adapter,
+)
 from skyrl_tx_server.model.lora.lora_math import lora_indices, low_rank_deltas, project
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, MAX_RANK, SPEC
@@ -29,10 +36,14 @@ def test_a_new_adapter_has_random_a_zero_b_and_scale_alpha_over_rank() -> None:
 
 def test_the_seed_decides_a() -> None:
     first, again, other = (init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2))
-    for one, same, different in zip(modules(first).values(), modules(again).values(), modules(other).values(), strict=True):
+    for one, same, different in zip(
+        modules(first).values(), modules(again).values(), modules(other).values(), strict=True
+    ):
         np.testing.assert_array_equal(one.a, same.a)
         assert np.any(one.a != different.a)
-    assert len({float(np.ravel(module.a)[0] * module.a.shape[-2] ** 0.5) for module in modules(first).values()}) == len(modules(first))
+    assert len(
+        {float(np.ravel(module.a)[0] * module.a.shape[-2] ** 0.5) for module in modules(first).values()}
+    ) == len(modules(first))
 
 
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
@@ -71,7 +82,10 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
-    layers = [jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"]) for adapter in (zeros(), tiny_qwen3.adapter(), doubled())]
+    layers = [
+        jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"])
+        for adapter in (zeros(), tiny_qwen3.adapter(), doubled())
+    ]
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     apply = jax.jit(lambda x, module: project(CONFIG, x, weight, CONFIG.qkv_widths, module))
 
@@ -80,18 +94,27 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
 
     mixed = used_by(2, 0, 1)
     for row, entry in enumerate((2, 0, 1)):
-        for part, together, alone in zip(mixed, used_by(entry, entry, entry), apply(x, layers[entry]), strict=True):
+        for part, together, alone in zip(
+            mixed, used_by(entry, entry, entry), apply(x, layers[entry]), strict=True
+        ):
             np.testing.assert_array_equal(part[row], together[row])
             np.testing.assert_allclose(part[row], alone[row], atol=2e-5)
 
 
 @pytest.mark.parametrize("entries", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
-def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(entries: tuple[int, ...]) -> None:
+def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(
+    entries: tuple[int, ...],
+) -> None:
     """As a GPU's programs have them, which are compiled for as many as a bank holds; the last case is compiled for one."""
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
-    bank = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.layers[0]["qkv"] for each in (zeros(), tiny_qwen3.adapter(), doubled())))
+    bank = jax.tree.map(
+        lambda *leaves: np.stack(leaves),
+        *(each.layers[0]["qkv"] for each in (zeros(), tiny_qwen3.adapter(), doubled())),
+    )
     one, several = (
-        jax.jit(low_rank_deltas)(x, replace(bank, users=lora_indices(np.array(entries, np.int32), bank=size), layer=np.int32(1)))
+        jax.jit(low_rank_deltas)(
+            x, replace(bank, users=lora_indices(np.array(entries, np.int32), bank=size), layer=np.int32(1))
+        )
         for size in (None, 3)
     )
     for expected, found in zip(one, several, strict=True):

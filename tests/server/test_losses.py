@@ -42,7 +42,9 @@ def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
     return sampler + random.normal(0, 0.5, count).astype(np.float32), inputs
 
 
-def reference(loss_fn: LossFn, config: dict[str, float], logprobs: np.ndarray, inputs: LossInputs, **frozen: np.ndarray) -> float:
+def reference(
+    loss_fn: LossFn, config: dict[str, float], logprobs: np.ndarray, inputs: LossInputs, **frozen: np.ndarray
+) -> float:
     names = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
     settings = {names[name]: value for name, value in config.items()}
     return reference_losses.total(
@@ -70,7 +72,10 @@ def test_the_sum_and_its_slope_match_the_float64_reference(loss_fn: LossFn, conf
     for index in range(0, 200, 7):
         nudge = np.zeros(200)
         nudge[index] = step
-        above, below = (reference(loss_fn, config, exact + sign * nudge, inputs, frozen_logprobs=exact) for sign in (1, -1))
+        above, below = (
+            reference(loss_fn, config, exact + sign * nudge, inputs, frozen_logprobs=exact)
+            for sign in (1, -1)
+        )
         assert float(slope[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
 
 
@@ -82,9 +87,13 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
     logprobs = (logprobs + offset).astype(np.float32)
     ratio = reference_losses.sequence_log_ratio(logprobs, inputs.sampler_logprobs, mask)
     loss, slope = loss_and_slope(
-        select_loss(LossFn.GSPO, LossSettings(**config)), logprobs, replace(inputs, sampler_logprobs=np.full(200, ratio, np.float32))
+        select_loss(LossFn.GSPO, LossSettings(**config)),
+        logprobs,
+        replace(inputs, sampler_logprobs=np.full(200, ratio, np.float32)),
     )
-    settings = {name.removeprefix("clip_").removesuffix("_threshold"): value for name, value in config.items()}
+    settings = {
+        name.removeprefix("clip_").removesuffix("_threshold"): value for name, value in config.items()
+    }
 
     def exact(values: np.ndarray) -> float:
         return reference_losses.total(
@@ -101,7 +110,9 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
     for index in range(0, 200, 7):
         nudge = np.zeros(200)
         nudge[index] = 1e-6
-        assert float(slope[index]) == pytest.approx((exact(logprobs + nudge) - exact(logprobs - nudge)) / 2e-6, abs=1e-4)
+        assert float(slope[index]) == pytest.approx(
+            (exact(logprobs + nudge) - exact(logprobs - nudge)) / 2e-6, abs=1e-4
+        )
 
 
 def test_several_targets_per_position_are_that_many_tokens() -> None:
@@ -153,10 +164,18 @@ def test_default_settings_are_the_documented_ones() -> None:
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_what_trains_is_what_has_a_gradient(loss_fn: LossFn) -> None:
     (datum,) = tiny_qwen3.data((4,))
-    weights, advantages = np.array([[0, 0], [0, 1], [2, 0], [0, 0]], np.float32), np.array([0, 1, -1, 0], np.float32)
+    weights, advantages = (
+        np.array([[0, 0], [0, 1], [2, 0], [0, 0]], np.float32),
+        np.array([0, 1, -1, 0], np.float32),
+    )
     if loss_fn is LossFn.CROSS_ENTROPY:
         assert trained_positions(datum, loss_fn).all()
         datum = replace(datum, target_tokens=np.zeros((4, 2), np.int32), weights=weights)
     else:
         datum = replace(datum, logprobs=np.zeros(4, np.float32), advantages=advantages)
-    assert trained_positions(datum, loss_fn).tolist() == [loss_fn is LossFn.DRO, True, True, loss_fn is LossFn.DRO]
+    assert trained_positions(datum, loss_fn).tolist() == [
+        loss_fn is LossFn.DRO,
+        True,
+        True,
+        loss_fn is LossFn.DRO,
+    ]

@@ -16,6 +16,9 @@ def test_a_context_beyond_the_batch_is_planned_for_and_named_as_what_to_lower() 
         load_model_config(FIXTURES / "tied"),
     )
     training = plan.shares[-1]
-    assert (training.name, training.lower) == ("a training batch with streams of 256 tokens", "max_context_length")
+    assert (training.name, training.lower) == (
+        "a training batch with streams of 256 tokens",
+        "max_context_length",
+    )
     matrix_products = sum(config.qkv_widths) + config.qkv_widths[0] + 2 * config.intermediate_size
     assert training.num_bytes > 4 * 256 * config.num_layers * (config.hidden_size + matrix_products)

@@ -31,7 +31,11 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}  # threads, see `__main__`
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "32",
+    }  # threads, see `__main__`
     program = [sys.executable, "-m", "tests.server.on_eight_devices", str(tmp_path_factory.mktemp("models"))]
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -67,7 +71,11 @@ def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) 
     [
         (DENSE, MeshShape(tensor=4), "tensor_parallel=4: 2 key-value heads do not divide over 4 devices"),
         (DENSE, MeshShape(tensor=2), None),
-        (replace(DENSE, vocab_size=65), MeshShape(tensor=2), "65 tokens of the vocabulary do not divide over 2 devices"),
+        (
+            replace(DENSE, vocab_size=65),
+            MeshShape(tensor=2),
+            "65 tokens of the vocabulary do not divide over 2 devices",
+        ),
         (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of a perceptron"),
         (DENSE, MeshShape(fsdp=5), "32 hidden dimensions do not divide over 5 devices"),
         (DENSE, MeshShape(data=4, fsdp=2), "12 decode_slots do not divide over 8 devices"),
@@ -87,7 +95,10 @@ def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, messag
 
 def test_more_devices_than_there_are_is_one_clear_line() -> None:
     assert make_mesh(MeshShape()) is None
-    with pytest.raises(ConfigError, match=r"data_parallel=32 tensor_parallel=2 needs 64 devices; this machine has \d+ \(cpu\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data_parallel=32 tensor_parallel=2 needs 64 devices; this machine has \d+ \(cpu\)",
+    ):
         make_mesh(MeshShape(data=32, tensor=2))
 
 
@@ -97,7 +108,11 @@ def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
     assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)
     pieces = [(name, own) for name, _, own in _outputs(weight, slice(4, 8), shards=2)]
     assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]
-    halves = [(name, own) for half in (slice(4, 6), slice(6, 8)) for name, _, own in _outputs(weight, half, shards=2)]
+    halves = [
+        (name, own)
+        for half in (slice(4, 6), slice(6, 8))
+        for name, _, own in _outputs(weight, half, shards=2)
+    ]
     assert halves == pieces, "of two devices that share them by fsdp"
     fused = np.array([["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]])
     numbered = np.arange(8)[None]

@@ -10,21 +10,38 @@ from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter
 from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
-from skyrl_tx_server.model.transformer import Params, Remat, by_layer, head_logits, hidden_states, init_params, unstack_layers
+from skyrl_tx_server.model.transformer import (
+    Params,
+    Remat,
+    by_layer,
+    head_logits,
+    hidden_states,
+    init_params,
+    unstack_layers,
+)
 from skyrl_tx_server.model.weights import load_params
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES
 
 
 def logits_of(
-    config: ModelConfig, params, adapter: Adapter | None, tokens: np.ndarray, segment_ids: np.ndarray | None = None
+    config: ModelConfig,
+    params,
+    adapter: Adapter | None,
+    tokens: np.ndarray,
+    segment_ids: np.ndarray | None = None,
 ) -> np.ndarray:
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segments = np.ones_like(tokens) if segment_ids is None else segment_ids
 
     @jax.jit
     def run(params, adapter, tokens):
-        return head_logits(config, params, adapter, hidden_states(config, params, adapter, tokens, positions, within_segments(segments)))
+        return head_logits(
+            config,
+            params,
+            adapter,
+            hidden_states(config, params, adapter, tokens, positions, within_segments(segments)),
+        )
 
     return np.asarray(run(params, adapter, tokens))
 
@@ -40,17 +57,27 @@ def test_logits_equal_hugging_faces(name: str) -> None:
 def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
     config = load_model_config(FIXTURES / "yarn")
     expected = np.load(FIXTURES / "yarn" / "expected.npz")
-    plain = ModelConfig(**{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None})
+    plain = ModelConfig(
+        **{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None}
+    )
     logits = logits_of(plain, load_params(FIXTURES / "yarn", plain, "float32"), None, expected["tokens"])
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() > 0.1
 
 
 def test_a_context_beyond_the_models_own_is_reached_as_qwens_model_cards_do() -> None:
-    plain = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "max_position_embeddings": 40_960})
+    plain = ModelConfig(
+        **{
+            **{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__},
+            "max_position_embeddings": 40_960,
+        }
+    )
     assert yarn_context(plain, 40_960) is plain
     stretched = yarn_context(plain, 128_000)
     assert stretched.rope_scaling is not None
-    assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (4.0, 32_768)
+    assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (
+        4.0,
+        32_768,
+    )
     assert stretched.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
     assert stretched.context_length == 131_072
     with pytest.raises(ConfigError, match="stretches it to 131072 tokens"):
@@ -60,18 +87,25 @@ def test_a_context_beyond_the_models_own_is_reached_as_qwens_model_cards_do() ->
 def test_a_fresh_adapter_changes_nothing() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
     fresh = init_adapter(CONFIG, tiny_qwen3.SPEC, tiny_qwen3.MAX_RANK)
-    assert np.array_equal(logits_of(CONFIG, tiny_qwen3.params(), fresh, tokens), logits_of(CONFIG, tiny_qwen3.params(), None, tokens))
+    assert np.array_equal(
+        logits_of(CONFIG, tiny_qwen3.params(), fresh, tokens),
+        logits_of(CONFIG, tiny_qwen3.params(), None, tokens),
+    )
 
 
 def test_what_is_recomputed_does_not_change_the_gradient() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
     def loss(adapter: Adapter, params: Params, remat: Remat) -> jax.Array:
-        hidden = hidden_states(CONFIG, params, adapter, tokens, tokens % 10, within_segments(np.ones_like(tokens)), remat=remat)
+        hidden = hidden_states(
+            CONFIG, params, adapter, tokens, tokens % 10, within_segments(np.ones_like(tokens)), remat=remat
+        )
         return jnp.sum(jnp.sin(hidden))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=2)
-    kept, *recomputed = (jax.tree.leaves(gradient(tiny_qwen3.adapter(), tiny_qwen3.params(), remat)) for remat in Remat)
+    kept, *recomputed = (
+        jax.tree.leaves(gradient(tiny_qwen3.adapter(), tiny_qwen3.params(), remat)) for remat in Remat
+    )
     for leaves in recomputed:
         for leaf, expected in zip(leaves, kept, strict=True):
             np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
@@ -93,24 +127,36 @@ def test_full_parameter_gradients_flow_without_an_adapter() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
     def loss(params) -> jax.Array:
-        hidden = hidden_states(CONFIG, params, None, tokens, tokens % 10, within_segments(np.ones_like(tokens)))
+        hidden = hidden_states(
+            CONFIG, params, None, tokens, tokens % 10, within_segments(np.ones_like(tokens))
+        )
         return jax.nn.log_softmax(head_logits(CONFIG, params, None, hidden))[..., 0].sum()
 
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(tiny_qwen3.params())))
+    assert all(
+        np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(tiny_qwen3.params()))
+    )
 
 
 def write_config(tmp_path, **changes):
     raw = json.loads((FIXTURES / "tied" / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if value is not None})
+    )
     return tmp_path
 
 
 def test_old_and_new_rope_keys_mean_the_same(tmp_path) -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
     old = load_model_config(write_config(tmp_path, rope_theta=5e5, rope_scaling={"type": "yarn", **yarn}))
-    new = load_model_config(write_config(tmp_path, rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **yarn}))
+    new = load_model_config(
+        write_config(
+            tmp_path, rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **yarn}
+        )
+    )
     assert old == new
-    assert old.rope_scaling is not None and old.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert old.rope_scaling is not None and old.rope_scaling.attention_factor == pytest.approx(
+        0.1 * np.log(4) + 1
+    )
     assert old.context_length == 256
 
 
@@ -124,7 +170,10 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "model_type is 'gemma'; this server runs deepseek_v3, llama, qwen2, qwen3, qwen3_moe"),
+        (
+            {"model_type": "gemma"},
+            "model_type is 'gemma'; this server runs deepseek_v3, llama, qwen2, qwen3, qwen3_moe",
+        ),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
@@ -144,12 +193,16 @@ def test_a_missing_model_directory_is_one_clear_line(tmp_path) -> None:
 
 
 def test_layers_apart_are_the_same_layers_and_the_same_memory() -> None:
-    config = ModelConfig(**{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3})
+    config = ModelConfig(
+        **{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3}
+    )
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
     apart = unstack_layers(config, params)
     for whole, own in zip(by_layer(config, params), by_layer(config, apart), strict=True):
         jax.tree.map(np.testing.assert_array_equal, whole, own)
     (stack,) = params.layers
     matrix = stack["gate_up"]
-    starts = [layer["gate_up"].unsafe_buffer_pointer() - matrix.unsafe_buffer_pointer() for layer in apart.layers]
+    starts = [
+        layer["gate_up"].unsafe_buffer_pointer() - matrix.unsafe_buffer_pointer() for layer in apart.layers
+    ]
     assert starts == [0, matrix.nbytes // 3, 2 * matrix.nbytes // 3]

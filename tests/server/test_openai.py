@@ -24,7 +24,10 @@ from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
 MODEL = "local/fake"
 HELLO = [{"role": "user", "content": "Hello"}]
-LS = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}}
+LS = {
+    "type": "function",
+    "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
+}
 CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/é"}}\n</tool_call>'
 
 
@@ -77,7 +80,10 @@ def test_the_first_requests_share_one_tokenizer_even_when_they_come_at_once(tmp_
 def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, engine: TextEngine) -> None:
     reply = client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        ],
         temperature=0.5,
         top_p=0.9,
         seed=7,
@@ -85,7 +91,9 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
         n=2,
     )
     assert engine.prompt_text() == "<system>Be brief.<|im_end|><user>Hello<|im_end|><assistant>"
-    assert engine.seen[-1].settings == SamplingSettings(max_tokens=100, temperature=0.5, top_p=0.9, seed=7, stop_token_ids=(END,))
+    assert engine.seen[-1].settings == SamplingSettings(
+        max_tokens=100, temperature=0.5, top_p=0.9, seed=7, stop_token_ids=(END,)
+    )
     assert [choice.message.content for choice in reply.choices] == ["Grüße, 世界!"] * 2
     assert [(choice.index, choice.finish_reason) for choice in reply.choices] == [(0, "stop"), (1, "stop")]
     num_tokens = len("Grüße, 世界!".encode()) + 1
@@ -108,7 +116,13 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
     ],
 )
 def test_stream_and_whole_say_the_same(
-    client: openai.OpenAI, engine: TextEngine, text: str, content: str, reasoning: str, num_calls: int, reason: str
+    client: openai.OpenAI,
+    engine: TextEngine,
+    text: str,
+    content: str,
+    reasoning: str,
+    num_calls: int,
+    reason: str,
 ) -> None:
     engine.texts = [text]
     choice = client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS]).choices[0]
@@ -118,7 +132,11 @@ def test_stream_and_whole_say_the_same(
         if call.type == "function"
     ]
     assert [json.loads(call["arguments"]) for call in whole_calls] == [{"path": "/é"}] * num_calls
-    assert (choice.message.content or "", getattr(choice.message, "reasoning_content", ""), choice.finish_reason) == (
+    assert (
+        choice.message.content or "",
+        getattr(choice.message, "reasoning_content", ""),
+        choice.finish_reason,
+    ) == (
         content,
         reasoning,
         reason,
@@ -126,7 +144,9 @@ def test_stream_and_whole_say_the_same(
     assert streamed(client, tools=[LS]) == (content, reasoning, whole_calls, reason)
 
 
-def test_tools_reach_the_prompt_and_past_calls_go_back_as_objects(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_tools_reach_the_prompt_and_past_calls_go_back_as_objects(
+    client: openai.OpenAI, engine: TextEngine
+) -> None:
     past = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
     messages = [
         *HELLO,
@@ -141,11 +161,15 @@ def test_tools_reach_the_prompt_and_past_calls_go_back_as_objects(client: openai
 
 
 def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: TextEngine) -> None:
-    client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    client.chat.completions.create(
+        model=MODEL, messages=HELLO, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
     assert engine.prompt_text().endswith("<assistant><no>")
 
 
-def test_a_stop_string_ends_the_text_before_it_streamed_or_not(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_a_stop_string_ends_the_text_before_it_streamed_or_not(
+    client: openai.OpenAI, engine: TextEngine
+) -> None:
     engine.texts = ["one STO two STOP three"]
     whole = client.completions.create(model=MODEL, prompt="x", stop=["STOP", "never"]).choices[0]
     assert (whole.text, whole.finish_reason) == ("one STO two ", "stop")
@@ -165,31 +189,48 @@ def test_logprobs_belong_to_every_sampled_token(client: openai.OpenAI) -> None:
     assert [(token.token, token.logprob) for token in chat.logprobs.content] == [("G", -0.5), ("r", -0.5)]
     text = client.completions.create(model=MODEL, prompt="x", logprobs=0, max_tokens=2).choices[0]
     assert text.logprobs is not None
-    assert (text.logprobs.tokens, text.logprobs.token_logprobs, text.logprobs.text_offset) == (["G", "r"], [-0.5, -0.5], [0, 1])
+    assert (text.logprobs.tokens, text.logprobs.token_logprobs, text.logprobs.text_offset) == (
+        ["G", "r"],
+        [-0.5, -0.5],
+        [0, 1],
+    )
     chunks = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stream=True)
     counts = [len(chunk.choices[0].logprobs.content or []) for chunk in chunks if chunk.choices[0].logprobs]
     assert sum(counts) == len("Grüße, 世界!".encode()) + 1 and len(counts) > 3
 
 
 def test_token_ids_come_back_exactly_when_asked_for(client: openai.OpenAI, engine: TextEngine) -> None:
-    reply = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"return_token_ids": True}).model_dump()
+    reply = client.chat.completions.create(
+        model=MODEL, messages=HELLO, extra_body={"return_token_ids": True}
+    ).model_dump()
     assert reply["prompt_token_ids"] == engine.seen[-1].prompt.tolist()
     assert reply["choices"][0]["token_ids"][-1] == END
 
 
 def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
-    assert [choice.index for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices] == [0, 1, 2, 3]
+    assert [
+        choice.index
+        for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices
+    ] == [0, 1, 2, 3]
     client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=3)
     assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
 
 
-def test_a_stream_brings_tokens_while_the_model_still_writes(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_a_stream_brings_tokens_while_the_model_still_writes(
+    client: openai.OpenAI, engine: TextEngine
+) -> None:
     engine.gate.clear()
-    stream = client.completions.create(model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True})
+    stream = client.completions.create(
+        model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}
+    )
     assert next(stream).choices[0].text == "Gr"  # half a letter is held back; the engine waits at the gate
     engine.gate.set()
     rest = list(stream)
-    assert rest[-1].choices == [] and rest[-1].usage is not None and rest[-1].usage.completion_tokens == len("Grüße, 世界!".encode()) + 1
+    assert (
+        rest[-1].choices == []
+        and rest[-1].usage is not None
+        and rest[-1].usage.completion_tokens == len("Grüße, 世界!".encode()) + 1
+    )
     assert "".join(chunk.choices[0].text for chunk in rest[:-1]) == "üße, 世界!"
 
 
@@ -199,7 +240,9 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, e
     stream = client.completions.create(model=MODEL, prompt="x", stream=True)
     next(stream)
     stream.close()
-    with pytest.raises(openai.NotFoundError):  # the server's loop has turned, so it has seen the other connection go
+    with pytest.raises(
+        openai.NotFoundError
+    ):  # the server's loop has turned, so it has seen the other connection go
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)
@@ -224,13 +267,18 @@ def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
         arrays, lora = {"x": np.zeros(1, np.float32)}, LoraSpec(rank=2)
         context.checkpoints.write(f"tinker://run/{kind}/last", arrays, lora=lora, step=1, user_metadata={})
     session = context.registry.open_session(tags=[], user_metadata={}, display_name=None).session_id
-    context.registry.add_sampler(session, f"{session}:sample:0", model_path=None, weights=f"{session}:sample:0")
+    context.registry.add_sampler(
+        session, f"{session}:sample:0", model_path=None, weights=f"{session}:sample:0"
+    )
     saved = "tinker://run/sampler_weights/last"
     assert [model.id for model in client.models.list()] == [MODEL, f"{session}:sample:0", saved]
     assert client.models.retrieve(MODEL).id == MODEL
     for name, weights in ((MODEL, None), (f"{session}:sample:0", f"{session}:sample:0"), (saved, saved)):
         assert client.models.retrieve(name).id == name
-        assert client.chat.completions.create(model=name, messages=HELLO).choices[0].message.content == "Grüße, 世界!"
+        assert (
+            client.chat.completions.create(model=name, messages=HELLO).choices[0].message.content
+            == "Grüße, 世界!"
+        )
         assert engine.seen[-1].weights == weights
     with pytest.raises(openai.BadRequestError, match="is a training checkpoint"):
         client.chat.completions.create(model="tinker://run/weights/last", messages=HELLO)
@@ -258,31 +306,46 @@ def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
         ({"stop": [""]}, "stop must be a non-empty string"),
         ({"reasoning_effort": "low"}, "use chat_template_kwargs"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "role 'critic'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "text only",
+        ),
         ({"messages": []}, "messages is missing"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_openais_shape(client: openai.OpenAI, options: dict[str, object], message: str) -> None:
+def test_what_cannot_be_honoured_is_refused_in_openais_shape(
+    client: openai.OpenAI, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | options))  # type: ignore[call-overload]
     assert refused.value.type == "invalid_request_error" and message in refused.value.message
 
 
 def test_a_prompt_over_the_context_is_told_apart(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 400 tokens") as refused:
+    with pytest.raises(
+        openai.BadRequestError, match="This model's maximum context length is 400 tokens"
+    ) as refused:
         client.completions.create(model=MODEL, prompt="x" * 399, max_tokens=2)
     assert refused.value.code == "context_length_exceeded"
 
 
 def test_a_token_that_only_the_tokenizer_knows_is_refused(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.info = replace(engine.info, vocab_size=END)
-    with pytest.raises(openai.BadRequestError, match=f"prompt: token {END} is outside this model's vocabulary of {END}"):
+    with pytest.raises(
+        openai.BadRequestError, match=f"prompt: token {END} is outside this model's vocabulary of {END}"
+    ):
         client.chat.completions.create(model=MODEL, messages=HELLO)
 
 
 def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
     client.chat.completions.create(
-        model=MODEL, messages=HELLO, user="me", metadata={"a": "b"}, presence_penalty=0, logit_bias={}, response_format={"type": "text"}
+        model=MODEL,
+        messages=HELLO,
+        user="me",
+        metadata={"a": "b"},
+        presence_penalty=0,
+        logit_bias={},
+        response_format={"type": "text"},
     )
 
 
@@ -295,25 +358,38 @@ def test_tools_are_refused_where_the_template_has_no_place_for_them(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     plain = replace(context, settings=HttpSettings(model_dir=directory))
     with serving(StartupState(context=plain)) as url:
-        reply = httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]})
+        reply = httpx.post(
+            f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]}
+        )
     assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of LiteLLM's own types
-def test_litellm_sends_its_own_answer_back_in_a_second_turn(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_litellm_sends_its_own_answer_back_in_a_second_turn(
+    client: openai.OpenAI, engine: TextEngine
+) -> None:
     """It adds provider_specific_fields and more to every assistant message."""
     engine.texts = [f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"]
 
     def turn(messages: list[object]) -> Any:
         """`extra_body`: LiteLLM's own handling of tools imports a package that is not installed here."""
-        where = {"model": f"openai/{MODEL}", "api_base": str(client.base_url), "api_key": "none", "extra_body": {"tools": [LS]}}
+        where = {
+            "model": f"openai/{MODEL}",
+            "api_base": str(client.base_url),
+            "api_key": "none",
+            "extra_body": {"tools": [LS]},
+        }
         reply: Any = litellm.completion(messages=messages, **where)
         return reply.choices[0].message
 
     first = turn([*HELLO])
     assert first.tool_calls and first.reasoning_content
     engine.texts = ["Done."]
-    messages = [*HELLO, first.model_dump(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
+    messages = [
+        *HELLO,
+        first.model_dump(),
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"},
+    ]
     assert turn(messages).content == "Done."
     assert "I look." in engine.prompt_text() and "a b" in engine.prompt_text()
     as_it_was = [*HELLO, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
@@ -333,7 +409,9 @@ def test_litellm_sends_its_own_answer_back_in_a_second_turn(client: openai.OpenA
         ("thinking_blocks", []),
     ],
 )
-def test_what_clients_send_back_and_no_model_reads_is_taken(client: openai.OpenAI, field: str, value: object) -> None:
+def test_what_clients_send_back_and_no_model_reads_is_taken(
+    client: openai.OpenAI, field: str, value: object
+) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", field: value}, *HELLO]
     assert client.chat.completions.create(model=MODEL, messages=messages).choices
 

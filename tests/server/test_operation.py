@@ -13,7 +13,15 @@ import pytest
 import tinker
 
 from skyrl_tx_server.engine.engine import Engine
-from skyrl_tx_server.engine.operations import CreateModel, ForwardBackward, LoraSpec, LossFn, Sample, SamplingSettings, TrainDatum
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    Sample,
+    SamplingSettings,
+    TrainDatum,
+)
 from skyrl_tx_server.http.app import build_app
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
@@ -32,21 +40,29 @@ async def context(tmp_path: Path) -> AsyncIterator[AppState]:
 
 
 def http_of(context: AppState) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://server")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://server"
+    )
 
 
 TURNS = ("step", "prefill", "decode")
 
 
-async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_are_prometheus_text_with_tokens_by_kind(
+    context: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(FakeExecutor())
     engine.start()
     tokens = np.arange(1, 6, dtype=np.int32)
     engine.submit(CreateModel(model_id="m", lora=LoraSpec(rank=2))).result(10)
     datum = TrainDatum(tokens=tokens, target_tokens=tokens)
     engine.submit(ForwardBackward(model_id="m", data=(datum, datum), loss_fn=LossFn.CROSS_ENTROPY)).result(10)
-    engine.submit(ForwardBackward(model_id="m", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).result(10)
-    engine.submit(Sample(weights=None, prompt=tokens, settings=SamplingSettings(max_tokens=3), num_samples=2)).result(10)
+    engine.submit(
+        ForwardBackward(model_id="m", data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)
+    ).result(10)
+    engine.submit(
+        Sample(weights=None, prompt=tokens, settings=SamplingSettings(max_tokens=3), num_samples=2)
+    ).result(10)
     engine.stop()
     programs = {"programs": {"forward_backward": 2, 'a "quoted" one': 1}, "device_bytes_in_use": 7}
     monkeypatch.setattr(context.engine, "stats", lambda: engine.stats() | programs)
@@ -56,7 +72,9 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: AppState
         reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = reply.text.splitlines()
-    assert all(line.startswith("# ") or SAMPLE.fullmatch(line.replace('\\"', "")) for line in lines), reply.text
+    assert all(line.startswith("# ") or SAMPLE.fullmatch(line.replace('\\"', "")) for line in lines), (
+        reply.text
+    )
     for expected in (
         'skyrl_tx_tokens_total{kind="trained"} 10',
         'skyrl_tx_tokens_total{kind="forward"} 5',
@@ -74,7 +92,10 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(context: AppState
     ):
         assert expected in lines, reply.text
     assert any(line.startswith("skyrl_tx_resident_memory_bytes ") for line in lines)
-    spent = {turn: [line for line in lines if line.startswith(f'skyrl_tx_turn_seconds_total{{turn="{turn}"}}')] for turn in TURNS}
+    spent = {
+        turn: [line for line in lines if line.startswith(f'skyrl_tx_turn_seconds_total{{turn="{turn}"}}')]
+        for turn in TURNS
+    }
     assert all(float(line.split()[1]) > 0 for (line,) in spent.values())
 
 
@@ -97,5 +118,8 @@ def test_both_official_clients_bring_the_key(tmp_path: Path) -> None:
         assert rest.get_server_capabilities().result().supported_models[0].model_name == "local/fake"
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["local/fake"]
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client, pytest.raises(openai.AuthenticationError):
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
             client.models.list()

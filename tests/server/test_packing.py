@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
-from skyrl_tx_server.training.packing import BLOCK, DatumSpan, PackedBatch, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.training.packing import (
+    BLOCK,
+    DatumSpan,
+    PackedBatch,
+    pack,
+    train_shapes,
+    unpack,
+    with_sequence_ratios,
+)
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
@@ -30,13 +38,18 @@ def test_shapes_are_parts_of_the_budget_and_its_doubles_up_to_the_context() -> N
 def test_what_two_sequences_share_lies_in_the_stream_once() -> None:
     common = np.arange(20)
     first, second, other = np.r_[common, 30, 31], np.r_[common, 40, 41, 42], np.array([50, 51])
-    data = tuple(TrainDatum(tokens=tokens.astype(np.int32), target_tokens=tokens.astype(np.int32)) for tokens in (second, other, first))
+    data = tuple(
+        TrainDatum(tokens=tokens.astype(np.int32), target_tokens=tokens.astype(np.int32))
+        for tokens in (second, other, first)
+    )
     (batch,) = packed(data)
     assert batch.tokens.shape == (1, 128)
     assert batch.tokens[0, :27].tolist() == [*common, 30, 31, 40, 41, 42, 50, 51]
     assert batch.positions[0, :27].tolist() == [*range(22), 20, 21, 22, 0, 1]
     assert batch.ends[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [28]
-    assert batch.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [0]  # the common beginning has the same targets and weights in both
+    assert batch.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [
+        0
+    ]  # the common beginning has the same targets and weights in both
 
 
 def test_shared_tokens_keep_entries_of_their_own_where_the_losses_differ() -> None:
@@ -79,15 +92,23 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(data: tuple[TrainDat
     batches = pack(data, [datum.advantages != 0 for datum in data], shapes)
     assert sorted(place.datum for batch in batches for place in batch.placements) == list(range(len(data)))
     for batch in batches:
-        assert batch.tokens.shape[0] == rows and batch.tokens.shape[1] in [shape.length for shape in shapes.shapes]
+        assert batch.tokens.shape[0] == rows and batch.tokens.shape[1] in [
+            shape.length for shape in shapes.shapes
+        ]
         for place in batch.placements:
             check_placement(batch, place, data[place.datum])
         for row in range(rows):
             is_trained = batch.advantages[row, batch.counts[row] > 0] != 0
             assert is_trained.sum() == batch.num_trained[row] == is_trained[: batch.num_trained[row]].sum()
     assert sum(batch.counts.sum() for batch in batches) == sum(len(datum.tokens) for datum in data)
-    for field, attribute in (("targets", "target_tokens"), ("sampler_logprobs", "logprobs"), ("advantages", "advantages")):
-        for datum, values in zip(data, unpack(batches, [getattr(batch, field) for batch in batches]), strict=True):
+    for field, attribute in (
+        ("targets", "target_tokens"),
+        ("sampler_logprobs", "logprobs"),
+        ("advantages", "advantages"),
+    ):
+        for datum, values in zip(
+            data, unpack(batches, [getattr(batch, field) for batch in batches]), strict=True
+        ):
             np.testing.assert_array_equal(values, getattr(datum, attribute))
 
 
@@ -98,7 +119,9 @@ def check_placement(batch: PackedBatch, place: DatumSpan, datum: TrainDatum) -> 
     np.testing.assert_array_equal(batch.positions[place.row, path], np.arange(len(path)))
     last = path[-1]
     (seen,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
-    np.testing.assert_array_equal(seen, path)  # and so every token before it sees its own beginning of the path
+    np.testing.assert_array_equal(
+        seen, path
+    )  # and so every token before it sees its own beginning of the path
     blocks = batch.key_blocks[place.row, last // BLOCK, : batch.num_key_blocks[place.row, last // BLOCK]]
     assert set(path // BLOCK) <= set(blocks.tolist())
 
@@ -110,7 +133,12 @@ def test_a_group_costs_its_prompt_once() -> None:
     (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
     assert batch.tokens.shape == (1, 512)
     assert batch.ends[0, 511] == 512  # 256 + 8 * 32: full to the last token
-    assert batch.num_key_blocks[0].tolist() == [1, 2, 3, 3]  # the last four responses see none of the first four
+    assert batch.num_key_blocks[0].tolist() == [
+        1,
+        2,
+        3,
+        3,
+    ]  # the last four responses see none of the first four
 
 
 def test_no_micro_batch_is_larger_than_the_budget_where_no_sequence_is() -> None:
@@ -119,7 +147,10 @@ def test_no_micro_batch_is_larger_than_the_budget_where_no_sequence_is() -> None
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 64)]).astype(np.int32) for _ in range(8)]
     data = tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens)
-    assert [batch.tokens.shape for batch in packed(data, train_shapes(max_context_length=1024, tokens_per_batch=512))] == [(1, 512)] * 2
+    assert [
+        batch.tokens.shape
+        for batch in packed(data, train_shapes(max_context_length=1024, tokens_per_batch=512))
+    ] == [(1, 512)] * 2
 
 
 def test_the_largest_are_laid_out_first_and_may_fill_a_stream_to_its_last_token() -> None:
@@ -137,7 +168,8 @@ def test_a_stream_has_room_for_the_entries_of_those_that_share_its_tokens() -> N
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
         data = tuple(
-            TrainDatum(tokens=tokens, target_tokens=tokens, advantages=np.full(100, number, np.float32)) for number in range(1, 1 + count)
+            TrainDatum(tokens=tokens, target_tokens=tokens, advantages=np.full(100, number, np.float32))
+            for number in range(1, 1 + count)
         )
         batches = packed(data)
         assert sum(batch.counts.sum() for batch in batches) == count * 100
@@ -149,7 +181,9 @@ def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_on
     """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in another."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, 50, (2, 256))
-    sequences = [np.r_[prompt, random.integers(0, 50, 240)].astype(np.int32) for prompt in prompts for _ in range(4)]
+    sequences = [
+        np.r_[prompt, random.integers(0, 50, 240)].astype(np.int32) for prompt in prompts for _ in range(4)
+    ]
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
     batches = packed(data, train_shapes(max_context_length=1024, tokens_per_batch=4096))
     assert [batch.tokens.shape for batch in batches] == [(1, 1024)] * 3
@@ -157,7 +191,9 @@ def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_on
 
 
 def test_ragged_sequences_fill_their_streams() -> None:
-    lengths = tuple(int(length) for length in np.clip(np.random.default_rng(0).lognormal(5.4, 0.7, 32), 8, 1025))
+    lengths = tuple(
+        int(length) for length in np.clip(np.random.default_rng(0).lognormal(5.4, 0.7, 32), 8, 1025)
+    )
     shapes = train_shapes(max_context_length=2048, tokens_per_batch=2048)
     batches = packed(tiny_qwen3.data(lengths), shapes)
     assert sum(lengths) / sum(batch.tokens.size for batch in batches) >= 0.85
@@ -172,8 +208,13 @@ def test_missing_weights_mean_one_on_every_real_token() -> None:
 def test_a_sequences_ratio_is_the_mean_over_its_mask() -> None:
     sampler, own = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
     masks = [np.array(mask, np.float32) for mask in ([0, 1, 1], [0, 0, 0])]
-    data = tuple(replace(datum([1, 2, 3], [2, 3, 4]), logprobs=sampler, sequence_ratio_mask=mask) for mask in masks)
-    assert [found.logprobs.tolist() for found in with_sequence_ratios(data, [own, own])] == [[1.5] * 3, [0] * 3]
+    data = tuple(
+        replace(datum([1, 2, 3], [2, 3, 4]), logprobs=sampler, sequence_ratio_mask=mask) for mask in masks
+    )
+    assert [found.logprobs.tolist() for found in with_sequence_ratios(data, [own, own])] == [
+        [1.5] * 3,
+        [0] * 3,
+    ]
 
 
 def test_blocks_of_padding_look_at_nothing() -> None:

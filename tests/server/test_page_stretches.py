@@ -17,7 +17,9 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     for row in range(1, ROWS):
         other, shared = draw(st.integers(0, row - 1)), draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH]))
         tables[row, :shared] = tables[other, :shared]
-    lengths = draw(st.lists(st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE)), min_size=ROWS, max_size=ROWS))
+    lengths = draw(
+        st.lists(st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE)), min_size=ROWS, max_size=ROWS)
+    )
     return tables, np.array(lengths, np.int32)
 
 
@@ -28,7 +30,10 @@ def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
     tables, lengths = batch
     found = stretches_of(tables, lengths, group=group, devices=devices)
     own = ROWS // devices
-    assert found.rows.shape == (devices * own * max_parts(WIDTH), rows_together(group)) and found.num_parts.max() <= MAX_PARTS
+    assert (
+        found.rows.shape == (devices * own * max_parts(WIDTH), rows_together(group))
+        and found.num_parts.max() <= MAX_PARTS
+    )
     positions: dict[tuple[int, int], tuple[int, int]] = {}  # of each part of each row
     for device in range(devices):
         for at in device * own * max_parts(WIDTH) + np.arange(found.counts[device]):
@@ -49,7 +54,10 @@ def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
 def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.ndarray, np.ndarray]) -> None:
     tables, lengths = batch
     found = stretches_of(tables, lengths, group=2)
-    readings = {(part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()): 0 for part, first, end, rows in _stretches(found)}
+    readings = {
+        (part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()): 0
+        for part, first, end, rows in _stretches(found)
+    }
     for part, first, end, rows in _stretches(found):
         readings[part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()] += 1
     assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"

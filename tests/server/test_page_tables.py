@@ -23,7 +23,9 @@ def remembered(pages: PrefixCache, text: np.ndarray) -> None:
 
 def test_rows_in_one_place_share_the_pages_that_are_full() -> None:
     home = PrefixCache(first=0, count=10)
-    tables = take_tables([home] * 3, 2 * PAGE + 1, found=NOTHING, home=home, spare={}, text_length=2 * PAGE + 1)
+    tables = take_tables(
+        [home] * 3, 2 * PAGE + 1, found=NOTHING, home=home, spare={}, text_length=2 * PAGE + 1
+    )
     assert tables.of_rows == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert (tables.before, tables.after) == ([], [(3, 4), (3, 5)])
     assert users(home) == {1: 3, 2: 3, 3: 1, 4: 1, 5: 1}
@@ -41,7 +43,9 @@ def test_what_was_found_is_shared_as_far_as_it_is_full_and_else_copied() -> None
 def test_a_row_elsewhere_gets_copies_of_all() -> None:
     home, other = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
     found = Prefix(pages=home.take(1) or (), length=PAGE)
-    tables = take_tables([home, other, other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1)
+    tables = take_tables(
+        [home, other, other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1
+    )
     assert tables.of_rows == [[1, 2], [11, 12], [11, 13]]
     assert (tables.before, tables.after) == ([], [(1, 11), (2, 12), (2, 13)])
     away = take_tables([other], PAGE + 1, found=found, home=home, spare={}, text_length=PAGE + 1)
@@ -63,7 +67,9 @@ def test_what_was_found_is_not_given_up_for_what_goes_on_from_it() -> None:
     home, text = PrefixCache(first=0, count=3), np.arange(PAGE, dtype=np.int32)
     remembered(home, text)
     with pytest.raises(CapacityError, match="64 are free"):
-        take_tables([home], 2 * PAGE, found=home.find("w", text), home=home, spare={home: 1}, text_length=2 * PAGE)
+        take_tables(
+            [home], 2 * PAGE, found=home.find("w", text), home=home, spare={home: 1}, text_length=2 * PAGE
+        )
     assert home.find("w", text).length == PAGE
 
 

@@ -29,7 +29,10 @@ def test_a_prompt_finds_the_longest_beginning_under_its_own_weights():
     branch = computed(pages, other)
     assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == own
     assert pages.find("w", first[: PAGE + 3]).length == PAGE + 3
-    assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [own[0], branch[1]]  # its first page was there already
+    assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [
+        own[0],
+        branch[1],
+    ]  # its first page was there already
     assert pages.find("w", 3 - first).length == 0 == len(pages.find("w", 3 - first).pages)
     assert pages.find("v", first).length == 0
 
@@ -121,7 +124,10 @@ def test_every_page_is_free_or_has_an_owner_whatever_happens(data: st.DataObject
             pages.give_back(shared)
             continue
         own = [*shared, *new]
-        contents |= {page: tokens[(whole + at) * PAGE : (whole + at + 1) * PAGE].tobytes() for at, page in enumerate(new)}
+        contents |= {
+            page: tokens[(whole + at) * PAGE : (whole + at + 1) * PAGE].tobytes()
+            for at, page in enumerate(new)
+        }
         rows.append((tokens, own))
         held = {page for _, own in rows for page in own}
         assert pages.nowhere not in held and held <= set(range(4, 15))

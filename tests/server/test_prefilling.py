@@ -24,15 +24,22 @@ from tests.fakes import tiny_model
 
 CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
 PAGES_EACH = 6
-LAYOUT = PrefillLayout(shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size)
+LAYOUT = PrefillLayout(
+    shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size
+)
 PARAMS = jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0))
 rng = np.random.default_rng(0)
-BANK = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10), zero_adapter(CONFIG, 4))
+BANK = jax.tree.map(
+    lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10),
+    zero_adapter(CONFIG, 4),
+)
 
 
 def rounding() -> float:
     """0 where XLA's products give a row the same bits whatever the number of rows; some CPUs sum in another order for few rows."""
-    rows, weights = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640)))
+    rows, weights = (
+        jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
+    )
     product = jax.jit(jnp.matmul)
     return 0.0 if bool((product(rows[:8], weights) == product(rows, weights)[:8]).all()) else 1e-5
 
@@ -70,7 +77,9 @@ def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) ->
     )
 
 
-def compute(cache: KVCache, pieces: Sequence[PrefillChunk], layout: PrefillLayout = LAYOUT) -> tuple[KVCache, list[PrefillOutputs]]:
+def compute(
+    cache: KVCache, pieces: Sequence[PrefillChunk], layout: PrefillLayout = LAYOUT
+) -> tuple[KVCache, list[PrefillOutputs]]:
     outputs = []
     for run, settings in layout.passes(pieces):
         cache, output = prefill(cache, PARAMS, BANK, run, settings, config=CONFIG, tempered=False)
@@ -87,10 +96,14 @@ def written(cache: KVCache, piece: PrefillChunk) -> tuple[np.ndarray, np.ndarray
     pages, length = np.array(piece.tables[0]), piece.length
     keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
     keys = keys.transpose(0, 2, 3, 1, 4).reshape(*keys.shape[:1], *keys.shape[2:4], -1)[..., :length]
-    return keys, values.transpose(0, 2, 1, 3, 4).reshape(values.shape[0], values.shape[2], -1, values.shape[-1])[:, :, :length]
+    return keys, values.transpose(0, 2, 1, 3, 4).reshape(
+        values.shape[0], values.shape[2], -1, values.shape[-1]
+    )[:, :, :length]
 
 
-def assert_same(one: tuple[KVCache, PrefillChunk, PrefillOutputs], other: tuple[KVCache, PrefillChunk, PrefillOutputs]) -> None:
+def assert_same(
+    one: tuple[KVCache, PrefillChunk, PrefillOutputs], other: tuple[KVCache, PrefillChunk, PrefillOutputs]
+) -> None:
     for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
         np.testing.assert_allclose(left, right, rtol=0, atol=ROUNDING)
     np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=ROUNDING)
@@ -107,7 +120,10 @@ def test_a_gpus_passes_are_compiled_for_one_adapter_for_several_and_for_all() ->
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, bank=9)
     found = [(len(run.tokens), run.adapters.most, run.row_adapters.most) for run, _ in layout.examples()]
     assert found == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
-    mixed = [(len(run.tokens), run.adapters.most, run.row_adapters.most) for run, _ in layout.passes([piece(9, 0), piece(9, 1)])]
+    mixed = [
+        (len(run.tokens), run.adapters.most, run.row_adapters.most)
+        for run, _ in layout.passes([piece(9, 0), piece(9, 1)])
+    ]
     assert mixed == [(4, 4, 4)]
 
 

@@ -40,7 +40,10 @@ def test_ending_a_session_frees_its_models_and_snapshots_but_not_checkpoints_or_
     registry.add_sampler(session_id, registry.sampler_id(session_id, 2), model_path=path, weights=path)
     assert registry.stats() == {"sessions": 1, "models": 1, "samplers": 3, "snapshots": 1}
 
-    assert registry.end_session(session_id, "closed") == [UnloadModel(model_id=model_id), DropSnapshot(weights=snapshot)]
+    assert registry.end_session(session_id, "closed") == [
+        UnloadModel(model_id=model_id),
+        DropSnapshot(weights=snapshot),
+    ]
     assert registry.end_session(session_id, "closed") == []
     assert registry.stats() == {"sessions": 0, "models": 0, "samplers": 0, "snapshots": 0}
     with pytest.raises(NotFoundError, match="closed"):

@@ -26,7 +26,9 @@ SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
 def hosts() -> Iterator[HostsSettings]:
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"k" * 32)
+        yield HostsSettings(
+            coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"k" * 32
+        )
 
 
 @pytest.fixture
@@ -41,17 +43,26 @@ def leading(hosts: HostsSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettings) -> None:
-    with pytest.raises(ConfigError, match=f"^num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start",
+    ):
         lead(replace(hosts, timeout_s=1), SETTINGS, print)
 
 
 def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
-    with pytest.raises(ConfigError, match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused"):
+    with pytest.raises(
+        ConfigError,
+        match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused",
+    ):
         join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
 
 
 def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: HostsSettings) -> None:
-    with socket.create_server(hosts.address), pytest.raises(ConfigError, match="who listens there said nothing for 1 s"):
+    with (
+        socket.create_server(hosts.address),
+        pytest.raises(ConfigError, match="who listens there said nothing for 1 s"),
+    ):
         join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
 
 
@@ -67,10 +78,13 @@ def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and
 
 def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
     with pytest.raises(
-        ConfigError, match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host"
+        ConfigError,
+        match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host",
     ):
         lead(replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
-    with pytest.raises(ConfigError, match=r"no.such.host.invalid:7000: .*; it must be a free address") as error:
+    with pytest.raises(
+        ConfigError, match=r"no.such.host.invalid:7000: .*; it must be a free address"
+    ) as error:
         lead(replace(hosts, coordinator_address="no.such.host.invalid:7000"), SETTINGS, print)
     assert "\n" not in str(error.value)
 
@@ -84,12 +98,18 @@ def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
             {},
             r"does not know the cluster key; give every process the same cluster_key_file \(or",
         ),
-        ({"num_processes": 3}, {}, "process 1 was started with num_processes=3, process 0 with num_processes=2"),
+        (
+            {"num_processes": 3},
+            {},
+            "process 1 was started with num_processes=3, process 0 with num_processes=2",
+        ),
         ({}, {"decode_slots": 4}, "process 1 has decode_slots=4, process 0 decode_slots=6: start them alike"),
         ({}, {"model_dir": FIXTURES / "untied"}, "process 1 has model files=.*: start them alike"),
     ],
 )
-def test_who_is_not_alike_is_turned_away(hosts: HostsSettings, others: dict, settings: dict, message: str) -> None:
+def test_who_is_not_alike_is_turned_away(
+    hosts: HostsSettings, others: dict, settings: dict, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         join(replace(hosts, **{"process_id": 1, **others}), replace(SETTINGS, **settings), print)
 

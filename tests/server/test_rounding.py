@@ -24,7 +24,11 @@ from tests.server.tiny_qwen3 import CONFIG
 PIECE, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
-    shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2), num_slots=1, table_width=4, max_copies=1, vocab_size=CONFIG.vocab_size
+    shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2),
+    num_slots=1,
+    table_width=4,
+    max_copies=1,
+    vocab_size=CONFIG.vocab_size,
 )
 
 
@@ -78,7 +82,15 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
     )
     _, block = decode_block(
-        cache, params, bank, rows, row_settings([row], CONFIG.vocab_size), config=CONFIG, steps=NEW, ends=(4 * PAGE,), tempered=False
+        cache,
+        params,
+        bank,
+        rows,
+        row_settings([row], CONFIG.vocab_size),
+        config=CONFIG,
+        steps=NEW,
+        ends=(4 * PAGE,),
+        tempered=False,
     )
     tokens = np.concatenate([prompt, second.first_tokens, block.tokens[0]])
     sampled = np.concatenate([first.logprobs, second.logprobs[:-1], second.first_logprobs, block.logprobs[0]])

@@ -48,7 +48,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     for seed, name in enumerate(MODELS):
         run(engine, CreateModel(model_id=name, lora=LoraSpec(rank=4, seed=seed)))
         for _ in range(2):
-            run(engine, ForwardBackward(model_id=name, data=(datum_of(tokens(40, seed)),), loss_fn=LossFn.CROSS_ENTROPY))
+            run(
+                engine,
+                ForwardBackward(
+                    model_id=name, data=(datum_of(tokens(40, seed)),), loss_fn=LossFn.CROSS_ENTROPY
+                ),
+            )
             run(engine, OptimStep(model_id=name, adam=AdamSettings(learning_rate=1e-2)))
         run(engine, SaveSampler(model_id=name, weights=name))
     yield engine
@@ -78,20 +83,37 @@ def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
     return run(engine, request(prompt, **options)).sequences[0]
 
 
-def forward_logprobs(engine: Engine, sequences: list[np.ndarray], model_id: str = "first") -> list[np.ndarray]:
+def forward_logprobs(
+    engine: Engine, sequences: list[np.ndarray], model_id: str = "first"
+) -> list[np.ndarray]:
     """log p of every token but the first, by the training side's forward."""
     data = tuple(datum_of(sequence) for sequence in sequences)
-    return list(run(engine, ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True)).logprobs)
+    return list(
+        run(
+            engine,
+            ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY, forward_only=True),
+        ).logprobs
+    )
 
 
 def test_logprobs_equal_forward_on_a_multi_turn_batch_of_32_mixed_lengths(engine: Engine):
     """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of the blocks."""
     rng = np.random.default_rng(1)
-    histories = [tokens(int(length), seed=row) for row, length in enumerate(np.r_[rng.integers(1, 300, 28), 250, 255, 256, 257])]
+    histories = [
+        tokens(int(length), seed=row)
+        for row, length in enumerate(np.r_[rng.integers(1, 300, 28), 250, 255, 256, 257])
+    ]
     sampled: list[list[tuple[int, np.ndarray]]] = [[] for _ in histories]
     for turn in range(3):
         futures = [
-            engine.submit(request(history, max_tokens=int(rng.integers(1, 60)), seed=turn, temperature=[1.0, 0.7, 0.0][row % 3]))
+            engine.submit(
+                request(
+                    history,
+                    max_tokens=int(rng.integers(1, 60)),
+                    seed=turn,
+                    temperature=[1.0, 0.7, 0.0][row % 3],
+                )
+            )
             for row, history in enumerate(histories)
         ]
         for row, future in enumerate(futures):
@@ -113,7 +135,9 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
         result = future.result(TIMEOUT_S)
         assert np.isnan(result.prompt_logprobs[0]) and len(result.sequences[0].tokens) == 1
         if len(prompt) > 1:
-            np.testing.assert_allclose(result.prompt_logprobs[1:], forward_logprobs(engine, [prompt])[0], atol=1e-4)
+            np.testing.assert_allclose(
+                result.prompt_logprobs[1:], forward_logprobs(engine, [prompt])[0], atol=1e-4
+            )
         assert result.prompt_cache_hit_tokens == 0
 
 
@@ -138,13 +162,20 @@ def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
 def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
     """A group's prompt, and a system prompt in front of different ones; another snapshot begins anew."""
     system = tokens(400, seed=80)
-    prompts = [system, system, np.concatenate([system, tokens(50, seed=81)]), np.concatenate([system[:350], tokens(9, seed=82)])]
+    prompts = [
+        system,
+        system,
+        np.concatenate([system, tokens(50, seed=81)]),
+        np.concatenate([system[:350], tokens(9, seed=82)]),
+    ]
     futures = [engine.submit(request(prompt)) for prompt in prompts]
     results = [future.result(TIMEOUT_S) for future in futures]
     assert [result.prompt_cache_hit_tokens for result in results] == [0, 399, 400, 350]
     for prompt, result in zip(prompts, results, strict=True):
         whole = np.concatenate([prompt, result.sequences[0].tokens])
-        np.testing.assert_allclose(forward_logprobs(engine, [whole])[0][len(prompt) - 1 :], result.sequences[0].logprobs, atol=1e-4)
+        np.testing.assert_allclose(
+            forward_logprobs(engine, [whole])[0][len(prompt) - 1 :], result.sequences[0].logprobs, atol=1e-4
+        )
     assert run(engine, request(system, weights="second")).prompt_cache_hit_tokens == 0
     assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
 
@@ -155,7 +186,8 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
     admits = [
-        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1) for number, prompt in enumerate([*others, *alike], start=1)
+        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1)
+        for number, prompt in enumerate([*others, *alike], start=1)
     ]
     try:
         assert [admission.prompt_cache_hit_tokens for admission in executor.admit(admits[:2])] == [0, 0]
@@ -191,8 +223,12 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
     withdrawn = PrefillRequest(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
     assert engine._executor.admit([withdrawn]) == [None]
     engine._executor.release(-1)
-    assert {users for pages in slots._pages for users in pages._users.values()} == {1}, "nobody but the tree has a page"
-    assert not slots._begun and not engine._executor._snapshots._pins, "nothing is left of one that is withdrawn between two pieces"
+    assert {users for pages in slots._pages for users in pages._users.values()} == {1}, (
+        "nobody but the tree has a page"
+    )
+    assert not slots._begun and not engine._executor._snapshots._pins, (
+        "nothing is left of one that is withdrawn between two pieces"
+    )
 
 
 def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, tmp_path: Path):
@@ -200,7 +236,11 @@ def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, 
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
     requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))
-    small = Engine(DeviceExecutor(make_settings(make_model(tmp_path / "model"), tmp_path / "checkpoints", cache_tokens=1024)))
+    small = Engine(
+        DeviceExecutor(
+            make_settings(make_model(tmp_path / "model"), tmp_path / "checkpoints", cache_tokens=1024)
+        )
+    )
     small.start()
     futures = [small.submit(each) for each in requests]
     results = [future.result(TIMEOUT_S) for future in futures]
@@ -220,7 +260,11 @@ def test_greedy_takes_the_likeliest_token_every_time(engine: Engine):
     sequence = sample(engine, prompt, temperature=0.0, max_tokens=20)
     for at in range(len(sequence.tokens)):
         so_far = np.concatenate([prompt, sequence.tokens[:at]])
-        every = forward_logprobs(engine, [np.append(so_far, token) for token in range(CONFIG.vocab_size)]) if at in (0, 9, 19) else None
+        every = (
+            forward_logprobs(engine, [np.append(so_far, token) for token in range(CONFIG.vocab_size)])
+            if at in (0, 9, 19)
+            else None
+        )
         if every is not None:
             assert int(np.argmax([logprobs[-1] for logprobs in every])) == sequence.tokens[at]
 
@@ -282,7 +326,9 @@ def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
     """Among 200 samples of a random model some hit one of the two eos tokens."""
     ends = [
         {int(token) for token in sequence.tokens[-1:]}
-        for sequence in run(engine, request(tokens(9), num_samples=40, max_tokens=40, stop_at_eos=True, temperature=3.0)).sequences
+        for sequence in run(
+            engine, request(tokens(9), num_samples=40, max_tokens=40, stop_at_eos=True, temperature=3.0)
+        ).sequences
         if sequence.stop_reason is StopReason.STOP
     ]
     assert ends and set.union(*ends) <= set(CONFIG.eos_token_ids)
@@ -293,7 +339,9 @@ def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
 def test_a_stop_string_cuts_after_the_token_that_completes_it(engine: Engine):
     free = sample(engine, tokens(20), max_tokens=30)
     text = [byte_tokenizer().decode([int(token)]) for token in free.tokens]
-    at = next(at for at in range(9, 28) if all(len(piece) == 1 and piece.isascii() for piece in text[at : at + 2]))
+    at = next(
+        at for at in range(9, 28) if all(len(piece) == 1 and piece.isascii() for piece in text[at : at + 2])
+    )
     stop = "".join(text[at : at + 2])
     assert stop not in "".join(text[: at + 1])
     stopped = sample(engine, tokens(20), max_tokens=30, stop_strings=("never this", stop))
@@ -327,7 +375,14 @@ def test_new_settings_compile_nothing(engine: Engine):
     for number, max_tokens in enumerate((1, 2, 7, 33, 100)):
         run(
             engine,
-            request(tokens(11 + number), max_tokens=max_tokens, temperature=0.1 * number, top_p=0.5, top_k=7, stop_token_ids=(number,)),
+            request(
+                tokens(11 + number),
+                max_tokens=max_tokens,
+                temperature=0.1 * number,
+                top_p=0.5,
+                top_k=7,
+                stop_token_ids=(number,),
+            ),
         )
         run(engine, request(tokens(11 + number), num_samples=number + 1, weights=None, prompt_logprobs=True))
     assert engine.stats()["programs"] == before
@@ -349,7 +404,9 @@ def draws(
         top_p=np.full(count, top_p, np.float32),
     )
     run_choose = jax.jit(choose, static_argnames="tempered")
-    chosen, logprobs = run_choose(np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32), tempered=tempered)
+    chosen, logprobs = run_choose(
+        np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32), tempered=tempered
+    )
     return np.asarray(chosen), np.asarray(logprobs)
 
 
@@ -357,11 +414,17 @@ def draws(
     "settings, expected",
     [
         ({}, [0.5, 0.3, 0.15, 0.04, 0.01]),
-        ({"temperature": 0.5}, [0.25 / 0.3642, 0.09 / 0.3642, 0.0225 / 0.3642, 0.0016 / 0.3642, 0.0001 / 0.3642]),
+        (
+            {"temperature": 0.5},
+            [0.25 / 0.3642, 0.09 / 0.3642, 0.0225 / 0.3642, 0.0016 / 0.3642, 0.0001 / 0.3642],
+        ),
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_k": 1}, [1, 0, 0, 0, 0]),
-        ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0]),  # 0.8 is not enough, so the third belongs
+        (
+            {"top_p": 0.9},
+            [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0],
+        ),  # 0.8 is not enough, so the third belongs
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of what the three hold: 0.8 / 0.95
@@ -372,11 +435,15 @@ def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dic
     chosen, logprobs = draws(count, **settings)
     np.testing.assert_allclose(np.bincount(chosen, minlength=5) / count, expected, atol=0.03)
     assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
-    np.testing.assert_allclose(logprobs, LOGITS[chosen], atol=1e-5)  # of the distribution before temperature and filters
+    np.testing.assert_allclose(
+        logprobs, LOGITS[chosen], atol=1e-5
+    )  # of the distribution before temperature and filters
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
-def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(temperature: float, expected: np.ndarray):
+def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(
+    temperature: float, expected: np.ndarray
+):
     """The tokens are the same either way; a greedy row has the model's own logprobs; filters never count."""
     chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
     np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
@@ -388,14 +455,22 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
-    executor.admit([PrefillRequest(ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1)])
+    executor.admit(
+        [
+            PrefillRequest(
+                ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
+            )
+        ]
+    )
     executor.decode()
     (finished,) = executor.collect(go_on=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
     (admission,) = executor.admit([PrefillRequest(ticket=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
-    for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)):
+    for at, (token, logprob) in enumerate(
+        zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)
+    ):
         tempered = top.logprobs[at] / 0.5
         tempered -= np.log(np.exp(tempered).sum())
         assert logprob == pytest.approx(tempered[list(top.token_ids[at]).index(token)], abs=1e-4)
@@ -412,7 +487,17 @@ def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], 
 
 def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
     prompt = tokens(20, seed=91)
-    result = run(engine, request(prompt, num_samples=2, max_tokens=9, topk_prompt_logprobs=3, topk_sample_logprobs=5, prompt_logprobs=True))
+    result = run(
+        engine,
+        request(
+            prompt,
+            num_samples=2,
+            max_tokens=9,
+            topk_prompt_logprobs=3,
+            topk_sample_logprobs=5,
+            prompt_logprobs=True,
+        ),
+    )
     top = result.topk_prompt_logprobs
     assert top.token_ids.shape == top.logprobs.shape == (20, 3)
     assert top.token_ids[0].tolist() == [0, 0, 0] and top.logprobs[0].tolist() == [NO_LOGPROB] * 3
@@ -435,7 +520,12 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
     prompt = tokens(12, seed=92)
     wanted = np.full((11, 3), -1, np.int32)
     wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
-    dense = run(engine, request(prompt, weights="second", target_prompt_tokens=CsrMatrix(values=wanted.reshape(-1), shape=(11, 3))))
+    dense = run(
+        engine,
+        request(
+            prompt, weights="second", target_prompt_tokens=CsrMatrix(values=wanted.reshape(-1), shape=(11, 3))
+        ),
+    )
     scores = dense.target_prompt_logprobs.dense()
     assert scores.shape == (11, 3) and np.all((scores == 0) == (wanted < 0))
     for row, column in zip(*np.nonzero(wanted >= 0), strict=True):
@@ -444,8 +534,15 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
 
     rows, columns = np.nonzero(wanted >= 0)
     crow_indices = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=11))])
-    sparse = CsrMatrix(values=wanted[rows, columns], shape=(11, 1 << 30), crow_indices=crow_indices, col_indices=columns * 1_000_000)
-    answer = run(engine, request(prompt, weights="second", target_prompt_tokens=sparse)).target_prompt_logprobs
+    sparse = CsrMatrix(
+        values=wanted[rows, columns],
+        shape=(11, 1 << 30),
+        crow_indices=crow_indices,
+        col_indices=columns * 1_000_000,
+    )
+    answer = run(
+        engine, request(prompt, weights="second", target_prompt_tokens=sparse)
+    ).target_prompt_logprobs
     np.testing.assert_array_equal(answer.crow_indices, crow_indices)
     np.testing.assert_array_equal(answer.values, scores[rows, columns])
 
@@ -453,11 +550,15 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
 def test_only_the_last_prompt_tokens_are_reported_when_no_more_are_asked_for(engine: Engine):
     prompt = tokens(15, seed=93)
     every = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2))
-    last = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=4))
+    last = run(
+        engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=4)
+    )
     assert np.isnan(last.prompt_logprobs[:11]).all()
     np.testing.assert_array_equal(last.prompt_logprobs[11:], every.prompt_logprobs[11:])
     assert (last.topk_prompt_logprobs.logprobs[:11] == NO_LOGPROB).all()
-    np.testing.assert_array_equal(last.topk_prompt_logprobs.token_ids[11:], every.topk_prompt_logprobs.token_ids[11:])
+    np.testing.assert_array_equal(
+        last.topk_prompt_logprobs.token_ids[11:], every.topk_prompt_logprobs.token_ids[11:]
+    )
 
 
 def test_scoring_leaves_the_programs_of_plain_sampling_alone(engine: Engine):
@@ -502,7 +603,12 @@ def test_a_watched_sample_is_the_same_sample_and_its_parts_are_its_beginning(eng
         def wanted(self) -> bool:
             return True
 
-    op = Sample(weights="first", prompt=tokens(20), settings=SamplingSettings(max_tokens=30, seed=5, stop_at_eos=False), num_samples=2)
+    op = Sample(
+        weights="first",
+        prompt=tokens(20),
+        settings=SamplingSettings(max_tokens=30, seed=5, stop_at_eos=False),
+        num_samples=2,
+    )
     parts = Parts()
     watched, alone = engine.submit(op, parts).result(TIMEOUT_S), run(engine, op)
     for index, sequence in enumerate(watched.sequences):

@@ -33,7 +33,9 @@ from skyrl_tx_server.engine.scheduler import (
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
-    return Sample(weights=weights, prompt=np.array([1], np.int32), settings=SamplingSettings(), num_samples=num_samples)
+    return Sample(
+        weights=weights, prompt=np.array([1], np.int32), settings=SamplingSettings(), num_samples=num_samples
+    )
 
 
 def optim(model_id: str) -> OptimStep:
@@ -60,7 +62,9 @@ def run_steps(scheduler: Scheduler) -> list[int]:
     return order
 
 
-def next_turn(scheduler: Scheduler, *, free_slots: int, rows_decoding: int) -> Step | PrefillRequest | Decode | None:
+def next_turn(
+    scheduler: Scheduler, *, free_slots: int, rows_decoding: int
+) -> Step | PrefillRequest | Decode | None:
     """Of an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
     assert not isinstance(turn, Pause)
@@ -119,11 +123,20 @@ def test_waiting_samples_enter_in_order_and_in_parts():
 
 
 def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
-    scheduler = queue(sample(num_samples=3), SaveSampler(model_id="a", weights="s"), sample("s"), sample(num_samples=2), sample())
+    scheduler = queue(
+        sample(num_samples=3),
+        SaveSampler(model_id="a", weights="s"),
+        sample("s"),
+        sample(num_samples=2),
+        sample(),
+    )
     save = scheduler.next(free_slots=5, rows_decoding=0)
     offered = scheduler.next(free_slots=5, rows_decoding=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(1, 0, 3), (4, 0, 2)]  # 3 waits for its snapshot
+    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [
+        (1, 0, 3),
+        (4, 0, 2),
+    ]  # 3 waits for its snapshot
     scheduler.put_back(offered.admits[1:])
     scheduler.finish(save)
     offered = scheduler.next(free_slots=2, rows_decoding=3)
@@ -159,13 +172,17 @@ def test_requests_that_end_in_their_prefill_do_not_starve_training():
     scheduler.finish(first)
     turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Step]
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), PrefillRequest), "nor does training starve them"
+    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), PrefillRequest), (
+        "nor does training starve them"
+    )
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
     scheduler = queue(*[sample() for _ in range(20)])
     turns = [next_turn(scheduler, free_slots=3, rows_decoding=1) for _ in range(2 * PREFILLS_PER_TURN + 3)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Decode] + [PrefillRequest] * PREFILLS_PER_TURN + [
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Decode] + [
+        PrefillRequest
+    ] * PREFILLS_PER_TURN + [
         Decode,
         PrefillRequest,
     ]
@@ -216,7 +233,9 @@ def test_what_is_put_back_keeps_its_order():
     assert offers(9) == [(2, 0, 2), (3, 0, 2)]
     first = scheduler.next(free_slots=1, rows_decoding=0)
     assert isinstance(first, Prefill)
-    assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, "of a request that has begun the rest"
+    assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, (
+        "of a request that has begun the rest"
+    )
 
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
@@ -246,7 +265,9 @@ def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block(
 
 
 def test_a_dropped_request_does_not_enter():
-    scheduler = queue(sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1)))
+    scheduler = queue(
+        sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
+    )
     scheduler.drop_sample(2)
     assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
     offered = scheduler.next(free_slots=4, rows_decoding=0)
@@ -337,7 +358,9 @@ class Simulation:
             for index in range(admit.first, admit.first + admit.count):
                 assert (admit.ticket, index) not in self.rows
                 assert admit.paused == ((admit.ticket, index) in self.paused)
-                self.rows[admit.ticket, index] = self.paused.pop((admit.ticket, index), self.lengths[admit.ticket])
+                self.rows[admit.ticket, index] = self.paused.pop(
+                    (admit.ticket, index), self.lengths[admit.ticket]
+                )
             self.scheduler.admitted(admit.ticket, prompt_tokens=0 if admit.paused else len(admit.op.prompt))
         self.scheduler.put_back(admits[taken:])
 
@@ -399,7 +422,9 @@ def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each
     per_tenant = Counter[str]()
     for _ in range(400):
         simulation.run(1)
-        per_tenant.update({f"hostile {number}": simulation.rows_of(f"hostile {number}") for number in range(64)})
+        per_tenant.update(
+            {f"hostile {number}": simulation.rows_of(f"hostile {number}") for number in range(64)}
+        )
     assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "the large ones share alike, too"
 
 
@@ -492,7 +517,9 @@ def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
     assert scheduler.interrupts(free_slots=0)
     assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
-    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(ticket=2, op=sample(), first=0, count=1, tenant="b")
+    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(
+        ticket=2, op=sample(), first=0, count=1, tenant="b"
+    )
 
 
 def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
@@ -510,10 +537,17 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
 
 def test_prompts_that_are_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, unfinished_tokens=10_000)
-    tickets = [simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1) for number in range(6)]
+    tickets = [
+        simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
+        for number in range(6)
+    ]
     giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", blocks=1)
     while len(simulation.ended) < 7 and simulation.turn():
-        unfinished = [len_of for ticket, len_of in simulation.prompts.items() if len_of < (30_000 if ticket == giant else 4000)]
+        unfinished = [
+            len_of
+            for ticket, len_of in simulation.prompts.items()
+            if len_of < (30_000 if ticket == giant else 4000)
+        ]
         assert len(unfinished) <= 2
     assert set(simulation.ended) == {*tickets, giant}
 

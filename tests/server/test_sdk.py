@@ -96,12 +96,20 @@ def test_a_training_step_through_the_sdk(client: tinker.ServiceClient, engine: F
     done = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
     output = done.result()
-    assert [[round(lp, 4) for lp in o["logprobs"].tolist()] for o in output.loss_fn_outputs] == [[-0.2, -0.3, 0.0], [-0.5, 0.0]]
+    assert [[round(lp, 4) for lp in o["logprobs"].tolist()] for o in output.loss_fn_outputs] == [
+        [-0.2, -0.3, 0.0],
+        [-0.5, 0.0],
+    ]
     assert output.metrics == {"loss:sum": pytest.approx(0.5)}
     assert step.result().metrics == {"grad_norm": 1.5}
 
     (created,) = engine.of_type(CreateModel)
-    assert (created.lora.rank, created.lora.seed, created.lora.train_unembed, created.lora.train_mlp) == (4, 7, False, True)
+    assert (created.lora.rank, created.lora.seed, created.lora.train_unembed, created.lora.train_mlp) == (
+        4,
+        7,
+        False,
+        True,
+    )
     (trained,) = engine.of_type(ForwardBackward)
     assert trained.data[1].weights is not None and trained.data[1].weights.tolist() == [0.0, 1.0]
     (stepped,) = engine.of_type(OptimStep)
@@ -109,7 +117,9 @@ def test_a_training_step_through_the_sdk(client: tinker.ServiceClient, engine: F
 
 
 @pytest.mark.parametrize("norm", [float("inf"), float("nan")])
-def test_a_gradient_norm_that_is_not_finite_reaches_the_client(client: tinker.ServiceClient, engine: FakeEngine, norm: float) -> None:
+def test_a_gradient_norm_that_is_not_finite_reaches_the_client(
+    client: tinker.ServiceClient, engine: FakeEngine, norm: float
+) -> None:
     engine.grad_norm = norm
     training = client.create_lora_training_client(MODEL, rank=4).result()
     metrics = training.optim_step(types.AdamParams()).result(10).metrics
@@ -124,7 +134,9 @@ def test_forward_does_not_train(client: tinker.ServiceClient, engine: FakeEngine
 
 def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
-    training.forward_backward([rl_datum([1, 2])], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}).result()
+    training.forward_backward(
+        [rl_datum([1, 2])], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
+    ).result()
     (op,) = engine.of_type(ForwardBackward)
     assert op.settings == LossSettings(clip_low_threshold=0.7, clip_high_threshold=1.3)
     assert op.data[0].advantages is not None and op.data[0].advantages.tolist() == [0.5, 0.5]
@@ -134,7 +146,9 @@ def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient,
 def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     """The SDK cuts a batch into chunks; sent in parallel the first one would arrive last."""
     training = client.create_lora_training_client(MODEL, rank=4).result()
-    output = training.forward_backward([datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy").result()
+    output = training.forward_backward(
+        [datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy"
+    ).result()
     assert len(output.loss_fn_outputs) == 2500
     seen = [int(d.tokens[0]) for op in engine.of_type(ForwardBackward) for d in op.data]
     assert len(engine.of_type(ForwardBackward)) == 3
@@ -151,7 +165,9 @@ def test_an_ephemeral_sampler_keeps_the_weights_of_its_moment(client: tinker.Ser
     assert after.sample(prompt(5), 1, params).result().sequences[0].tokens == [7, 8, 9]
 
 
-def test_sampling_parameters_arrive_and_every_sequence_has_an_id(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_sampling_parameters_arrive_and_every_sequence_has_an_id(
+    client: tinker.ServiceClient, engine: FakeEngine
+) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=5, seed=9, stop=[8], temperature=0.5, top_k=3, top_p=0.9)
     response = sampler.sample(prompt(5), 2, params, include_prompt_logprobs=True).result()
@@ -168,7 +184,13 @@ def test_sampling_parameters_arrive_and_every_sequence_has_an_id(client: tinker.
 
 @pytest.mark.parametrize(
     ("stop", "strings", "ids", "at_eos"),
-    [(None, (), (), True), ([], (), (), False), ("ab", ("ab",), (), False), (["a", "b"], ("a", "b"), (), False), ([3], (), (3,), False)],
+    [
+        (None, (), (), True),
+        ([], (), (), False),
+        ("ab", ("ab",), (), False),
+        (["a", "b"], ("a", "b"), (), False),
+        ([3], (), (3,), False),
+    ],
 )
 def test_every_form_of_stop(
     client: tinker.ServiceClient,
@@ -178,23 +200,34 @@ def test_every_form_of_stop(
     ids: tuple[int, ...],
     at_eos: bool,
 ) -> None:
-    client.create_sampling_client(base_model=MODEL).result().sample(prompt(5), 1, types.SamplingParams(max_tokens=1, stop=stop)).result()
+    client.create_sampling_client(base_model=MODEL).result().sample(
+        prompt(5), 1, types.SamplingParams(max_tokens=1, stop=stop)
+    ).result()
     settings = engine.of_type(Sample)[0].settings
     assert (settings.stop_strings, settings.stop_token_ids, settings.stop_at_eos) == (strings, ids, at_eos)
 
 
 def test_compute_logprobs(client: tinker.ServiceClient) -> None:
-    assert client.create_sampling_client(base_model=MODEL).result().compute_logprobs(prompt(1, 2, 3)).result() == [None, -2.0, -2.0]
+    assert client.create_sampling_client(base_model=MODEL).result().compute_logprobs(
+        prompt(1, 2, 3)
+    ).result() == [None, -2.0, -2.0]
 
 
-def test_save_and_restore_with_metadata(client: tinker.ServiceClient, rest: tinker.RestClient, engine: FakeEngine) -> None:
-    training = client.create_lora_training_client(MODEL, rank=4, user_metadata={"renderer_name": "qwen3"}).result()
+def test_save_and_restore_with_metadata(
+    client: tinker.ServiceClient, rest: tinker.RestClient, engine: FakeEngine
+) -> None:
+    training = client.create_lora_training_client(
+        MODEL, rank=4, user_metadata={"renderer_name": "qwen3"}
+    ).result()
     training.optim_step(types.AdamParams()).result()
     saved = training.save_state("0001", user_metadata={"a": "b"}).result().path
     assert saved == f"tinker://{training.model_id}/weights/0001"
     assert engine.of_type(SaveWeights)[0].user_metadata == {"a": "b"}
 
-    for restore in (client.create_training_client_from_state, client.create_training_client_from_state_with_optimizer):
+    for restore in (
+        client.create_training_client_from_state,
+        client.create_training_client_from_state_with_optimizer,
+    ):
         restored = restore(saved).result()
         info = restored.get_info()
         assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, MODEL)
@@ -206,11 +239,18 @@ def test_save_and_restore_with_metadata(client: tinker.ServiceClient, rest: tink
     assert (weights.base_model, weights.lora_rank, weights.train_mlp) == (MODEL, 4, True)
 
 
-def test_checkpoints_can_be_listed_sampled_aged_and_deleted(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
+def test_checkpoints_can_be_listed_sampled_aged_and_deleted(
+    client: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     state = training.save_state("0001", ttl_seconds=3600).result().path
     path = training.save_weights_for_sampler("s1").result().path
-    assert client.create_sampling_client(model_path=path).result().sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result()
+    assert (
+        client.create_sampling_client(model_path=path)
+        .result()
+        .sample(prompt(1), 1, types.SamplingParams(max_tokens=1))
+        .result()
+    )
 
     listed = rest.list_checkpoints(training.model_id).result().checkpoints
     assert [(c.checkpoint_id, c.checkpoint_type, c.tinker_path) for c in listed] == [
@@ -223,9 +263,15 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(client: tinker.Servi
     left = rest.list_user_checkpoints().result().checkpoints
     assert [(c.tinker_path, c.expires_at) for c in left] == [(state, None)]
     (run,) = rest.list_training_runs().result().training_runs
-    assert run.last_checkpoint is not None and run.last_checkpoint.tinker_path == state and run.last_sampler_checkpoint is None
+    assert (
+        run.last_checkpoint is not None
+        and run.last_checkpoint.tinker_path == state
+        and run.last_sampler_checkpoint is None
+    )
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-        client.create_sampling_client(model_path=path).result().sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result()
+        client.create_sampling_client(model_path=path).result().sample(
+            prompt(1), 1, types.SamplingParams(max_tokens=1)
+        ).result()
 
 
 def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
@@ -236,7 +282,12 @@ def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
     marks = []
     for act in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
         act(path).result()
-        marks.append([checkpoint.public for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints])
+        marks.append(
+            [
+                checkpoint.public
+                for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
+            ]
+        )
         assert RunIndex(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
     assert marks == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
@@ -272,7 +323,9 @@ def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None
     assert left["tinker_path"] == path and left["expires_at"] is not None
 
 
-def test_weights_are_downloaded_in_pefts_layout(client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path) -> None:
+def test_weights_are_downloaded_in_pefts_layout(
+    client: tinker.ServiceClient, rest: tinker.RestClient, url: str, tmp_path: Path
+) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     saved = training.save_weights_external("e1", ttl_seconds=3600).result()
     assert saved.path == f"tinker://{training.model_id}/external_weights/e1"
@@ -285,7 +338,9 @@ def test_weights_are_downloaded_in_pefts_layout(client: tinker.ServiceClient, re
     for response in files.values():
         assert int(response.headers["content-length"]) == len(response.content)
     address = found.urls["adapter_config.json"]
-    assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404  # a later end, with the old signature
+    assert (
+        httpx.get(address.replace("ends=", "ends=9")).status_code == 404
+    )  # a later end, with the old signature
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
     (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)
@@ -295,7 +350,12 @@ def test_weights_are_downloaded_in_pefts_layout(client: tinker.ServiceClient, re
 
 def test_capabilities_and_sessions(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
-    assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (MODEL, 128, True, True)
+    assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (
+        MODEL,
+        128,
+        True,
+        True,
+    )
     training = client.create_lora_training_client(MODEL, rank=1).result()
     session_id = training.model_id.split(":")[0]
     assert session_id in rest.list_sessions().result().sessions
@@ -325,7 +385,10 @@ def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient
         calls[3].result(10)
 
     training = client.create_lora_training_client(MODEL, rank=4).result()
-    good, bad = training.forward_backward([datum([1, 2])], "cross_entropy"), training.forward_backward([datum([13, 2])], "cross_entropy")
+    good, bad = (
+        training.forward_backward([datum([1, 2])], "cross_entropy"),
+        training.forward_backward([datum([13, 2])], "cross_entropy"),
+    )
     step = training.optim_step(types.AdamParams())
     assert good.result(10).metrics and step.result(10).metrics
     with pytest.raises(tinker.RequestFailedError, match="an unlucky datum"):
@@ -335,7 +398,9 @@ def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient
 def test_two_hundred_samples_at_once(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     engine.gate.clear()
-    calls = [sampler.sample(prompt(1 + i % 12), 1, types.SamplingParams(max_tokens=2, seed=i)) for i in range(200)]
+    calls = [
+        sampler.sample(prompt(1 + i % 12), 1, types.SamplingParams(max_tokens=2, seed=i)) for i in range(200)
+    ]
     engine.gate.set()
     answers = [call.result(30).sequences[0].tokens for call in calls]
     assert answers == [[2 + i % 12, 3 + i % 12] for i in range(200)]
@@ -343,7 +408,9 @@ def test_two_hundred_samples_at_once(client: tinker.ServiceClient, engine: FakeE
 
 
 @pytest.mark.parametrize("context", [Retention(hold_s=0.05)], indirect=True)
-def test_a_result_that_takes_longer_than_one_poll_still_arrives(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_a_result_that_takes_longer_than_one_poll_still_arrives(
+    client: tinker.ServiceClient, engine: FakeEngine
+) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     engine.gate.clear()
     step = training.optim_step(types.AdamParams())
@@ -411,7 +478,10 @@ class DropOneReply:
             up_writer.transport.abort()
 
 
-@pytest.mark.parametrize("route", [b"/api/v1/optim_step", b"/api/v1/forward_backward", b"/api/v1/save_weights", b"/api/v1/create_model"])
+@pytest.mark.parametrize(
+    "route",
+    [b"/api/v1/optim_step", b"/api/v1/forward_backward", b"/api/v1/save_weights", b"/api/v1/create_model"],
+)
 def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, route: bytes) -> None:
     proxy = DropOneReply(url, route)
     try:
@@ -424,7 +494,10 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
         proxy.close()
     assert proxy.dropped.is_set()
     kinds = [type(op).__name__ for op in engine.executed]
-    assert kinds[:4] == ["CreateModel", "ForwardBackward", "OptimStep", "SaveWeights"] and kinds[4:] in ([], ["UnloadModel"])
+    assert kinds[:4] == ["CreateModel", "ForwardBackward", "OptimStep", "SaveWeights"] and kinds[4:] in (
+        [],
+        ["UnloadModel"],
+    )
 
 
 def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
@@ -453,15 +526,26 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
 
 
 REFUSALS = {
-    "gspo without its mask": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"), "needs the input sequence_ratio_mask"),
-    "stable_reinforce": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "stable_reinforce"), "use one of: cross_entropy"),
+    "gspo without its mask": (
+        lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"),
+        "needs the input sequence_ratio_mask",
+    ),
+    "stable_reinforce": (
+        lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "stable_reinforce"),
+        "use one of: cross_entropy",
+    ),
     "dimuon": (lambda t, s, r: t.optim_step(types.DimuonParams(learning_rate=1e-3)), "use AdamW"),
-    "loss setting": (lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "ppo", {"tag": "x"}), "unknown setting 'tag'"),
+    "loss setting": (
+        lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "ppo", {"tag": "x"}),
+        "unknown setting 'tag'",
+    ),
     "image": (
         lambda t, s, r: t.forward_backward(
             [
                 types.Datum(
-                    model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]),
+                    model_input=types.ModelInput(
+                        chunks=[types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]
+                    ),
                     loss_fn_inputs={"target_tokens": [1, 1], "weights": [1.0, 1.0]},
                 )
             ],
@@ -471,13 +555,23 @@ REFUSALS = {
     ),
     "lengths": (
         lambda t, s, r: t.forward_backward(
-            [types.Datum(model_input=prompt(1, 2), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]})], "cross_entropy"
+            [types.Datum(model_input=prompt(1, 2), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]})],
+            "cross_entropy",
         ),
         "must be equal",
     ),
-    "not finite": (lambda t, s, r: t.forward_backward([datum([1, 2], [1.0, float("nan")])], "cross_entropy"), "not finite"),
-    "vocabulary": (lambda t, s, r: t.forward_backward([datum([1, 64])], "cross_entropy"), "outside this model's vocabulary of 64"),
-    "datum too long": (lambda t, s, r: t.forward_backward([datum([1] * 129)], "cross_entropy"), "context window of 128"),
+    "not finite": (
+        lambda t, s, r: t.forward_backward([datum([1, 2], [1.0, float("nan")])], "cross_entropy"),
+        "not finite",
+    ),
+    "vocabulary": (
+        lambda t, s, r: t.forward_backward([datum([1, 64])], "cross_entropy"),
+        "outside this model's vocabulary of 64",
+    ),
+    "datum too long": (
+        lambda t, s, r: t.forward_backward([datum([1] * 129)], "cross_entropy"),
+        "context window of 128",
+    ),
     "top-k too large": (
         lambda t, s, r: s.sample(prompt(1), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=65),
         "topk_prompt_logprobs=65 must lie between 0 and 64",
@@ -490,14 +584,20 @@ REFUSALS = {
         lambda t, s, r: s.sample(prompt(*[1] * 100), 1, types.SamplingParams(max_tokens=50)),
         r"Prompt length plus max_tokens exceeds the model's context window: 100 \+ 50 > 128",
     ),
-    "encrypted": (lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]), "encrypt the files after"),
+    "encrypted": (
+        lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]),
+        "encrypt the files after",
+    ),
     "URLs of a training checkpoint": (
         lambda t, s, r: r.get_external_weights_urls(f"tinker://{t.model_id}/external_weights/none"),
         "no checkpoint",
     ),
     "bad name": (lambda t, s, r: t.save_state("a b"), "checkpoint name"),
     "taken name": (lambda t, s, r: t.save_state("x").result() and t.save_state("x"), "exists already"),
-    "unknown checkpoint": (lambda t, s, r: t.load_state(f"tinker://{t.model_id}/weights/none"), "no checkpoint"),
+    "unknown checkpoint": (
+        lambda t, s, r: t.load_state(f"tinker://{t.model_id}/weights/none"),
+        "no checkpoint",
+    ),
 }
 
 

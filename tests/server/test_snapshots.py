@@ -26,7 +26,12 @@ def open_bank(free_host_bytes: Callable[[AdapterCache], int] = lambda bank: 1 <<
         raise NotFoundError(f"no checkpoint {path}")
 
     bank = AdapterCache(
-        CONFIG, max_lora_rank=2, slots=2, dtype=np.dtype(np.float32), read=read, free_host_bytes=lambda: free_host_bytes(bank)
+        CONFIG,
+        max_lora_rank=2,
+        slots=2,
+        dtype=np.dtype(np.float32),
+        read=read,
+        free_host_bytes=lambda: free_host_bytes(bank),
     )
     return bank
 
@@ -40,7 +45,11 @@ def found(bank: AdapterCache, weights: str | None) -> set[float]:
     """What a row that samples with `weights` would be given."""
     slot = bank.pin(weights)
     try:
-        return {float(value) for leaf in jax.tree.leaves(bank.arrays) for value in np.unique(np.asarray(leaf[slot]))}
+        return {
+            float(value)
+            for leaf in jax.tree.leaves(bank.arrays)
+            for value in np.unique(np.asarray(leaf[slot]))
+        }
     finally:
         bank.unpin(weights)
 

@@ -42,7 +42,9 @@ ALONE = (0, 5, 7)  # which of them are trained alone too
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # XLA sums rows of less than 64 numbers in an order that depends on how many rows there are
-    return make_model(tmp_path_factory.mktemp("model") / "tiny", replace(CONFIG, hidden_size=64, num_heads=2, head_dim=64))
+    return make_model(
+        tmp_path_factory.mktemp("model") / "tiny", replace(CONFIG, hidden_size=64, num_heads=2, head_dim=64)
+    )
 
 
 @contextmanager
@@ -56,7 +58,9 @@ def running(model_dir: Path, folder: Path) -> Iterator[Engine]:
 
 
 def lora(tenant: int) -> LoraSpec:
-    return LoraSpec(rank=(4, 2, 8, 1)[tenant % 4], seed=tenant, train_mlp=tenant % 3 != 1, train_unembed=tenant % 2 == 0)
+    return LoraSpec(
+        rank=(4, 2, 8, 1)[tenant % 4], seed=tenant, train_mlp=tenant % 3 != 1, train_unembed=tenant % 2 == 0
+    )
 
 
 def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
@@ -84,9 +88,17 @@ class Tenant:
     def step(self, step: int) -> None:
         weights = f"{self.model_id}-snapshot-{step}"
         loss = (LossFn.PPO, LossFn.CROSS_ENTROPY, LossFn.IMPORTANCE_SAMPLING)[self.number % 3]
-        adam = AdamSettings(learning_rate=1e-2 / (1 + self.number), beta2=0.9 + 0.01 * self.number, weight_decay=0.01 * self.number)
-        settings = SamplingSettings(max_tokens=12 + self.number, temperature=1.0, seed=step, stop_at_eos=False)
-        prompt = np.arange(5 + 8 * self.number, dtype=np.int32)  # less than a part: nothing of it comes from another's
+        adam = AdamSettings(
+            learning_rate=1e-2 / (1 + self.number),
+            beta2=0.9 + 0.01 * self.number,
+            weight_decay=0.01 * self.number,
+        )
+        settings = SamplingSettings(
+            max_tokens=12 + self.number, temperature=1.0, seed=step, stop_at_eos=False
+        )
+        prompt = np.arange(
+            5 + 8 * self.number, dtype=np.int32
+        )  # less than a part: nothing of it comes from another's
         self.futures += [
             self.engine.submit(op)
             for op in (
@@ -108,12 +120,17 @@ class Tenant:
             for number, row in enumerate(getattr(result, "logprobs", ())):
                 found[f"{at} logprobs {number}"] = row
             for number, sequence in enumerate(getattr(result, "sequences", ())):
-                found[f"{at} tokens {number}"], found[f"{at} sampled logprobs {number}"] = sequence.tokens, sequence.logprobs
+                found[f"{at} tokens {number}"], found[f"{at} sampled logprobs {number}"] = (
+                    sequence.tokens,
+                    sequence.logprobs,
+                )
         saved = self.engine.submit(SaveWeights(model_id=self.model_id, name="end")).result(TIMEOUT_S)
         return found | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
 
 
-def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(model_dir: Path, tmp_path: Path):
+def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(
+    model_dir: Path, tmp_path: Path
+):
     """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every decode block. For one that
     comes back nothing is compiled again."""
     before = Counter(compile_stats.programs())
@@ -126,7 +143,10 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
         stats = engine.stats()
     assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
     compiled = Counter(compile_stats.programs()) - before
-    assert all(compiled[f"jit({name})"] <= 1 for name in ("forward_backward", "adam_step", "_write_slot", "decode_block")), compiled
+    assert all(
+        compiled[f"jit({name})"] <= 1
+        for name in ("forward_backward", "adam_step", "_write_slot", "decode_block")
+    ), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"
         with running(model_dir, folder) as engine:
@@ -135,7 +155,9 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
                 tenant.step(step)
             alone = tenant.outcome(folder)
         assert alone.keys() == together[number].keys()
-        different = [name for name, value in alone.items() if not np.array_equal(value, together[number][name])]
+        different = [
+            name for name, value in alone.items() if not np.array_equal(value, together[number][name])
+        ]
         assert not different, f"model {number}: {different}"
 
 
@@ -147,7 +169,8 @@ def test_a_model_that_nothing_can_make_room_for_is_refused_and_fits_once_another
             engine.submit(CreateModel(model_id=f"m{number}", lora=lora(number))).result(TIMEOUT_S)
         monkeypatch.setattr(training_model_pool, "available_host_bytes", lambda: 1 << 10)
         with pytest.raises(
-            CapacityError, match=r"3 models are on the device \(max_models\).*moving the one unused for longest.*unload a model"
+            CapacityError,
+            match=r"3 models are on the device \(max_models\).*moving the one unused for longest.*unload a model",
         ):
             engine.submit(CreateModel(model_id="one too many", lora=lora(0))).result(TIMEOUT_S)
         engine.submit(UnloadModel(model_id="m1")).result(TIMEOUT_S)

@@ -12,7 +12,14 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
 from skyrl_tx_server.training.losses import select_loss, trained_positions
-from skyrl_tx_server.training.packing import BucketShapes, PackedBatch, pack, train_shapes, unpack, with_sequence_ratios
+from skyrl_tx_server.training.packing import (
+    BucketShapes,
+    PackedBatch,
+    pack,
+    train_shapes,
+    unpack,
+    with_sequence_ratios,
+)
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
@@ -30,7 +37,9 @@ CLIPS = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
 SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 
 
-def packed(data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES) -> list[PackedBatch]:
+def packed(
+    data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES
+) -> list[PackedBatch]:
     return pack(data, [trained_positions(datum, loss_fn) for datum in data], shapes)
 
 
@@ -49,21 +58,31 @@ def gradient(
         data = with_sequence_ratios(data, logprobs_of(adapter, data))
     batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, LossSettings(**(config or {})))
     for batch in batches:
-        grad_sum, output = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
+        grad_sum, output = forward_backward(
+            adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+        )
         outputs.append(output)
-    return grad_sum, sum(float(output.loss) for output in outputs), unpack(batches, [np.asarray(output.logprobs) for output in outputs])
+    return (
+        grad_sum,
+        sum(float(output.loss) for output in outputs),
+        unpack(batches, [np.asarray(output.logprobs) for output in outputs]),
+    )
 
 
 def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
     batches = packed(data)
     loss = select_loss(LossFn.CROSS_ENTROPY)
-    outputs = [forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches]
+    outputs = [
+        forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches
+    ]
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
 
 def assert_close(one: Adapter, other: Adapter, *, relative: float) -> None:
     """Every leaf equal up to `relative` of its own norm."""
-    for left, right in zip(jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(other)), strict=True):
+    for left, right in zip(
+        jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(other)), strict=True
+    ):
         assert np.linalg.norm(left - right) <= relative * max(np.linalg.norm(right), 1e-12)
 
 
@@ -88,7 +107,9 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         config=config,
     )
     assert float(output.loss) == pytest.approx(float(arrays["loss"][0]), rel=1e-5)
-    for found, expected in zip(unpack([batch], [np.asarray(output.logprobs)]), arrays["logprobs"], strict=True):
+    for found, expected in zip(
+        unpack([batch], [np.asarray(output.logprobs)]), arrays["logprobs"], strict=True
+    ):
         np.testing.assert_allclose(found, expected, atol=1e-4)
     ours, torchs = adapter_to_arrays(grads, config, spec), tensors(arrays, "gradient.")
     assert ours.keys() == torchs.keys()
@@ -107,13 +128,19 @@ SETTINGS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": 
     ("loss_fn", "config"),
     [
         *((loss_fn, {}) for loss_fn in LossFn),
-        *((loss_fn, {name: value}) for loss_fn in (LossFn.PPO, LossFn.CISPO) for name, value in CLIPS.items()),
+        *(
+            (loss_fn, {name: value})
+            for loss_fn in (LossFn.PPO, LossFn.CISPO)
+            for name, value in CLIPS.items()
+        ),
         (LossFn.DRO, {"beta": 0.4}),
         (LossFn.GSPO, {"clip_low_threshold": 0.99}),
         (LossFn.GSPO, {"clip_high_threshold": 1.01}),
     ],
 )
-def test_gradients_match_central_differences_of_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
+def test_gradients_match_central_differences_of_the_float64_reference(
+    loss_fn: LossFn, config: dict[str, float]
+) -> None:
     """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the reference's, not ours."""
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
@@ -174,7 +201,9 @@ def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) ->
         if width is not None:
             shape = (len(datum.tokens), width)
             targets = random.integers(0, CONFIG.vocab_size, shape).astype(np.int32)
-            datum = replace(datum, target_tokens=targets, weights=random.normal(size=shape).astype(np.float32))
+            datum = replace(
+                datum, target_tokens=targets, weights=random.normal(size=shape).astype(np.float32)
+            )
         data.append(datum)
     return tuple(data)
 
@@ -185,7 +214,9 @@ def test_several_targets_per_position_equal_that_many_data_with_one() -> None:
         replace(datum, target_tokens=targets, weights=weights)
         for datum in data
         for targets, weights in zip(
-            datum.target_tokens.reshape(len(datum.tokens), -1).T, datum.weights.reshape(len(datum.tokens), -1).T, strict=True
+            datum.target_tokens.reshape(len(datum.tokens), -1).T,
+            datum.weights.reshape(len(datum.tokens), -1).T,
+            strict=True,
         )
     )
     grads, loss, logprobs = gradient(data)
@@ -196,7 +227,10 @@ def test_several_targets_per_position_equal_that_many_data_with_one() -> None:
         np.testing.assert_allclose(column, wanted, atol=1e-5)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected_grads, relative=1e-4)
-    exact = -sum(float(np.sum(datum.weights.astype(np.float64) * entry)) for datum, entry in zip(data, logprobs, strict=True))
+    exact = -sum(
+        float(np.sum(datum.weights.astype(np.float64) * entry))
+        for datum, entry in zip(data, logprobs, strict=True)
+    )
     assert loss == pytest.approx(exact, rel=1e-5)
     for one, other in zip(logprobs_of(tiny_qwen3.adapter(), data), logprobs, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
@@ -222,7 +256,9 @@ def test_a_sequence_of_gspo_has_its_own_ratio_wherever_it_is_packed() -> None:
     # near the sampler, each sequence at a distance of its own: some ratios within the bounds and some beyond
     data = tuple(
         replace(datum, logprobs=logprobs - np.float32(offset))
-        for datum, logprobs, offset in zip(data, logprobs_of(tiny_qwen3.adapter(), data), (0.1, -0.05, 0.4), strict=True)
+        for datum, logprobs, offset in zip(
+            data, logprobs_of(tiny_qwen3.adapter(), data), (0.1, -0.05, 0.4), strict=True
+        )
     )
     together, loss, _ = gradient(data, LossFn.GSPO)
     apart, losses = None, 0.0
@@ -259,13 +295,18 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
 def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None:
     """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too, with weights of its own."""
     random = np.random.default_rng(3)
-    prompt, common = random.integers(0, CONFIG.vocab_size, 90), random.normal(size=80) * (random.random(80) > 0.3)
+    prompt, common = (
+        random.integers(0, CONFIG.vocab_size, 90),
+        random.normal(size=80) * (random.random(80) > 0.3),
+    )
     data = []
     for length in (20, 1, 35, 20):
         tokens = np.concatenate([prompt, random.integers(0, CONFIG.vocab_size, length + 1)]).astype(np.int32)
         weights = random.normal(size=90 + length) * (random.random(90 + length) > 0.3)
         weights[:80] = common
-        data.append(TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights.astype(np.float32)))
+        data.append(
+            TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:], weights=weights.astype(np.float32))
+        )
     data = (*data, data[1], replace(data[0], weights=np.r_[common, np.ones(30)].astype(np.float32)))
     (batch,) = packed(data)
     assert np.count_nonzero(batch.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
@@ -288,7 +329,10 @@ def test_packing_does_not_change_logprobs() -> None:
 
 
 def test_forward_returns_the_logprobs_of_forward_backward_at_every_position() -> None:
-    data = tuple(replace(datum, weights=np.zeros_like(datum.weights)) for datum in tiny_qwen3.data((40, 50), weights=True))
+    data = tuple(
+        replace(datum, weights=np.zeros_like(datum.weights))
+        for datum in tiny_qwen3.data((40, 50), weights=True)
+    )
     grads, loss, logprobs = gradient(data)
     assert loss == 0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(grads)))
@@ -301,10 +345,17 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
-    monkeypatch.setattr(train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)  # a shape no other test compiles
+    monkeypatch.setattr(
+        train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size
+    )  # a shape no other test compiles
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
-        tiny_qwen3.adapter(), nothing, tiny_qwen3.params(), train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG
+        tiny_qwen3.adapter(),
+        nothing,
+        tiny_qwen3.params(),
+        train_batch(batch),
+        select_loss(LossFn.CROSS_ENTROPY),
+        config=CONFIG,
     )
     assert float(output.loss) == pytest.approx(loss, rel=1e-5)
     assert_close(chunked, whole, relative=1e-5)
@@ -316,8 +367,12 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
     config = replace(CONFIG, vocab_size=65536)
     params = jax.eval_shape(partial(tiny_qwen3.init_params, config), jax.random.key(0))
     adapter = zero_adapter(config, MAX_RANK)
-    (batch,) = packed(tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096))
-    lowered = forward_backward.lower(adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO), config=config)
+    (batch,) = packed(
+        tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096)
+    )
+    lowered = forward_backward.lower(
+        adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO), config=config
+    )
     all_logits = 4096 * config.vocab_size * 4
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
 
@@ -337,7 +392,9 @@ def numpy_adam(value, grads_per_step, settings: AdamSettings):
             first[index] = settings.beta1 * first[index] + (1 - settings.beta1) * grad
             second[index] = settings.beta2 * second[index] + (1 - settings.beta2) * grad**2
             m, v = first[index] / (1 - settings.beta1**step), second[index] / (1 - settings.beta2**step)
-            value[index] = value[index] - settings.learning_rate * (m / (np.sqrt(v) + settings.eps) + settings.weight_decay * value[index])
+            value[index] = value[index] - settings.learning_rate * (
+                m / (np.sqrt(v) + settings.eps) + settings.weight_decay * value[index]
+            )
     return value, norms
 
 
@@ -356,15 +413,26 @@ def test_adam_follows_a_float64_adam(settings: AdamSettings) -> None:
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
     adapter = tiny_qwen3.adapter()
     rounds = [
-        jax.tree.map(lambda leaf, allowed: (random.normal(0, 0.1, leaf.shape) * allowed).astype(np.float32), adapter, mask)
+        jax.tree.map(
+            lambda leaf, allowed: (random.normal(0, 0.1, leaf.shape) * allowed).astype(np.float32),
+            adapter,
+            mask,
+        )
         for _ in range(4)
     ]
-    expected, norms = numpy_adam(jax.tree.leaves(jax.device_get(adapter)), [jax.tree.leaves(grads) for grads in rounds], settings)
-    trained = [np.broadcast_to(allowed, leaf.shape) > 0 for allowed, leaf in zip(jax.tree.leaves(mask), expected, strict=True)]
+    expected, norms = numpy_adam(
+        jax.tree.leaves(jax.device_get(adapter)), [jax.tree.leaves(grads) for grads in rounds], settings
+    )
+    trained = [
+        np.broadcast_to(allowed, leaf.shape) > 0
+        for allowed, leaf in zip(jax.tree.leaves(mask), expected, strict=True)
+    ]
 
     state = jax.device_put(init_adam(CONFIG, MAX_RANK))
     for grads, norm in zip(rounds, norms, strict=True):
-        adapter, state, report = adam_step(adapter, jax.device_put(grads), state, mask, adam_scalars(settings))
+        adapter, state, report = adam_step(
+            adapter, jax.device_put(grads), state, mask, adam_scalars(settings)
+        )
         assert report.tolist() == [pytest.approx(norm, rel=1e-5), 1.0]
     assert int(state.step) == 4
     for leaf, wanted, where in zip(jax.tree.leaves(jax.device_get(adapter)), expected, trained, strict=True):
@@ -381,7 +449,9 @@ def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
         grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter)
         settings = adam_scalars(AdamSettings(learning_rate=0.1, weight_decay=0.1, eps=0.0))
         adapter, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
-    for leaf, start, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, fresh, mask)), strict=True):
+    for leaf, start, allowed in zip(
+        *(jax.tree.leaves(jax.device_get(tree)) for tree in (adapter, fresh, mask)), strict=True
+    ):
         where = np.broadcast_to(allowed, leaf.shape) > 0
         assert np.array_equal(leaf[~where], start[~where])
         assert np.all(leaf[where] != start[where])
@@ -394,13 +464,20 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
     adapter = tiny_qwen3.adapter()
     start = jax.device_get(adapter)
     grad_sum, output = forward_backward(
-        adapter, zero_adapter(CONFIG, MAX_RANK), params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG
+        adapter,
+        zero_adapter(CONFIG, MAX_RANK),
+        params,
+        train_batch(batch),
+        select_loss(LossFn.CROSS_ENTROPY),
+        config=CONFIG,
     )
     assert output.logprobs.dtype == np.float32
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
     settings = adam_scalars(AdamSettings(learning_rate=1e-6))
     moved, _, _ = adam_step(adapter, grad_sum, init_adam(CONFIG, MAX_RANK), mask, settings)
-    for leaf, before, allowed in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (moved, start, mask)), strict=True):
+    for leaf, before, allowed in zip(
+        *(jax.tree.leaves(jax.device_get(tree)) for tree in (moved, start, mask)), strict=True
+    ):
         assert leaf.dtype == np.float32
         where = np.broadcast_to(allowed, leaf.shape) > 0
         assert np.mean(leaf[where] != before[where]) > 0.99 if where.any() else True
@@ -409,29 +486,48 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
 def test_optimizer_state_survives_a_round_trip() -> None:
     mask, scalars = trainable_mask(CONFIG, SPEC, MAX_RANK), adam_scalars(AdamSettings(learning_rate=1e-2))
     grads, _, _ = gradient(tiny_qwen3.data((60,), weights=True))
-    adapter, state, _ = adam_step(tiny_qwen3.adapter(), grads, jax.device_put(init_adam(CONFIG, MAX_RANK)), mask, scalars)
+    adapter, state, _ = adam_step(
+        tiny_qwen3.adapter(), grads, jax.device_put(init_adam(CONFIG, MAX_RANK)), mask, scalars
+    )
     arrays = adapter_to_arrays(adapter, CONFIG, SPEC) | adam_to_arrays(state, CONFIG, SPEC)
     restored = adam_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
     copy = adapter_from_arrays(arrays, CONFIG, SPEC, MAX_RANK)
-    unbroken, _, _ = adam_step(adapter, gradient(tiny_qwen3.data((40,)), adapter=adapter)[0], state, mask, scalars)
-    resumed, _, _ = adam_step(
-        jax.device_put(copy), gradient(tiny_qwen3.data((40,)), adapter=copy)[0], jax.device_put(restored), mask, scalars
+    unbroken, _, _ = adam_step(
+        adapter, gradient(tiny_qwen3.data((40,)), adapter=adapter)[0], state, mask, scalars
     )
-    for one, other in zip(jax.tree.leaves(jax.device_get(resumed)), jax.tree.leaves(jax.device_get(unbroken)), strict=True):
+    resumed, _, _ = adam_step(
+        jax.device_put(copy),
+        gradient(tiny_qwen3.data((40,)), adapter=copy)[0],
+        jax.device_put(restored),
+        mask,
+        scalars,
+    )
+    for one, other in zip(
+        jax.tree.leaves(jax.device_get(resumed)), jax.tree.leaves(jax.device_get(unbroken)), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 
 def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
-    batches = [packed(tiny_qwen3.data(lengths, advantages=True))[0] for lengths in ((50, 60), (128,), (5, 5, 5))]
+    batches = [
+        packed(tiny_qwen3.data(lengths, advantages=True))[0] for lengths in ((50, 60), (128,), (5, 5, 5))
+    ]
     grad_sum = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     programs = (forward_backward, forward, adam_step)
     after_first: list[int] = []
-    for spec, loss_fn, batch in zip((SPEC, LoraSpec(rank=1), LoraSpec(rank=4)), LossFn, batches, strict=False):
+    for spec, loss_fn, batch in zip(
+        (SPEC, LoraSpec(rank=1), LoraSpec(rank=4)), LossFn, batches, strict=False
+    ):
         adapter = jax.device_put(init_adapter(CONFIG, spec, MAX_RANK))
-        state, mask = jax.device_put(init_adam(CONFIG, MAX_RANK)), jax.device_put(trainable_mask(CONFIG, spec, MAX_RANK))
+        state, mask = (
+            jax.device_put(init_adam(CONFIG, MAX_RANK)),
+            jax.device_put(trainable_mask(CONFIG, spec, MAX_RANK)),
+        )
         for settings in (AdamSettings(), AdamSettings(weight_decay=0.1, grad_clip_norm=1.0)):
             loss = select_loss(loss_fn)
-            grad_sum, _ = forward_backward(adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
+            grad_sum, _ = forward_backward(
+                adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+            )
             forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
             adapter, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
             after_first = after_first or [program._cache_size() for program in programs]

@@ -9,7 +9,13 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.model.config_json import load_model_config
-from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, resolve_model, save_model
+from skyrl_tx_server.model.weights import (
+    adapter_from_arrays,
+    adapter_to_arrays,
+    load_params,
+    resolve_model,
+    save_model,
+)
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
 
@@ -27,7 +33,11 @@ def test_saving_writes_the_tensors_hugging_face_wrote(tmp_path, name: str) -> No
     save_model(load_params(FIXTURES / name, config, "float32"), config, tmp_path)
     assert load_model_config(tmp_path) == config
     written = load_file(tmp_path / "model.safetensors")
-    expected = {key: value for shard in (FIXTURES / name).glob("model*.safetensors") for key, value in load_file(shard).items()}
+    expected = {
+        key: value
+        for shard in (FIXTURES / name).glob("model*.safetensors")
+        for key, value in load_file(shard).items()
+    }
     assert written.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(written[key], value)
@@ -57,7 +67,9 @@ def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         load_params(tmp_path, config, "float32")
     save_file(tensors | {"model.norm.weight": np.ones(7, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(7,\), config\.json implies \(40,\)"):
+    with pytest.raises(
+        ConfigError, match=r"model\.norm\.weight has shape \(7,\), config\.json implies \(40,\)"
+    ):
         load_params(tmp_path, config, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"not a model")
     with pytest.raises(ConfigError, match="cannot read the weights"):
@@ -65,11 +77,17 @@ def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
-def test_weights_of_eight_bits_are_refused_where_no_quantization_config_says_so(tmp_path, dtype, name: str) -> None:
+def test_weights_of_eight_bits_are_refused_where_no_quantization_config_says_so(
+    tmp_path, dtype, name: str
+) -> None:
     config = load_model_config(FIXTURES / "tied")
-    tensors = {key: value.astype(dtype) for key, value in load_file(FIXTURES / "tied" / "model.safetensors").items()}
+    tensors = {
+        key: value.astype(dtype) for key, value in load_file(FIXTURES / "tied" / "model.safetensors").items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"is stored as {name}: only F64, F32, F16, BF16 .* converted to bfloat16 first"):
+    with pytest.raises(
+        ConfigError, match=rf"is stored as {name}: only F64, F32, F16, BF16 .* converted to bfloat16 first"
+    ):
         load_params(tmp_path, config, "float32")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
@@ -91,7 +109,9 @@ def test_a_hub_model_that_cannot_be_fetched_is_one_clear_line(monkeypatch) -> No
         resolve_model("Qwen/Qwen3-4B")
 
 
-@pytest.mark.parametrize("spec", [SPEC, LoraSpec(rank=2, train_mlp=False), LoraSpec(rank=4, train_attn=False, train_unembed=False)])
+@pytest.mark.parametrize(
+    "spec", [SPEC, LoraSpec(rank=2, train_mlp=False), LoraSpec(rank=4, train_attn=False, train_unembed=False)]
+)
 def test_adapters_survive_a_round_trip_under_pefts_names(spec: LoraSpec) -> None:
     adapter = tiny_qwen3.adapter(spec)
     arrays = adapter_to_arrays(adapter, CONFIG, spec)
@@ -113,7 +133,9 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     arrays = adapter_to_arrays(tiny_qwen3.adapter(), CONFIG, SPEC)
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
     with pytest.raises(UserError, match=f"no tensor {name}"):
-        adapter_from_arrays({key: value for key, value in arrays.items() if key != name}, CONFIG, SPEC, MAX_RANK)
+        adapter_from_arrays(
+            {key: value for key, value in arrays.items() if key != name}, CONFIG, SPEC, MAX_RANK
+        )
     with pytest.raises(UserError, match=r"has shape \(5, 3\), expected \(16, 3\)"):
         adapter_from_arrays(arrays | {name: np.zeros((5, 3), np.float32)}, CONFIG, SPEC, MAX_RANK)
     with pytest.raises(UserError, match="max_lora_rank=2"):

@@ -29,16 +29,27 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_proto
-from skyrl_tx_server.http.wire.requests import Limits, parse_adam, parse_lora, parse_sample, parse_sampling_params, parse_training_json
+from skyrl_tx_server.http.wire.requests import (
+    Limits,
+    parse_adam,
+    parse_lora,
+    parse_sample,
+    parse_sampling_params,
+    parse_training_json,
+)
 from skyrl_tx_server.http.wire.results import result_to_json
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 
 
-def sdk_bytes(*data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None) -> bytes:
+def sdk_bytes(
+    *data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None
+) -> bytes:
     """The very bytes the SDK sends."""
     request = types.ForwardBackwardRequest(
-        forward_backward_input=types.ForwardBackwardInput(data=list(data), loss_fn=loss_fn, loss_fn_config=config),
+        forward_backward_input=types.ForwardBackwardInput(
+            data=list(data), loss_fn=loss_fn, loss_fn_config=config
+        ),
         model_id="s:train:0",
         seq_id=5,
     )
@@ -46,13 +57,21 @@ def sdk_bytes(*data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", c
 
 
 def datum(tokens: list[int], **inputs: list[int] | list[float] | np.ndarray) -> types.Datum:
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": [*tokens[1:], 0], **inputs})
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], **inputs},
+    )
 
 
 def test_the_sdks_protobuf_becomes_arrays() -> None:
     request = parse_training_proto(sdk_bytes(datum([1, 2, 3], weights=[0.0, 1.0, 0.5]), datum([4])), LIMITS)
     op = request.op
-    assert (op.model_id, request.seq_id, op.loss_fn, op.forward_only) == ("s:train:0", 5, LossFn.CROSS_ENTROPY, False)
+    assert (op.model_id, request.seq_id, op.loss_fn, op.forward_only) == (
+        "s:train:0",
+        5,
+        LossFn.CROSS_ENTROPY,
+        False,
+    )
     first, second = op.data
     assert (first.tokens.tolist(), first.tokens.dtype) == ([1, 2, 3], np.int32)
     assert (first.target_tokens.tolist(), first.target_tokens.dtype) == ([2, 3, 0], np.int32)
@@ -63,7 +82,8 @@ def test_the_sdks_protobuf_becomes_arrays() -> None:
 def test_text_is_cut_into_chunks_as_the_client_likes() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
     whole = types.Datum(
-        model_input=types.ModelInput(chunks=list(chunks)), loss_fn_inputs={"target_tokens": [2, 3, 0], "weights": [1.0] * 3}
+        model_input=types.ModelInput(chunks=list(chunks)),
+        loss_fn_inputs={"target_tokens": [2, 3, 0], "weights": [1.0] * 3},
     )
     assert parse_training_proto(sdk_bytes(whole), LIMITS).op.data[0].tokens.tolist() == [1, 2, 3]
 
@@ -79,7 +99,9 @@ def test_narrow_dtypes_are_read_exactly(dtype: int) -> None:
     else:
         # bfloat16 is the upper half of a float32
         dense = (np.array([1.0, 0.5], "<f4").view("<u4") >> 16).astype("<u2").tobytes()
-        message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=dense, dtype=pb.DTYPE_BFLOAT16, shape=[2]))
+        message.data[0].loss_fn_inputs["weights"].CopyFrom(
+            pb.Tensor(dense=dense, dtype=pb.DTYPE_BFLOAT16, shape=[2])
+        )
     parsed = parse_training_proto(message.SerializeToString(), LIMITS).op.data[0]
     assert parsed.target_tokens.tolist() == [2, 0]
     assert parsed.weights is not None and parsed.weights.tolist() == [1.0, 0.5]
@@ -106,11 +128,15 @@ def test_json_and_protobuf_mean_the_same() -> None:
     }
     from_json = parse_training_json(json.loads(json.dumps(body)), LIMITS, forward_only=False)
     same = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
-    from_proto = parse_training_proto(sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS)
+    from_proto = parse_training_proto(
+        sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS
+    )
     assert from_json.seq_id == from_proto.seq_id
     assert (from_json.op.loss_fn, from_json.op.settings) == (from_proto.op.loss_fn, from_proto.op.settings)
     for name in ("tokens", "target_tokens", "logprobs", "advantages"):
-        np.testing.assert_array_equal(getattr(from_json.op.data[0], name), getattr(from_proto.op.data[0], name))
+        np.testing.assert_array_equal(
+            getattr(from_json.op.data[0], name), getattr(from_proto.op.data[0], name)
+        )
 
 
 RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
@@ -119,19 +145,44 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
 @pytest.mark.parametrize(
     ("data", "loss_fn", "config", "message"),
     [
-        (datum([1, 2]), "stable_reinforce", None, "use one of: cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+        (
+            datum([1, 2]),
+            "stable_reinforce",
+            None,
+            "use one of: cross_entropy, importance_sampling, ppo, cispo, dro, gspo",
+        ),
         (datum([1, 2], **RL), "gspo", None, "needs the input sequence_ratio_mask"),
         (datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]), "ppo", None, "it belongs to gspo"),
-        (datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]), "gspo", {"beta": 0.1}, "it takes clip_high_threshold, clip_low_threshold"),
+        (
+            datum([1, 2], **RL, sequence_ratio_mask=[1.0, 1.0]),
+            "gspo",
+            {"beta": 0.1},
+            "it takes clip_high_threshold, clip_low_threshold",
+        ),
         (datum([1, 2]), "ppo", None, "needs the input advantages, logprobs"),
         (datum([1, 2], **RL, weights=[1.0, 1.0]), "ppo", None, "fold them into the advantages"),
         (datum([1, 2], weights=[1.0, float("inf")]), "cross_entropy", None, "not finite"),
         (datum([1, 2], **RL), "cross_entropy", None, "does not use the input"),
         (datum([1, 2], **RL), "importance_sampling", {"clip_low_threshold": 0.8}, "it takes none"),
-        (datum([1, 2], **RL), "cispo", {"clip_low_threshold": 1.3, "clip_high_threshold": 0.8}, "absolute bounds"),
-        (datum([1, 2], **RL), "cispo", {"clip_low_threshold": 1.3}, r"clip_low_threshold=1\.3 is above clip_high_threshold=1\.2"),
+        (
+            datum([1, 2], **RL),
+            "cispo",
+            {"clip_low_threshold": 1.3, "clip_high_threshold": 0.8},
+            "absolute bounds",
+        ),
+        (
+            datum([1, 2], **RL),
+            "cispo",
+            {"clip_low_threshold": 1.3},
+            r"clip_low_threshold=1\.3 is above clip_high_threshold=1\.2",
+        ),
         (datum([1, 2], **RL), "ppo", {"clip_low_threshold": "x"}, "finite number"),
-        (datum([1, 2], **RL, sequence_ratio_mask=[0.0, 0.0]), "gspo", None, "datum 0: sequence_ratio_mask is 0 everywhere"),
+        (
+            datum([1, 2], **RL, sequence_ratio_mask=[0.0, 0.0]),
+            "gspo",
+            None,
+            "datum 0: sequence_ratio_mask is 0 everywhere",
+        ),
         (datum([1] * 17), "cross_entropy", None, "context window of 16"),
         (datum([1, 64]), "cross_entropy", None, "token 64 is outside"),
         (
@@ -140,8 +191,18 @@ RL = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
             None,
             r"weights have the shape \[2, 2\]",
         ),
-        (datum([1, 2], logprobs=np.ones((2, 2), np.float32)), "ppo", None, r"ppo takes \[N\]: only cross_entropy"),
-        (datum([1, 2], weights=np.ones((2, 2, 2), np.float32)), "cross_entropy", None, r"cross_entropy takes \[N\] or \[N, K\]"),
+        (
+            datum([1, 2], logprobs=np.ones((2, 2), np.float32)),
+            "ppo",
+            None,
+            r"ppo takes \[N\]: only cross_entropy",
+        ),
+        (
+            datum([1, 2], weights=np.ones((2, 2, 2), np.float32)),
+            "cross_entropy",
+            None,
+            r"cross_entropy takes \[N\] or \[N, K\]",
+        ),
         (datum([1, 2], weights=[1.0]), "cross_entropy", None, "must be equal"),
     ],
 )
@@ -160,30 +221,50 @@ def matrix_datum(tokens: list[int], targets: types.TensorData, weights: types.Te
 DENSE_TARGETS = types.TensorData(data=[3, 4, 0, 0, 5, 6], dtype="int64", shape=[3, 2])
 DENSE_WEIGHTS = types.TensorData(data=[0.5, 0.25, 0.0, 0.0, 1.0, 0.0], dtype="float32", shape=[3, 2])
 SPARSE_TARGETS = types.TensorData(
-    data=[3, 4, 5, 6], dtype="int64", shape=[3, 2], sparse_crow_indices=[0, 2, 2, 4], sparse_col_indices=[0, 1, 0, 1]
+    data=[3, 4, 5, 6],
+    dtype="int64",
+    shape=[3, 2],
+    sparse_crow_indices=[0, 2, 2, 4],
+    sparse_col_indices=[0, 1, 0, 1],
 )
 SPARSE_WEIGHTS = types.TensorData(
-    data=[0.5, 0.25, 1.0], dtype="float32", shape=[3, 2], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 1, 0]
+    data=[0.5, 0.25, 1.0],
+    dtype="float32",
+    shape=[3, 2],
+    sparse_crow_indices=[0, 2, 2, 3],
+    sparse_col_indices=[0, 1, 0],
 )
 
 
 def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     body: dict[str, object] = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
     if tensor.sparse_crow_indices is not None:
-        body |= {"sparse_crow_indices": tensor.sparse_crow_indices, "sparse_col_indices": tensor.sparse_col_indices}
+        body |= {
+            "sparse_crow_indices": tensor.sparse_crow_indices,
+            "sparse_col_indices": tensor.sparse_col_indices,
+        }
     return body
 
 
 @pytest.mark.parametrize(
-    ("targets", "weights"), [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)]
+    ("targets", "weights"),
+    [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)],
 )
-def test_several_targets_per_position_dense_and_sparse_in_both_formats(targets: types.TensorData, weights: types.TensorData) -> None:
+def test_several_targets_per_position_dense_and_sparse_in_both_formats(
+    targets: types.TensorData, weights: types.TensorData
+) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
     inputs = {"target_tokens": json_tensor(targets), "weights": json_tensor(weights)}
-    inner = {"loss_fn": "cross_entropy", "data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}]}
+    inner = {
+        "loss_fn": "cross_entropy",
+        "data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}],
+    }
     body = json.loads(json.dumps({"model_id": "m", "forward_backward_input": inner}))
     for parsed in (from_proto, parse_training_json(body, LIMITS, forward_only=False).op.data[0]):
-        assert (parsed.target_tokens.tolist(), parsed.target_tokens.dtype) == ([[3, 4], [0, 0], [5, 6]], np.int32)
+        assert (parsed.target_tokens.tolist(), parsed.target_tokens.dtype) == (
+            [[3, 4], [0, 0], [5, 6]],
+            np.int32,
+        )
         assert parsed.weights is not None and parsed.weights.tolist() == [[0.5, 0.25], [0.0, 0.0], [1.0, 0.0]]
 
 
@@ -223,16 +304,24 @@ def test_what_a_newer_client_adds_and_what_is_no_message_is_refused() -> None:
 
 
 def test_results_of_several_targets_keep_their_shape() -> None:
-    logprobs = (np.arange(6, dtype=np.float32).reshape(3, 2), np.arange(4, dtype=np.float32), np.arange(3, dtype=np.float32).reshape(1, 3))
+    logprobs = (
+        np.arange(6, dtype=np.float32).reshape(3, 2),
+        np.arange(4, dtype=np.float32),
+        np.arange(3, dtype=np.float32).reshape(1, 3),
+    )
     result = ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 6.0})
     output = response_conv.deserialize_forward_backward_output(result_to_proto(result))
-    assert [np.asarray(entry["logprobs"].tolist()).tolist() for entry in output.loss_fn_outputs] == [part.tolist() for part in logprobs]
+    assert [np.asarray(entry["logprobs"].tolist()).tolist() for entry in output.loss_fn_outputs] == [
+        part.tolist() for part in logprobs
+    ]
     in_json = result_to_json("forward_backward", result, {})["loss_fn_outputs"]
     assert [entry["logprobs"]["shape"] for entry in in_json] == [[3, 2], [4], [1, 3]]
 
 
 def test_training_results_reach_the_sdk_datum_by_datum() -> None:
-    result = ForwardBackwardResult(logprobs=(np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)), metrics={"loss:sum": 6.0})
+    result = ForwardBackwardResult(
+        logprobs=(np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)), metrics={"loss:sum": 6.0}
+    )
     output = response_conv.deserialize_forward_backward_output(result_to_proto(result))
     assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
     assert output.metrics == {"loss:sum": 6.0}
@@ -245,45 +334,83 @@ def test_a_metric_without_a_reduction_is_our_own_mistake() -> None:
 
 SAMPLED = SampleResult(
     sequences=(
-        SampledSequence(tokens=np.array([5, 6], np.int32), logprobs=np.array([-0.5, -1.5], np.float32), stop_reason=StopReason.STOP),
-        SampledSequence(tokens=np.array([7], np.int32), logprobs=np.array([-2.5], np.float32), stop_reason=StopReason.LENGTH),
+        SampledSequence(
+            tokens=np.array([5, 6], np.int32),
+            logprobs=np.array([-0.5, -1.5], np.float32),
+            stop_reason=StopReason.STOP,
+        ),
+        SampledSequence(
+            tokens=np.array([7], np.int32),
+            logprobs=np.array([-2.5], np.float32),
+            stop_reason=StopReason.LENGTH,
+        ),
     ),
     prompt_logprobs=np.array([np.nan, -1.0], np.float32),
     prompt_cache_hit_tokens=3,
 )
 
 
-TOPK = TopkLogprobs(token_ids=np.array([[0, 0], [5, 3]], np.int32), logprobs=np.array([[NO_LOGPROB, NO_LOGPROB], [-0.5, -1.0]], np.float32))
-SPARSE_CELLS = CsrMatrix(values=np.array([-1.5], np.float32), shape=(1, 3), crow_indices=np.array([0, 1]), col_indices=np.array([2]))
+TOPK = TopkLogprobs(
+    token_ids=np.array([[0, 0], [5, 3]], np.int32),
+    logprobs=np.array([[NO_LOGPROB, NO_LOGPROB], [-0.5, -1.0]], np.float32),
+)
+SPARSE_CELLS = CsrMatrix(
+    values=np.array([-1.5], np.float32),
+    shape=(1, 3),
+    crow_indices=np.array([0, 1]),
+    col_indices=np.array([2]),
+)
 DENSE_CELLS = CsrMatrix(values=np.array([-1.5, 0.0], np.float32), shape=(1, 2))
 
 
 def test_top_k_and_targets_reach_the_sdk() -> None:
-    sequence = replace(SAMPLED.sequences[0], topk=replace(TOPK, token_ids=TOPK.token_ids[1:], logprobs=TOPK.logprobs[1:]))
-    result = replace(SAMPLED, sequences=(sequence,), topk_prompt_logprobs=TOPK, target_prompt_logprobs=SPARSE_CELLS)
+    sequence = replace(
+        SAMPLED.sequences[0], topk=replace(TOPK, token_ids=TOPK.token_ids[1:], logprobs=TOPK.logprobs[1:])
+    )
+    result = replace(
+        SAMPLED, sequences=(sequence,), topk_prompt_logprobs=TOPK, target_prompt_logprobs=SPARSE_CELLS
+    )
     response = response_conv.deserialize_sample_response(result_to_proto(result))
     assert response.topk_prompt_logprobs == [None, [(5, -0.5), (3, -1.0)]]
     assert response.sequences[0].topk_logprobs == [[(5, -0.5), (3, -1.0)]]
     targets = response.target_prompt_logprobs
-    assert targets is not None and (targets.data, targets.shape, targets.sparse_col_indices) == ([-1.5], [1, 3], [2])
+    assert targets is not None and (targets.data, targets.shape, targets.sparse_col_indices) == (
+        [-1.5],
+        [1, 3],
+        [2],
+    )
     in_json = json.loads(json.dumps(result_to_json("sample", result, {})))
     assert in_json["topk_prompt_logprobs"] == [None, [[5, -0.5], [3, -1.0]]]
     assert in_json["target_prompt_logprobs"]["sparse_crow_indices"] == [0, 1]
-    dense = response_conv.deserialize_sample_response(result_to_proto(replace(SAMPLED, target_prompt_logprobs=DENSE_CELLS)))
+    dense = response_conv.deserialize_sample_response(
+        result_to_proto(replace(SAMPLED, target_prompt_logprobs=DENSE_CELLS))
+    )
     assert dense.target_prompt_logprobs is not None and dense.target_prompt_logprobs.tolist() == [[-1.5, 0.0]]
 
 
 def test_targets_of_a_prompt_dense_and_sparse() -> None:
     dense = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
-    sparse = {"data": [5], "dtype": "int64", "shape": [1, 40_000_000], "sparse_crow_indices": [0, 1], "sparse_col_indices": [39_999_999]}
-    first, second = (parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).op.target_prompt_tokens for body in (dense, sparse))
+    sparse = {
+        "data": [5],
+        "dtype": "int64",
+        "shape": [1, 40_000_000],
+        "sparse_crow_indices": [0, 1],
+        "sparse_col_indices": [39_999_999],
+    }
+    first, second = (
+        parse_sample(sample_body(target_prompt_logprobs=body), LIMITS).op.target_prompt_tokens
+        for body in (dense, sparse)
+    )
     assert first is not None and (first.values.tolist(), first.crow_indices) == ([5, -1], None)
     assert second is not None and (second.values.tolist(), second.rows().tolist()) == ([5], [0])
 
 
 def test_samples_reach_the_sdk_token_by_token() -> None:
     response = response_conv.deserialize_sample_response(result_to_proto(SAMPLED))
-    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [([5, 6], [-0.5, -1.5], "stop"), ([7], [-2.5], "length")]
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [
+        ([5, 6], [-0.5, -1.5], "stop"),
+        ([7], [-2.5], "length"),
+    ]
     assert (response.prompt_logprobs, response.prompt_cache_hit_tokens) == ([None, -1.0], 3)
 
 
@@ -291,8 +418,14 @@ def test_results_in_json_for_older_clients() -> None:
     sampled = json.loads(json.dumps(result_to_json("sample", SAMPLED, {})))
     assert sampled["prompt_logprobs"] == [None, -1.0]
     assert sampled["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -1.5]}
-    assert result_to_json("optim_step", OptimStepResult(metrics={"grad_norm": 1.0}), {}) == {"metrics": {"grad_norm": 1.0}}
-    saved = result_to_json("save_weights_for_sampler", WeightsSaved(path=None, size_bytes=1), {"sampling_session_id": "s:sample:0"})
+    assert result_to_json("optim_step", OptimStepResult(metrics={"grad_norm": 1.0}), {}) == {
+        "metrics": {"grad_norm": 1.0}
+    }
+    saved = result_to_json(
+        "save_weights_for_sampler",
+        WeightsSaved(path=None, size_bytes=1),
+        {"sampling_session_id": "s:sample:0"},
+    )
     assert saved == {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": "s:sample:0"}
     loaded = result_to_json("load_weights", WeightsLoaded(model_id="m", lora=LoraSpec(rank=1)), {"path": "p"})
     assert loaded == {"type": "load_weights", "model_id": "m", "path": "p"}
@@ -300,13 +433,26 @@ def test_results_in_json_for_older_clients() -> None:
 
 def sample_body(**changes: object) -> dict[str, object]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-    return {"prompt": prompt, "sampling_params": {"max_tokens": 4}, "sampling_session_id": "s:sample:0", "seq_id": 0, **changes}
+    return {
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 4},
+        "sampling_session_id": "s:sample:0",
+        "seq_id": 0,
+        **changes,
+    }
 
 
 def test_an_old_sdk_that_leaves_defaults_out_is_understood() -> None:
     """Up to 0.16 only fields set by hand are sent: even a chunk's type may be missing."""
-    op = parse_sample({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS).op
-    assert (op.num_samples, op.settings.max_tokens, op.settings.temperature, op.settings.stop_at_eos) == (1, None, 1.0, True)
+    op = parse_sample(
+        {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS
+    ).op
+    assert (op.num_samples, op.settings.max_tokens, op.settings.temperature, op.settings.stop_at_eos) == (
+        1,
+        None,
+        1.0,
+        True,
+    )
 
 
 def test_seq_ids_of_pickled_clients_are_large() -> None:
@@ -317,7 +463,10 @@ def test_seq_ids_of_pickled_clients_are_large() -> None:
     ("changes", "message"),
     [
         ({"prompt": {"chunks": []}}, "prompt is empty"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "image chunks are not supported"),
+        (
+            {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}},
+            "image chunks are not supported",
+        ),
         ({"prompt": {"chunks": [{"tokens": [1, "2"]}]}}, "flat list of integers"),
         ({"prompt": {"chunks": [{"tokens": [1, 2.5]}]}}, "flat list of integers"),
         ({"prompt": {"chunks": [{"tokens": [[1], [2, 3]]}]}}, "flat list of integers"),
@@ -343,7 +492,10 @@ def test_seq_ids_of_pickled_clients_are_large() -> None:
         ({"target_prompt_logprobs": {"data": [1]}}, "expected a matrix"),
         ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}}, "must have 1 rows"),
         ({"target_prompt_logprobs": {"data": [-1], "dtype": "int64", "shape": [1, 1]}}, "names no token"),
-        ({"target_prompt_logprobs": {"data": [64], "dtype": "int64", "shape": [1, 1]}}, "outside this model's vocabulary"),
+        (
+            {"target_prompt_logprobs": {"data": [64], "dtype": "int64", "shape": [1, 1]}},
+            "outside this model's vocabulary",
+        ),
         ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "must be int64"),
         ({"repetition_penalty": 1.1}, "unknown field repetition_penalty"),
         ({"seq_id": "1"}, "must be an integer"),
@@ -356,14 +508,18 @@ def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object],
 
 def test_every_limit_may_be_reached() -> None:
     def sampled(length: int, **settings: object) -> int:
-        return parse_sample(sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS).op.prompt.size
+        return parse_sample(
+            sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS
+        ).op.prompt.size
 
     assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
     with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
         sampled(16)  # an answer has one token at least
     (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
-    same = parse_training_proto(sdk_bytes(datum([1, 2], **RL), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS).op.settings
+    same = parse_training_proto(
+        sdk_bytes(datum([1, 2], **RL), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS
+    ).op.settings
     assert same.clip_low_threshold == same.clip_high_threshold == 0.8
     unrewarded = datum([1, 2], logprobs=[-1.0, -1.0], advantages=[0.0, 0.0], sequence_ratio_mask=[0.0, 0.0])
     assert len(parse_training_proto(sdk_bytes(unrewarded, loss_fn="gspo"), LIMITS).op.data) == 1
@@ -413,7 +569,14 @@ def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
     default = parse_adam(JsonReader({"adam_params": {}}, "optim_step"))
     assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
     assert (default.weight_decay, default.grad_clip_norm) == (0, 0)
-    given = {"learning_rate": 1, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.5}
+    given = {
+        "learning_rate": 1,
+        "beta1": 0.1,
+        "beta2": 0.2,
+        "eps": 0.3,
+        "weight_decay": 0.4,
+        "grad_clip_norm": 0.5,
+    }
     adam = parse_adam(JsonReader({"adam_params": given}, "optim_step"))
     assert {name: getattr(adam, name) for name in given} == given
 

@@ -36,7 +36,12 @@ MAX_RANK = 4
 def params(dtype: str = "float32") -> Params:
     """Weights larger than a fresh model's, so that logits differ between tokens."""
     made = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
-    return jax.tree.map(lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(dtype), made)
+    return jax.tree.map(
+        lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(
+            dtype
+        ),
+        made,
+    )
 
 
 def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
@@ -51,7 +56,9 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
     return jax.device_put(fresh)
 
 
-def data(lengths: tuple[int, ...], *, seed: int = 0, weights: bool = False, advantages: bool = False) -> tuple[TrainDatum, ...]:
+def data(
+    lengths: tuple[int, ...], *, seed: int = 0, weights: bool = False, advantages: bool = False
+) -> tuple[TrainDatum, ...]:
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:

@@ -97,7 +97,9 @@ def check(directory: Path, done: int) -> None:
         assert archived(store) == version, "the archive is of another save"
     save_version(store, PATH, 9)
     assert (found(store), archived(store)) == (9, 9)
-    assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, "something was left beside the checkpoint"
+    assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, (
+        "something was left beside the checkpoint"
+    )
     store.sweep_derived(-60.0)
     assert list((directory / ".derived").iterdir()) == [], "something was left of files made for downloads"
 
@@ -111,7 +113,9 @@ def main(directory: Path, every: int) -> int:
             break
         check(directory / str(at), done)
         at += every
-    print(f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: nothing lost, nothing mixed")
+    print(
+        f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: nothing lost, nothing mixed"
+    )
     return 0
 
 

@@ -59,7 +59,9 @@ class Growth:
             self.settled_mib = resident_mib()
         if self.settled_mib is not None:
             grown = resident_mib() - self.settled_mib
-            assert grown < MAX_GROWTH_MIB, f"resident memory grew by {grown:.0f} MiB within {self.inputs} inputs"
+            assert grown < MAX_GROWTH_MIB, (
+                f"resident memory grew by {grown:.0f} MiB within {self.inputs} inputs"
+            )
 
 
 # --- routes -----------------------------------------------------------------------------------------------------
@@ -92,7 +94,11 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
     from tests.fakes.server import fake_context
 
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
-    app = build_app(StartupState(context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))))
+    app = build_app(
+        StartupState(
+            context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))
+        )
+    )
     loop = asyncio.new_event_loop()
     loop.set_debug(True)
     loop.slow_callback_duration = MAX_GAP_S
@@ -103,7 +109,11 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
         if len(data) < 2:
             return
         endpoint, headers = endpoints[data[0] % len(endpoints)], ENCODINGS[data[1] % len(ENCODINGS)]
-        path = endpoint.path.replace("{session_id}", "s").replace("{run_id}", "r").replace("{checkpoint_id:path}", "weights/a")
+        path = (
+            endpoint.path.replace("{session_id}", "s")
+            .replace("{run_id}", "r")
+            .replace("{checkpoint_id:path}", "weights/a")
+        )
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -118,7 +128,9 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
             "client": ("127.0.0.1", 50000),
             "server": ("127.0.0.1", 8000),
         }
-        parts: Iterator[dict[str, object]] = iter(({"type": "http.request", "body": data[2:], "more_body": False},))
+        parts: Iterator[dict[str, object]] = iter(
+            ({"type": "http.request", "body": data[2:], "more_body": False},)
+        )
         statuses: list[int] = []
         bodies: list[bytes] = []
 
@@ -133,7 +145,11 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
 
         loop.run_until_complete(app(scope, receive, send))  # pyright: ignore[reportArgumentType]
         answer = b"".join(bodies)
-        assert statuses and statuses[0] < 500 and b"internal error" not in answer, (endpoint.path, statuses, answer[:500])
+        assert statuses and statuses[0] < 500 and b"internal error" not in answer, (
+            endpoint.path,
+            statuses,
+            answer[:500],
+        )
         assert not gaps.reports, gaps.reports
 
     return target
@@ -145,13 +161,29 @@ def route_seeds() -> list[bytes]:
 
     plain = {
         "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
-        "create_model": {"session_id": "s", "model_seq_id": 0, "base_model": "local/fake", "lora_config": {"rank": 4}},
-        "save_weights": {"model_id": "s:train:0", "seq_id": 1, "path": "a", "ttl_seconds": 60, "overwrite": True},
+        "create_model": {
+            "session_id": "s",
+            "model_seq_id": 0,
+            "base_model": "local/fake",
+            "lora_config": {"rank": 4},
+        },
+        "save_weights": {
+            "model_id": "s:train:0",
+            "seq_id": 1,
+            "path": "a",
+            "ttl_seconds": 60,
+            "overwrite": True,
+        },
         "load_weights": {"model_id": "s:train:0", "path": "tinker://s:train:0/weights/a", "optimizer": True},
         "retrieve_future": {"request_id": "sample-0"},
         "weights_info": {"tinker_path": "tinker://a/weights/b"},
     }
-    bodies: dict[str, object] = {**VALID, **plain, "chat/completions": VALID["chat"], "completions": VALID["completion"]}
+    bodies: dict[str, object] = {
+        **VALID,
+        **plain,
+        "chat/completions": VALID["chat"],
+        "completions": VALID["completion"],
+    }
     seeds = []
     for number, endpoint in enumerate(endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"):
         body = next((body for name, body in bodies.items() if endpoint.path.endswith("/" + name)), {})
@@ -200,7 +232,9 @@ def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
         "ledger": lambda content: RunIndex(at("ledger.jsonl", content)).expired(),
         "model configuration": lambda content: load_model_config(at("model/config.json", content).parent),
         "journal": lambda content: Journal(at("run/journal.jsonl", content).parent).states_until(10),
-        "checkpoints of a run": lambda content: checkpoints.last(at("run2/checkpoints.jsonl", content).parent),
+        "checkpoints of a run": lambda content: checkpoints.last(
+            at("run2/checkpoints.jsonl", content).parent
+        ),
         "finished rollouts": finished,
         "task rows": rows,
         "Dockerfile": lambda content: parse_dockerfile(at("environment/Dockerfile", content)),
@@ -223,13 +257,38 @@ FILE_SEEDS: dict[str, object] = {
     },
     "ledger": {"path": "tinker://a/weights/b", "expires_at": "2026-01-01T00:00:00+00:00"},
     "model configuration": {
-        **{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+        **{
+            "model_type": "qwen3",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+        },
     },
-    "journal": {"event": "admitted", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, "policy_version": 0, "seed": 7},
+    "journal": {
+        "event": "admitted",
+        "purpose": "step",
+        "step": 1,
+        "task": "a",
+        "member": 0,
+        "attempt": 1,
+        "policy_version": 0,
+        "seed": 7,
+    },
     "checkpoints of a run": {"name": "000001", "step": 1, "state_path": "tinker://a/weights/b"},
     "finished rollouts": {"purpose": "step", "step": 1, "task": "a", "member": 0, "outcome": "graded"},
-    "task rows": {"data_source": "tau_bench/retail", "env_class": "tau_bench", "extra_info": {"domain": "retail", "task_id": "7"}},
+    "task rows": {
+        "data_source": "tau_bench/retail",
+        "env_class": "tau_bench",
+        "extra_info": {"domain": "retail", "task_id": "7"},
+    },
     "Dockerfile": "FROM debian\nWORKDIR /app\nENV A=b\nCOPY a /b\nRUN apt-get update && apt-get install -y curl\n",
 }
 
@@ -305,7 +364,12 @@ def fuzz(name: str, options: list[str]) -> None:
                     @settings(deadline=None)
                     @given(parser=st.sampled_from(sorted(bodies.PARSERS)), data=st.data())
                     def drawn_json(parser: str, data: st.DataObject) -> None:
-                        bodies.json_holds(parser, data.draw(st.one_of(bodies.mutated(bodies.VALID[parser], changes=4), bodies.values)))
+                        bodies.json_holds(
+                            parser,
+                            data.draw(
+                                st.one_of(bodies.mutated(bodies.VALID[parser], changes=4), bodies.values)
+                            ),
+                        )
 
                     target = drawn_json.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
                 case "routes":
@@ -322,7 +386,15 @@ def fuzz(name: str, options: list[str]) -> None:
             growth.check()
 
         atheris.Setup(
-            [sys.argv[0], corpus, "-print_final_stats=1", "-rss_limit_mb=6000", f"-artifact_prefix={scratch}/", *options], one_input
+            [
+                sys.argv[0],
+                corpus,
+                "-print_final_stats=1",
+                "-rss_limit_mb=6000",
+                f"-artifact_prefix={scratch}/",
+                *options,
+            ],
+            one_input,
         )
         atheris.Fuzz()
 
@@ -333,7 +405,11 @@ def fuzz_all(*, minutes: float, targets: list[str]) -> int:
     for name in targets:
         command = [sys.executable, "-m", "tests.stress.fuzz", name, f"-max_total_time={60 * minutes:.0f}"]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
-        figures = [line.rpartition(":")[2].strip() for line in process.stderr.splitlines() if "number_of_executed_units" in line]
+        figures = [
+            line.rpartition(":")[2].strip()
+            for line in process.stderr.splitlines()
+            if "number_of_executed_units" in line
+        ]
         verdict = "no finding" if process.returncode == 0 else f"FINDING (status {process.returncode})"
         print(f"{name:9} {minutes:g} min, {figures[-1] if figures else '?'} inputs: {verdict}", flush=True)
         if process.returncode:

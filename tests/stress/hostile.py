@@ -35,7 +35,13 @@ from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
 
 MAX_SLOPE_MIB_PER_HOUR = 32.0
 RSS_EVERY_S = 10.0
-SIZES = ("max_lora_rank=8", "decode_slots=32", "decode_block=4", "max_context_length=512", "train_tokens_per_batch=512")
+SIZES = (
+    "max_lora_rank=8",
+    "decode_slots=32",
+    "decode_block=4",
+    "max_context_length=512",
+    "train_tokens_per_batch=512",
+)
 SNAPSHOT_EVERY = 50  # steps; every snapshot is kept as long as its session
 SAVE_EVERY = 25
 TIMEOUT_S = 300
@@ -59,8 +65,19 @@ class Server:
 @contextlib.contextmanager
 def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
-    options = (f"base_model={QUICKSTART / 'model'}", "model_alias=local/quickstart", f"port={url.rsplit(':', 1)[1]}", *SIZES)
-    limits = ("session_timeout_s=60", "max_request_mb=8", f"checkpoints_dir={folder / name}", "log_level=warning", *more_options)
+    options = (
+        f"base_model={QUICKSTART / 'model'}",
+        "model_alias=local/quickstart",
+        f"port={url.rsplit(':', 1)[1]}",
+        *SIZES,
+    )
+    limits = (
+        "session_timeout_s=60",
+        "max_request_mb=8",
+        f"checkpoints_dir={folder / name}",
+        "log_level=warning",
+        *more_options,
+    )
     environment = os.environ | ({} if api_key is None else {"SKYRL_TX_API_KEY": api_key})
     command = [sys.executable, "-m", "skyrl_tx_server", *options, *limits]
     with log.open("wb") as output:
@@ -89,9 +106,16 @@ def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
         tokens = random.integers(0, 600, int(length) + 1)
         model_input, targets = types.ModelInput.from_ints(tokens[:-1].tolist()), tokens[1:].astype(np.int64)
         floats = {"weights": np.ones(length, np.float32)}
-        plain.append(types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats}))  # pyright: ignore
-        floats = {"logprobs": np.full(length, -6.4, np.float32), "advantages": random.normal(size=length).astype(np.float32)}
-        rewarded.append(types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats}))  # pyright: ignore
+        plain.append(
+            types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats})
+        )  # pyright: ignore
+        floats = {
+            "logprobs": np.full(length, -6.4, np.float32),
+            "advantages": random.normal(size=length).astype(np.float32),
+        }
+        rewarded.append(
+            types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats})
+        )  # pyright: ignore
     return plain, rewarded
 
 
@@ -107,7 +131,9 @@ def training_loop(
     """`num_steps` steps, or as many as there is time for. `began_with` is told the id of the model that is trained."""
     steps: list[Step] = []
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
-        training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(timeout=TIMEOUT_S)
+        training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(
+            timeout=TIMEOUT_S
+        )
         began_with(training.get_info().model_id)
         began = time.monotonic()
         while (num_steps is None or len(steps) < num_steps) and (until is None or time.monotonic() < until):
@@ -120,14 +146,19 @@ def training_loop(
 
 def one_step(training: tinker.TrainingClient, number: int) -> Step:
     plain, rewarded = batch(number)
-    futures = [training.forward_backward(plain, "cross_entropy"), training.forward_backward(rewarded, "importance_sampling")]
+    futures = [
+        training.forward_backward(plain, "cross_entropy"),
+        training.forward_backward(rewarded, "importance_sampling"),
+    ]
     stepped = training.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=TIMEOUT_S)
     losses = tuple(future.result(timeout=TIMEOUT_S).metrics["loss:sum"] for future in futures)
     tokens: tuple[int, ...] = ()
     if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
         sampler = training.save_weights_and_get_sampling_client().result(timeout=TIMEOUT_S)
         settings = types.SamplingParams(max_tokens=24, temperature=1.0, seed=number, stop=[])
-        sampled = sampler.sample(types.ModelInput.from_ints([1, 2, 3, number % 600]), 2, settings).result(timeout=TIMEOUT_S)
+        sampled = sampler.sample(types.ModelInput.from_ints([1, 2, 3, number % 600]), 2, settings).result(
+            timeout=TIMEOUT_S
+        )
         tokens = tuple(token for sequence in sampled.sequences for token in sequence.tokens)
     if number % SAVE_EVERY == SAVE_EVERY - 1:
         training.save_state("last", overwrite=True).result(timeout=TIMEOUT_S)
@@ -141,7 +172,11 @@ class Watch:
     """Looks at the server until `stop`: its resident set every ten seconds, how long /healthz takes every second."""
 
     def __init__(self, running: Server) -> None:
-        self._process, self._url, self._over = psutil.Process(running.process.pid), running.url, threading.Event()
+        self._process, self._url, self._over = (
+            psutil.Process(running.process.pid),
+            running.url,
+            threading.Event(),
+        )
         self.rss: list[tuple[float, float]] = []  # (seconds, MiB)
         self.health_ms: list[float] = []
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -201,9 +236,13 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
         report = folder / "hostile.jsonl"
         arguments = [running.url, str(seconds), str(rate), str(seed)]
         with report.open("wb") as output:
-            hostile = subprocess.Popen([sys.executable, "-m", "tests.stress.hostile_requests", *arguments], stdout=output, cwd=ROOT)
+            hostile = subprocess.Popen(
+                [sys.executable, "-m", "tests.stress.hostile_requests", *arguments], stdout=output, cwd=ROOT
+            )
         try:
-            steps = training_loop(running.url, until=time.monotonic() + seconds, num_steps=None, pace_s=pace_s)
+            steps = training_loop(
+                running.url, until=time.monotonic() + seconds, num_steps=None, pace_s=pace_s
+            )
             hostile_status = hostile.wait(900)
         finally:
             hostile.kill()
@@ -213,7 +252,15 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
     figures = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
-    return Disturbed(steps=steps, watch=watch, hostile=figures, left=left, lived=lived, exit_status=exit_status, tracebacks=tracebacks)
+    return Disturbed(
+        steps=steps,
+        watch=watch,
+        hostile=figures,
+        left=left,
+        lived=lived,
+        exit_status=exit_status,
+        tracebacks=tracebacks,
+    )
 
 
 def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
@@ -222,7 +269,9 @@ def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
         held = {name: stats["registry"][name] for name in ("sessions", "models", "samplers", "snapshots")}
-        held |= {name: stats["engine"][name] for name in ("ops_pending", "slots_used", "snapshots_in_host_memory")}
+        held |= {
+            name: stats["engine"][name] for name in ("ops_pending", "slots_used", "snapshots_in_host_memory")
+        }
         held["polls and futures pending"] = stats["futures"]["pending"]
         held = {name: count for name, count in held.items() if count}
         if not held or time.monotonic() > deadline:
@@ -235,7 +284,11 @@ def main(argv: list[str]) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        folder = Path(given["folder"]) if "folder" in given else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = (
+            Path(given["folder"])
+            if "folder" in given
+            else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         run = disturbed_run(
             folder,
@@ -251,22 +304,32 @@ def main(argv: list[str]) -> int:
 
 def report(run: Disturbed, alone: list[Step]) -> int:
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
-    print(f"attacks     {sum(attacks.values())}: " + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items())))
+    print(
+        f"attacks     {sum(attacks.values())}: "
+        + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items()))
+    )
     print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
     health = np.array(run.watch.health_ms)
-    print(f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms")
+    print(
+        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms"
+    )
     rss = [mib for _, mib in run.watch.rss]
     at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
-    print(f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}")
+    print(
+        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}"
+    )
     equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
     drawn_alike = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
     verdicts = {
         "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
         f"faults of the server: {len(faults)}": not faults,
         f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
-        f"slope of the memory's floor after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"slope of the memory's floor after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
+        < MAX_SLOPE_MIB_PER_HOUR,
         f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
-        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
+        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal
+        == len(alone)
+        > 0,
         f"sampled tokens equal: {drawn_alike} of {sampled} snapshots": drawn_alike == sampled,
     }
     for what, holds in verdicts.items():

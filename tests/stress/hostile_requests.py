@@ -48,7 +48,12 @@ BURST_EVERY_S = 180.0
 
 
 async def garbage_protobuf(world: World) -> None:
-    await world.send("POST", "/api/v1/forward_backward", content=world.random.randbytes(world.random.randrange(300)), headers=PROTOBUF)
+    await world.send(
+        "POST",
+        "/api/v1/forward_backward",
+        content=world.random.randbytes(world.random.randrange(300)),
+        headers=PROTOBUF,
+    )
 
 
 async def mutated_protobuf(world: World) -> None:
@@ -63,15 +68,29 @@ async def wild_training(world: World) -> None:
     tenant = await tenant_of(world)
     body = training_proto(world, tenant).SerializeToString()
     await world.send("POST", "/api/v1/forward_backward", content=body, headers=PROTOBUF)
-    adam = {"learning_rate": world.random.choice((1e-3, 1e6, 1e30)), "weight_decay": world.random.choice((0.0, 1e3)), "grad_clip_norm": 1.0}
-    await world.made("optim_step", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": adam})
+    adam = {
+        "learning_rate": world.random.choice((1e-3, 1e6, 1e30)),
+        "weight_decay": world.random.choice((0.0, 1e3)),
+        "grad_clip_norm": 1.0,
+    }
+    await world.made(
+        "optim_step", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": adam}
+    )
 
 
 async def diverged(world: World) -> None:
     """A model whose weights are absurd, sampled from until its slots are full of it."""
     tenant = await new_tenant(world)
-    await world.send("POST", "/api/v1/forward_backward", content=training_proto(world, tenant).SerializeToString(), headers=PROTOBUF)
-    await world.made("optim_step", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": {"learning_rate": 1e30}})
+    await world.send(
+        "POST",
+        "/api/v1/forward_backward",
+        content=training_proto(world, tenant).SerializeToString(),
+        headers=PROTOBUF,
+    )
+    await world.made(
+        "optim_step",
+        {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": {"learning_rate": 1e30}},
+    )
     snapshot = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "sampling_session_seq_id": 1}
     await world.post("save_weights_for_sampler", snapshot)
     sampler = f"{tenant.session_id}:sample:1"
@@ -81,7 +100,19 @@ async def diverged(world: World) -> None:
 
 async def garbage_json(world: World) -> None:
     text = world.random.choice(
-        (b"{", b"[" * 5000, b"nul", b"\xff\xfe{}", b'{"a":1}' * 2, b'{"a":' * 900, b"1e999", b"NaN", b'"\\ud800"', b"[]", b"3")
+        (
+            b"{",
+            b"[" * 5000,
+            b"nul",
+            b"\xff\xfe{}",
+            b'{"a":1}' * 2,
+            b'{"a":' * 900,
+            b"1e999",
+            b"NaN",
+            b'"\\ud800"',
+            b"[]",
+            b"3",
+        )
     )
     await world.send("POST", f"/api/v1/{world.random.choice(ROUTES)}", content=text, headers=JSON)
 
@@ -107,7 +138,9 @@ async def compressed(world: World) -> None:
         zstandard.ZstdCompressor().compress(bytes(200 << 20)),
     )
     encoding = draw.choice(("zstd", "zstd", "zstd", "gzip", "br", "zstd, zstd", ""))
-    await world.send("POST", "/api/v1/asample", content=draw.choice(bodies), headers=JSON | {"content-encoding": encoding})
+    await world.send(
+        "POST", "/api/v1/asample", content=draw.choice(bodies), headers=JSON | {"content-encoding": encoding}
+    )
 
 
 async def wrong_types_and_paths(world: World) -> None:
@@ -129,7 +162,15 @@ async def wrong_types_and_paths(world: World) -> None:
             "/api/v1/training_runs/a/checkpoints/weights/..%2f..%2fledger.jsonl",
         )
     )
-    kind = draw.choice(("text/plain", "application/x-protobuf", "application/json; charset=utf-16", "multipart/form-data", "\x7f"))
+    kind = draw.choice(
+        (
+            "text/plain",
+            "application/x-protobuf",
+            "application/json; charset=utf-16",
+            "multipart/form-data",
+            "\x7f",
+        )
+    )
     await world.send(method, path, content=draw.randbytes(20), headers={"content-type": kind})
 
 
@@ -141,17 +182,26 @@ async def out_of_range(world: World) -> None:
     tenant = await tenant_of(world)
     bad = world.random.choice(([-1], [VOCABULARY], [2**31], [2**63], [1.5], ["a"], [True, None], []))
     await world.post(
-        "asample", sample_json(world, tenant, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]})
+        "asample",
+        sample_json(
+            world, tenant, prompt={"chunks": [{"type": "encoded_text", "tokens": [1, *bad] if bad else []}]}
+        ),
     )
     request = training_proto(world, tenant)
-    request.data[0].model_input[0].encoded_text.tokens = np.array([1, world.random.choice((-1, VOCABULARY, 2**31 - 1))], np.int32).tobytes()
-    await world.send("POST", "/api/v1/forward_backward", content=request.SerializeToString(), headers=PROTOBUF)
+    request.data[0].model_input[0].encoded_text.tokens = np.array(
+        [1, world.random.choice((-1, VOCABULARY, 2**31 - 1))], np.int32
+    ).tobytes()
+    await world.send(
+        "POST", "/api/v1/forward_backward", content=request.SerializeToString(), headers=PROTOBUF
+    )
 
 
 async def duplicates_and_reordered(world: World) -> None:
     tenant = await tenant_of(world)
     first, second = sample_json(world, tenant), sample_json(world, tenant)
-    replies = await asyncio.gather(*(world.post("asample", body) for body in (second, first, second, first, first)))
+    replies = await asyncio.gather(
+        *(world.post("asample", body) for body in (second, first, second, first, first))
+    )
     ids = [reply.json()["request_id"] for reply in replies if reply.status_code == 200]
     if len(ids) == 5 and not (ids[0] == ids[2] and ids[1] == ids[3] == ids[4]):
         world.fault(f"a request sent twice ran twice: {ids}")
@@ -171,19 +221,26 @@ async def fire_and_forget(world: World) -> None:
     """Results nobody comes for, of a session and of none."""
     body = sample_json(world, await tenant_of(world))
     if world.random.random() < 0.3:
-        body = {name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")} | {
-            "base_model": "local/quickstart"
-        }
+        body = {
+            name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")
+        } | {"base_model": "local/quickstart"}
     await world.post("asample", body)
 
 
 async def abandoned_session(world: World) -> None:
     tenant = await new_tenant(world)
     for _ in range(2):
-        await world.send("POST", "/api/v1/forward_backward", content=training_proto(world, tenant).SerializeToString(), headers=PROTOBUF)
+        await world.send(
+            "POST",
+            "/api/v1/forward_backward",
+            content=training_proto(world, tenant).SerializeToString(),
+            headers=PROTOBUF,
+        )
     snapshot = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "sampling_session_seq_id": 1}
     await world.post("save_weights_for_sampler", snapshot)
-    await world.post("asample", sample_json(world, tenant, sampling_session_id=f"{tenant.session_id}:sample:1"))
+    await world.post(
+        "asample", sample_json(world, tenant, sampling_session_id=f"{tenant.session_id}:sample:1")
+    )
     if world.random.random() < 0.5:
         await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
 
@@ -192,15 +249,31 @@ async def checkpoints(world: World) -> None:
     tenant = await tenant_of(world)
     name = world.random.choice(("hostile", "..", "a/b", "x" * 300, "", "\x00", "é", "hostile-2"))
     saved = await world.made(
-        "save_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": name, "overwrite": True, "ttl_seconds": 60}
+        "save_weights",
+        {
+            "model_id": tenant.model_id,
+            "seq_id": tenant.next_seq(),
+            "path": name,
+            "overwrite": True,
+            "ttl_seconds": 60,
+        },
     )
     path = str(saved.get("path") or "tinker://a/weights/b")
     await world.made("load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": path})
     await world.made(
         "load_weights",
-        {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": world.random.choice(("tinker://", path + "x", path[:-3]))},
+        {
+            "model_id": tenant.model_id,
+            "seq_id": tenant.next_seq(),
+            "path": world.random.choice(("tinker://", path + "x", path[:-3])),
+        },
     )
-    await asyncio.gather(*(world.send("DELETE", f"/api/v1/training_runs/{tenant.model_id}/checkpoints/weights/hostile") for _ in range(2)))
+    await asyncio.gather(
+        *(
+            world.send("DELETE", f"/api/v1/training_runs/{tenant.model_id}/checkpoints/weights/hostile")
+            for _ in range(2)
+        )
+    )
 
 
 async def openai_doors(world: World) -> None:
@@ -224,7 +297,11 @@ async def half_open_poll(world: World) -> None:
     reply = await world.post("asample", sample_json(world, await tenant_of(world)))
     request_id = reply.json().get("request_id", "x") if reply.status_code == 200 else "x"
     body = json.dumps({"request_id": request_id}).encode()
-    await _raw(world, _post(world, "retrieve_future", len(body)) + body, then=_reset if world.random.random() < 0.5 else _linger)
+    await _raw(
+        world,
+        _post(world, "retrieve_future", len(body)) + body,
+        then=_reset if world.random.random() < 0.5 else _linger,
+    )
 
 
 async def dies_mid_chunk(world: World) -> None:
@@ -242,7 +319,9 @@ async def slowloris(world: World) -> None:
             writer.write(b"a")
             await writer.drain()
 
-    await _raw(world, world.random.choice((_post(world, "asample", 50), _head(world, "asample") + b"X-")), then=drip)
+    await _raw(
+        world, world.random.choice((_post(world, "asample", 50), _head(world, "asample") + b"X-")), then=drip
+    )
 
 
 async def broken_http(world: World) -> None:
@@ -269,7 +348,11 @@ async def broken_http(world: World) -> None:
 def _head(world: World, route: str) -> bytes:
     """The beginning of a request on a bare connection: the request line and the headers that a real client sends."""
     key = world.http.headers.get("x-api-key")
-    lines = [f"POST /api/v1/{route} HTTP/1.1", f"Host: {world.host}:{world.port}", *([f"X-API-Key: {key}"] if key else [])]
+    lines = [
+        f"POST /api/v1/{route} HTTP/1.1",
+        f"Host: {world.host}:{world.port}",
+        *([f"X-API-Key: {key}"] if key else []),
+    ]
     return "".join(f"{line}\r\n" for line in lines).encode()
 
 
@@ -277,7 +360,12 @@ def _post(world: World, route: str, length: int, *, kind: str = "application/jso
     return _head(world, route) + f"Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-async def _raw(world: World, data: bytes, *, then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+async def _raw(
+    world: World,
+    data: bytes,
+    *,
+    then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> None:
     """Bytes on a bare connection; that the server hangs up on them is its right, that it cannot be reached is a fault."""
     reader, writer = await asyncio.open_connection(world.host, world.port)
     try:
@@ -306,7 +394,12 @@ async def burst(world: World) -> None:
     """2,000 samples at once; every one of them must come back. In parts, each with connections of its own: a pool is slow to search."""
     tenant = await new_tenant(world)
     heartbeat = asyncio.create_task(_heartbeat(world, tenant))
-    await asyncio.gather(*(_part_of_burst(world, tenant, range(first, first + BURST_PART)) for first in range(0, BURST, BURST_PART)))
+    await asyncio.gather(
+        *(
+            _part_of_burst(world, tenant, range(first, first + BURST_PART))
+            for first in range(0, BURST, BURST_PART)
+        )
+    )
     heartbeat.cancel()
     await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
 
@@ -325,7 +418,12 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
 
         async def one(index: int) -> None:
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
-            body = {"sampling_session_id": tenant.sampler_id, "seq_id": index, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+            body = {
+                "sampling_session_id": tenant.sampler_id,
+                "seq_id": index,
+                "prompt": prompt,
+                "sampling_params": {"max_tokens": 2},
+            }
             result = await part.made("asample", body)
             if "sequences" not in result:
                 part.fault(f"burst: sample {index} failed: {str(result)[:200]}")
@@ -334,9 +432,36 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
 
 
 ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
-    *(garbage_protobuf, mutated_protobuf, mutated_protobuf, mutated_protobuf, wild_training, diverged, out_of_range, dies_mid_chunk),
-    *(garbage_json, mutated_request, mutated_request, mutated_request, mutated_request, compressed, oversize, wrong_types_and_paths),
-    *(duplicates_and_reordered, cancelled, fire_and_forget, abandoned_session, checkpoints, half_open_poll, slowloris, broken_http),
+    *(
+        garbage_protobuf,
+        mutated_protobuf,
+        mutated_protobuf,
+        mutated_protobuf,
+        wild_training,
+        diverged,
+        out_of_range,
+        dies_mid_chunk,
+    ),
+    *(
+        garbage_json,
+        mutated_request,
+        mutated_request,
+        mutated_request,
+        mutated_request,
+        compressed,
+        oversize,
+        wrong_types_and_paths,
+    ),
+    *(
+        duplicates_and_reordered,
+        cancelled,
+        fire_and_forget,
+        abandoned_session,
+        checkpoints,
+        half_open_poll,
+        slowloris,
+        broken_http,
+    ),
     *(openai_doors, openai_doors, stream_left),
 )
 
@@ -364,7 +489,9 @@ async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: 
 
 
 def report(world: World) -> None:
-    print(json.dumps({"attacks": world.attacks, "statuses": world.statuses, "faults": world.faults}), flush=True)
+    print(
+        json.dumps({"attacks": world.attacks, "statuses": world.statuses, "faults": world.faults}), flush=True
+    )
 
 
 async def main(url: str, seconds: float, rate: float, seed: int) -> None:

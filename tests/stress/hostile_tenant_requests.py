@@ -21,7 +21,15 @@ from pathlib import Path
 import httpx
 
 from tests.stress.hostile_requests import ATTACKS, MAX_UNDER_WAY, UNLIMITED, attack, report
-from tests.stress.hostile_world import ANSWER_WITHIN_S, JSON, World, new_tenant, sample_json, tenant_of, tokens
+from tests.stress.hostile_world import (
+    ANSWER_WITHIN_S,
+    JSON,
+    World,
+    new_tenant,
+    sample_json,
+    tenant_of,
+    tokens,
+)
 
 NO_ACCESS = (400, 403, 404, 410, 422, 429)
 """What a request for an object of another tenant may be answered with. 429: the tenant is over its own quota."""
@@ -46,7 +54,12 @@ async def huge_sample(world: World) -> None:
     """More samples than there are slots, each as long as the context allows. Nobody waits for the result."""
     tenant = await tenant_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
-    await world.post("asample", sample_json(world, tenant, num_samples=world.random.choice((64, 512, 4096)), sampling_params=settings))
+    await world.post(
+        "asample",
+        sample_json(
+            world, tenant, num_samples=world.random.choice((64, 512, 4096)), sampling_params=settings
+        ),
+    )
 
 
 async def long_prompts(world: World) -> None:
@@ -60,9 +73,18 @@ async def many_models(world: World) -> None:
     """A model, a sampler and a checkpoint more each time, in a session that is left open."""
     tenant = await new_tenant(world)
     for number in range(8):
-        model = {"session_id": tenant.session_id, "model_seq_id": number + 1, "base_model": "local/quickstart"}
+        model = {
+            "session_id": tenant.session_id,
+            "model_seq_id": number + 1,
+            "base_model": "local/quickstart",
+        }
         await world.made("create_model", model | {"lora_config": {"rank": 8, "seed": number}})
-        name = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": f"hoard-{number}", "ttl_seconds": 120}
+        name = {
+            "model_id": tenant.model_id,
+            "seq_id": tenant.next_seq(),
+            "path": f"hoard-{number}",
+            "ttl_seconds": 120,
+        }
         await world.made("save_weights", name)
 
 
@@ -72,14 +94,25 @@ async def large_metadata(world: World) -> None:
 
 
 SAMPLER = {"sampling_session_seq_id": 0, "base_model": "local/quickstart"}
-LISTINGS = ("/api/v1/sessions", "/api/v1/training_runs", "/api/v1/checkpoints", "/v1/models", "/api/v1/stats", "/metrics")
+LISTINGS = (
+    "/api/v1/sessions",
+    "/api/v1/training_runs",
+    "/api/v1/checkpoints",
+    "/v1/models",
+    "/api/v1/stats",
+    "/metrics",
+)
 SILENT = ("/cancel_future", "/finish", "/checkpoints")
 """Routes that give this empty answer also for an object that does not exist."""
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
     ("GET", "/api/v1/sessions/{session}", None),
-    ("POST", "/api/v1/create_model", {"session_id": "{session}", "model_seq_id": 0, "base_model": "local/quickstart"}),
+    (
+        "POST",
+        "/api/v1/create_model",
+        {"session_id": "{session}", "model_seq_id": 0, "base_model": "local/quickstart"},
+    ),
     (
         "POST",
         "/api/v1/create_sampling_session",
@@ -88,10 +121,18 @@ VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("GET", "/api/v1/samplers/{session}:sample:0", None),
     ("POST", "/api/v1/get_info", {"model_id": "{model}"}),
     ("POST", "/api/v1/unload_model", {"model_id": "{model}"}),
-    ("POST", "/api/v1/optim_step", {"model_id": "{model}", "seq_id": 1, "adam_params": {"learning_rate": 0.1}}),
+    (
+        "POST",
+        "/api/v1/optim_step",
+        {"model_id": "{model}", "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+    ),
     ("POST", "/api/v1/save_weights", {"model_id": "{model}", "seq_id": 1, "path": "last", "overwrite": True}),
     ("POST", "/api/v1/save_weights_for_sampler", {"model_id": "{model}", "seq_id": 1, "path": "stolen"}),
-    ("POST", "/api/v1/load_weights", {"model_id": "{model}", "seq_id": 1, "path": "{checkpoint}", "optimizer": True}),
+    (
+        "POST",
+        "/api/v1/load_weights",
+        {"model_id": "{model}", "seq_id": 1, "path": "{checkpoint}", "optimizer": True},
+    ),
     ("POST", "/api/v1/weights_info", {"tinker_path": "{checkpoint}"}),
     ("POST", "/api/v1/cancel_future", {"request_id": "asample-1"}),
     ("GET", "/api/v1/training_runs/{model}", None),
@@ -115,15 +156,21 @@ def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
         method, path, template = world.random.choice(VICTIM_ROUTES)
         body = None
         if template is not None:
-            body = json.dumps({key: filled(value) if isinstance(value, str) else value for key, value in template.items()})
-        response = await world.send(method, filled(path), content=body, headers=JSON if body is not None else None)
+            body = json.dumps(
+                {key: filled(value) if isinstance(value, str) else value for key, value in template.items()}
+            )
+        response = await world.send(
+            method, filled(path), content=body, headers=JSON if body is not None else None
+        )
         if response.status_code not in NO_ACCESS:
             answer = response.json() if "json" in response.headers.get("content-type", "") else {}
             pending = answer.get("request_id") if isinstance(answer, dict) else None
             if path.endswith(SILENT) and response.text in ("", '{"checkpoints":[]}'):
                 return
             if pending is None or "error" not in await world.outcome(pending):
-                world.fault(f"cross-tenant: {method} {path} was answered {response.status_code} {response.text[:200]}")
+                world.fault(
+                    f"cross-tenant: {method} {path} was answered {response.status_code} {response.text[:200]}"
+                )
 
     async def search_listings(world: World) -> None:
         path = world.random.choice(LISTINGS)
@@ -140,7 +187,14 @@ def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
 async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str], victim: Victim) -> None:
     address = httpx.URL(url)
     reach = reach_victim(victim)
-    attacks = (*ATTACKS, *(huge_sample,) * 4, *(long_prompts,) * 2, many_models, large_metadata, *(reach,) * 8)
+    attacks = (
+        *ATTACKS,
+        *(huge_sample,) * 4,
+        *(long_prompts,) * 2,
+        many_models,
+        large_metadata,
+        *(reach,) * 8,
+    )
     counted: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
     faults: list[str] = []
@@ -148,7 +202,9 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
     began = time.monotonic()
 
     async def tenant(number: int, key: str) -> None:
-        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=ANSWER_WITHIN_S, limits=UNLIMITED) as http:
+        async with httpx.AsyncClient(
+            base_url=url, headers={"x-api-key": key}, timeout=ANSWER_WITHIN_S, limits=UNLIMITED
+        ) as http:
             world = World(
                 http=http,
                 host=address.host,
@@ -175,7 +231,17 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
     async with asyncio.TaskGroup() as tenants:
         for number, key in enumerate(keys):
             tenants.create_task(tenant(number, key))
-    report(World(http=httpx.AsyncClient(), host="", port=0, random=random.Random(), attacks=counted, statuses=statuses, faults=faults))
+    report(
+        World(
+            http=httpx.AsyncClient(),
+            host="",
+            port=0,
+            random=random.Random(),
+            attacks=counted,
+            statuses=statuses,
+            faults=faults,
+        )
+    )
 
 
 if __name__ == "__main__":

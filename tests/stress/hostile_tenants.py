@@ -33,7 +33,16 @@ import httpx
 import numpy as np
 
 from scripts.run_skyrl_tx import ROOT
-from tests.stress.hostile import MAX_SLOPE_MIB_PER_HOUR, Hostilities, Step, Watch, same, server, training_loop, what_is_left
+from tests.stress.hostile import (
+    MAX_SLOPE_MIB_PER_HOUR,
+    Hostilities,
+    Step,
+    Watch,
+    same,
+    server,
+    training_loop,
+    what_is_left,
+)
 
 MAX_LATENCY_RATIO = 10.0
 SAMPLES_ALONE = 200
@@ -46,7 +55,9 @@ def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
     """Make a key for each name. Returns the file for `api_keys_file=` and the keys."""
     keys = {name: f"tml-{secrets.token_hex(16)}" for name in names}
     path = folder / "api_keys"
-    path.write_text("".join(f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items()))
+    path.write_text(
+        "".join(f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items())
+    )
     path.chmod(0o600)
     return path, keys
 
@@ -58,7 +69,11 @@ class LatencyProbe:
         self._http = httpx.Client(base_url=url, headers={"x-api-key": api_key}, timeout=TIMEOUT_S)
         session = self._post("create_session", {"tags": [], "user_metadata": None})
         self._session_id = session["session_id"]
-        sampler = {"session_id": self._session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"}
+        sampler = {
+            "session_id": self._session_id,
+            "sampling_session_seq_id": 0,
+            "base_model": "local/quickstart",
+        }
         self._sampler_id = self._post("create_sampling_session", sampler)["sampling_session_id"]
         self._seq_id = 0
         self._stop = threading.Event()
@@ -69,7 +84,11 @@ class LatencyProbe:
     def sample(self) -> float:
         """Sample 4 tokens. Returns the seconds until the result arrived."""
         self._seq_id += 1
-        body: dict[str, object] = {"sampling_session_id": self._sampler_id, "seq_id": self._seq_id, "num_samples": 1}
+        body: dict[str, object] = {
+            "sampling_session_id": self._sampler_id,
+            "seq_id": self._seq_id,
+            "num_samples": 1,
+        }
         body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, self._seq_id % 600]}]}
         body["sampling_params"] = {"max_tokens": 4, "temperature": 1.0, "seed": self._seq_id}
         began = time.monotonic()
@@ -125,12 +144,17 @@ class Run:
     tracebacks: int
 
 
-def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float) -> Run:
+def run_with_tenants(
+    folder: Path, *, seconds: float, tenants: int, rate: float, seed: int, pace_s: float
+) -> Run:
     names = [f"hostile-{number}" for number in range(tenants)]
     keys_file, keys = write_keys(folder, [TRAINER, PROBE, *names])
     operator_key = f"tml-{secrets.token_hex(16)}"
     (folder / "hostile_keys.json").write_text(json.dumps([keys[name] for name in names]))
-    with server(folder, "disturbed", f"api_keys_file={keys_file}", api_key=operator_key) as running, contextlib.ExitStack() as stack:
+    with (
+        server(folder, "disturbed", f"api_keys_file={keys_file}", api_key=operator_key) as running,
+        contextlib.ExitStack() as stack,
+    ):
         probe = LatencyProbe(running.url, keys[PROBE])
         for _ in range(20):  # compiles what the measurement needs
             probe.sample()
@@ -142,13 +166,27 @@ def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float,
 
         def begin(model_id: str) -> None:
             probe.start()
-            arguments = [running.url, str(seconds), str(rate), str(seed), str(folder / "hostile_keys.json"), model_id]
+            arguments = [
+                running.url,
+                str(seconds),
+                str(rate),
+                str(seed),
+                str(folder / "hostile_keys.json"),
+                model_id,
+            ]
             command = [sys.executable, "-m", "tests.stress.hostile_tenant_requests", *arguments]
             attackers.append(subprocess.Popen(command, stdout=output, cwd=ROOT))
 
         try:
             until = time.monotonic() + seconds
-            steps = training_loop(running.url, until=until, num_steps=None, pace_s=pace_s, api_key=keys[TRAINER], began_with=begin)
+            steps = training_loop(
+                running.url,
+                until=until,
+                num_steps=None,
+                pace_s=pace_s,
+                api_key=keys[TRAINER],
+                began_with=begin,
+            )
             probe.stop()
             hostile_status = attackers[0].wait(900)
         finally:
@@ -176,21 +214,32 @@ def run_with_tenants(folder: Path, *, seconds: float, tenants: int, rate: float,
 def report(run: Run, alone: list[Step]) -> int:
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     crossed = [fault for fault in faults if fault.startswith("cross-tenant")]
-    print(f"attacks     {sum(attacks.values())}: " + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items())))
+    print(
+        f"attacks     {sum(attacks.values())}: "
+        + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items()))
+    )
     print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
     rss = [mib for _, mib in run.watch.rss]
     at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
-    print(f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}")
+    print(
+        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}"
+    )
     health = np.array(run.watch.health_ms)
-    print(f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms")
+    print(
+        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms"
+    )
     quantiles = {}
     for what, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
         p50, p99 = (1e3 * np.quantile(seconds, q) for q in (0.5, 0.99))
         quantiles[what] = p99
-        print(f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, {len(seconds)} samples")
+        print(
+            f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, {len(seconds)} samples"
+        )
     ratio = quantiles["beside"] / quantiles["alone"]
     equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
-    equal_samples = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
+    equal_samples = sum(
+        bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True)
+    )
     verdicts = {
         "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
         f"answers that a sound server never gives: {len(faults) - len(crossed)}": len(faults) == len(crossed),
@@ -198,9 +247,12 @@ def report(run: Run, alone: list[Step]) -> int:
         f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,
         f"p99 of a 4-token sample: {ratio:.1f} times the one alone": ratio <= MAX_LATENCY_RATIO,
         f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
-        f"slope of the floor of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope() < MAX_SLOPE_MIB_PER_HOUR,
+        f"slope of the floor of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
+        < MAX_SLOPE_MIB_PER_HOUR,
         f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
-        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal == len(alone) > 0,
+        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal
+        == len(alone)
+        > 0,
         f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
     }
     for what, holds in verdicts.items():
@@ -215,7 +267,11 @@ def main(argv: list[str]) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        folder = Path(given["folder"]) if "folder" in given else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = (
+            Path(given["folder"])
+            if "folder" in given
+            else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         run = run_with_tenants(
             folder,

@@ -37,8 +37,31 @@ NASTY: tuple[object, ...] = (
         float("inf"),
         float("-inf"),
     ),
-    *("", "x" * 5000, "\x00", "\ud800", "../../etc/passwd", "tinker://a/weights/b", "tinker://../../x", "session-0", "💥" * 40),
-    *([], {}, [[]], [None], {"": {}}, [1, "a"], [-1], [2**40], [1.5], [[1], [2]], {"chunks": 3}, {"type": "image"}),
+    *(
+        "",
+        "x" * 5000,
+        "\x00",
+        "\ud800",
+        "../../etc/passwd",
+        "tinker://a/weights/b",
+        "tinker://../../x",
+        "session-0",
+        "💥" * 40,
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        {"": {}},
+        [1, "a"],
+        [-1],
+        [2**40],
+        [1.5],
+        [[1], [2]],
+        {"chunks": 3},
+        {"type": "image"},
+    ),
 )
 
 
@@ -70,12 +93,18 @@ class World:
     """A tenant's requests wait for its own earlier ones: a read timeout of its client is then no fault of the server."""
 
     def post(self, route: str, body: object) -> Awaitable[httpx.Response]:
-        return self.send("POST", f"/api/v1/{route}", content=json.dumps(body).encode("utf-8", "replace"), headers=JSON)
+        return self.send(
+            "POST", f"/api/v1/{route}", content=json.dumps(body).encode("utf-8", "replace"), headers=JSON
+        )
 
     async def send(self, method: str, path: str, **rest: object) -> httpx.Response:
         """One whole request. A 5xx, an internal error and silence are faults; everything else is an answer."""
         response = await self.http.request(method, path, **rest)  # pyright: ignore[reportArgumentType]
-        self.saw(f"{method} {path}", response.status_code, response.text[:2000] if response.status_code != 200 else "")
+        self.saw(
+            f"{method} {path}",
+            response.status_code,
+            response.text[:2000] if response.status_code != 200 else "",
+        )
         return response
 
     def saw(self, what: str, status: int, text: str) -> None:
@@ -93,24 +122,39 @@ class World:
             response = await self.post("retrieve_future", {"request_id": request_id})
             if response.status_code == 408:
                 continue
-            body: dict[str, object] = response.json() if response.status_code == 200 else {"error": response.text}
-            if "failed in the engine" in str(body.get("error", "")) or "failed on the server" in str(body.get("error", "")):
+            body: dict[str, object] = (
+                response.json() if response.status_code == 200 else {"error": response.text}
+            )
+            if "failed in the engine" in str(body.get("error", "")) or "failed on the server" in str(
+                body.get("error", "")
+            ):
                 self.fault(f"future {request_id}: {str(body)[:300]}")
             return body
 
     async def made(self, route: str, body: object) -> dict[str, object]:
         response = await self.post(route, body)
-        return await self.outcome(response.json()["request_id"]) if response.status_code == 200 else {"error": response.text}
+        return (
+            await self.outcome(response.json()["request_id"])
+            if response.status_code == 200
+            else {"error": response.text}
+        )
 
 
 async def new_tenant(world: World) -> Tenant:
     session_id = (await world.post("create_session", {"tags": [], "user_metadata": {}})).json()["session_id"]
     lora = {"rank": world.random.choice((1, 4, 8)), "seed": world.random.randrange(2**31)}
-    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "local/quickstart", "lora_config": lora}
+    body = {
+        "session_id": session_id,
+        "model_seq_id": 0,
+        "base_model": "local/quickstart",
+        "lora_config": lora,
+    }
     await world.made("create_model", body)
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"}
     await world.post("create_sampling_session", sampler)
-    return Tenant(session_id=session_id, model_id=f"{session_id}:train:0", sampler_id=f"{session_id}:sample:0")
+    return Tenant(
+        session_id=session_id, model_id=f"{session_id}:train:0", sampler_id=f"{session_id}:sample:0"
+    )
 
 
 async def tenant_of(world: World) -> Tenant:
@@ -120,12 +164,17 @@ async def tenant_of(world: World) -> Tenant:
 
 
 def tokens(world: World, count: int | None = None) -> list[int]:
-    return [world.random.randrange(VOCABULARY) for _ in range(count or world.random.choice((1, 3, 20, 60, 200)))]
+    return [
+        world.random.randrange(VOCABULARY) for _ in range(count or world.random.choice((1, 3, 20, 60, 200)))
+    ]
 
 
 def training_json(world: World, tenant: Tenant) -> dict[str, object]:
     ids = tokens(world)
-    inputs = {"target_tokens": {"data": ids, "dtype": "int64"}, "weights": {"data": [1.0] * len(ids), "dtype": "float32"}}
+    inputs = {
+        "target_tokens": {"data": ids, "dtype": "int64"},
+        "weights": {"data": [1.0] * len(ids), "dtype": "float32"},
+    }
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": ids}]}, "loss_fn_inputs": inputs}
     inner = {"data": [datum], "loss_fn": "cross_entropy"}
     return {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "forward_backward_input": inner}
@@ -139,7 +188,9 @@ def training_proto(world: World, tenant: Tenant) -> pb.ForwardBackwardRequest:
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = ids.tobytes()
     floats = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
-    datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dtype=pb.DTYPE_INT64, dense=ids.astype("<i8").tobytes()))
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(
+        pb.Tensor(dtype=pb.DTYPE_INT64, dense=ids.astype("<i8").tobytes())
+    )
     for name in floats:
         scale = world.random.choice((1.0, 1.0, 1e10, -1e38))
         values = np.full(len(ids), -scale if name == "logprobs" else scale, np.float32)
@@ -148,7 +199,10 @@ def training_proto(world: World, tenant: Tenant) -> pb.ForwardBackwardRequest:
 
 
 def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, object]:
-    settings: dict[str, object] = {"max_tokens": world.random.randrange(1, 12), "temperature": world.random.choice((0.0, 0.7, 1.0))}
+    settings: dict[str, object] = {
+        "max_tokens": world.random.randrange(1, 12),
+        "temperature": world.random.choice((0.0, 0.7, 1.0)),
+    }
     if world.random.random() < 0.3:
         settings |= {"top_k": 5, "top_p": 0.9, "seed": world.random.randrange(99), "stop": ["a", "}"]}
     body: dict[str, object] = {
@@ -156,7 +210,10 @@ def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, ob
         "seq_id": tenant.next_seq(),
         "num_samples": world.random.randrange(1, 4),
     }
-    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens(world)}]}, "sampling_params": settings}
+    body |= {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens(world)}]},
+        "sampling_params": settings,
+    }
     if world.random.random() < 0.1:
         body |= {"topk_prompt_logprobs": 4} if world.random.random() < 0.5 else {"topk_sample_logprobs": 4}
     if world.random.random() < 0.1:
@@ -165,7 +222,9 @@ def sample_json(world: World, tenant: Tenant, **changes: object) -> dict[str, ob
 
 
 def chat_json(world: World) -> dict[str, object]:
-    messages = [{"role": "user", "content": "".join(world.random.choice("ab \n<|im_end|>é💥") for _ in range(30))}]
+    messages = [
+        {"role": "user", "content": "".join(world.random.choice("ab \n<|im_end|>é💥") for _ in range(30))}
+    ]
     return {
         "model": "local/quickstart",
         "messages": messages,
@@ -204,7 +263,9 @@ def mutated_bytes(world: World, body: bytes) -> bytes:
             case 2:
                 del made[at : at + draw.randrange(1, 30)]
             case _:
-                made[at : at + 4] = draw.choice((b"\xff\xff\xff\xff", b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x80\x80\x80\x80"))
+                made[at : at + 4] = draw.choice(
+                    (b"\xff\xff\xff\xff", b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x80\x80\x80\x80")
+                )
     return bytes(made)
 
 
@@ -214,10 +275,20 @@ def valid_body(world: World, tenant: Tenant) -> tuple[str, object]:
     bodies: dict[str, object] = {
         "asample": sample_json(world, tenant),
         "forward_backward": training_json(world, tenant),
-        "optim_step": training | {"adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}},
-        "create_model": {"session_id": tenant.session_id, "model_seq_id": 0, "base_model": "local/quickstart", "lora_config": lora},
+        "optim_step": training
+        | {"adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}},
+        "create_model": {
+            "session_id": tenant.session_id,
+            "model_seq_id": 0,
+            "base_model": "local/quickstart",
+            "lora_config": lora,
+        },
         "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
-        "create_sampling_session": {"session_id": tenant.session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"},
+        "create_sampling_session": {
+            "session_id": tenant.session_id,
+            "sampling_session_seq_id": 0,
+            "base_model": "local/quickstart",
+        },
         "save_weights": training | {"path": "hostile", "overwrite": True, "ttl_seconds": 60},
         "save_weights_for_sampler": training | {"sampling_session_seq_id": world.random.randrange(1, 4)},
         "load_weights": training | {"path": f"tinker://{tenant.model_id}/weights/hostile", "optimizer": True},

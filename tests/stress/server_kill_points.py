@@ -37,7 +37,13 @@ from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
 from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
 
 ALIAS = "local/killed"
-SIZES = ("max_lora_rank=4", "decode_slots=8", "decode_block=4", "max_context_length=128", "train_tokens_per_batch=128")
+SIZES = (
+    "max_lora_rank=4",
+    "decode_slots=8",
+    "decode_block=4",
+    "max_context_length=128",
+    "train_tokens_per_batch=128",
+)
 TIMEOUT_S = 120
 STEPS_AFTER_LAST_KILL = 3
 SAMPLERS = 2
@@ -64,14 +70,25 @@ class Site:
     def start(self) -> float:
         """Seconds until it could work."""
         began = time.monotonic()
-        options = (f"base_model={self.model}", f"model_alias={ALIAS}", f"port={self.port}", *SIZES, "log_level=warning")
-        folders = (f"checkpoints_dir={self.folder / 'checkpoints'}", f"compilation_cache_dir={self.folder.parent / 'xla'}")
+        options = (
+            f"base_model={self.model}",
+            f"model_alias={ALIAS}",
+            f"port={self.port}",
+            *SIZES,
+            "log_level=warning",
+        )
+        folders = (
+            f"checkpoints_dir={self.folder / 'checkpoints'}",
+            f"compilation_cache_dir={self.folder.parent / 'xla'}",
+        )
         with (self.folder / "server.log").open("ab") as log:
             command = [sys.executable, "-m", "skyrl_tx_server", *options, *folders]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while not healthy(self.url):
             if self.process.poll() is not None:
-                raise SystemExit(f"the server stopped with status {self.process.returncode}: see {self.folder / 'server.log'}")
+                raise SystemExit(
+                    f"the server stopped with status {self.process.returncode}: see {self.folder / 'server.log'}"
+                )
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -101,7 +118,9 @@ class Job:
 
     losses: list[float] = field(default_factory=list)  # by step
     states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
-    digests: dict[str, str] = field(default_factory=dict)  # of every acknowledged checkpoint that is not overwritten
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # of every acknowledged checkpoint that is not overwritten
 
     @property
     def steps(self) -> int:
@@ -111,7 +130,10 @@ class Job:
 def datum(step: int) -> types.Datum:
     random = np.random.default_rng(step)
     tokens = random.integers(0, 200, 41)
-    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": random.normal(size=40).astype(np.float32)}
+    inputs = {
+        "target_tokens": tokens[1:].astype(np.int64),
+        "weights": random.normal(size=40).astype(np.float32),
+    }
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
 
 
@@ -119,7 +141,9 @@ def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None
     """Steps until there are `until`, from the last state that was acknowledged. Sets `stepped` after each."""
     with tinker.ServiceClient(base_url=there.url, api_key="tml-dummy") as service:
         if job.states:
-            training = service.create_training_client_from_state_with_optimizer(job.states[-1]).result(timeout=TIMEOUT_S)
+            training = service.create_training_client_from_state_with_optimizer(job.states[-1]).result(
+                timeout=TIMEOUT_S
+            )
         else:
             training = service.create_lora_training_client(ALIAS, rank=4, seed=5).result(timeout=TIMEOUT_S)
         while job.steps < until:
@@ -161,7 +185,10 @@ def neighbours(url: str) -> Iterator[None]:
             while not over.is_set():
                 try:
                     http.post("/api/v1/asample", json=body)
-                    http.post("/v1/completions", json={"model": ALIAS, "prompt": [4, 5, 6], "max_tokens": 12, "n": 2})
+                    http.post(
+                        "/v1/completions",
+                        json={"model": ALIAS, "prompt": [4, 5, 6], "max_tokens": 12, "n": 2},
+                    )
                 except httpx.HTTPError:
                     time.sleep(0.1)
 
@@ -182,7 +209,9 @@ def neighbours(url: str) -> Iterator[None]:
 @dataclass(kw_only=True, slots=True)
 class Figures:
     restarts_s: list[float] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # acknowledged checkpoints that are gone, torn or other than they were
+    lost: list[str] = field(
+        default_factory=list
+    )  # acknowledged checkpoints that are gone, torn or other than they were
     torn: list[str] = field(default_factory=list)  # listed, and cannot be read
     unacknowledged: int = 0  # complete all the same
 
@@ -255,7 +284,9 @@ def main(argv: list[str]) -> int:
     model = Path(given.get("model", str(QUICKSTART / "model")))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(given.get("folder", temporary))
-        return kill_points(folder, model, points=int(given.get("points", "30")), seed=int(given.get("seed", "0")))
+        return kill_points(
+            folder, model, points=int(given.get("points", "30")), seed=int(given.get("seed", "0"))
+        )
 
 
 if __name__ == "__main__":

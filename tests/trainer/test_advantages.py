@@ -42,12 +42,16 @@ def test_g5_a_singleton_is_zero_unless_raw_is_asked_for(reward, raw, raw_without
 
 
 def test_r1_rloo_compares_with_the_mean_of_the_others():
-    assert advantages([1, 0, 0, 0], "rloo") == pytest.approx([1, -0.3333333, -0.3333333, -0.3333333], abs=5e-8)
+    assert advantages([1, 0, 0, 0], "rloo") == pytest.approx(
+        [1, -0.3333333, -0.3333333, -0.3333333], abs=5e-8
+    )
     assert advantages([1], "rloo") == [0.0]
     assert advantages([6, 3], "rloo") == [3, -3]
     rewards = [0.2, 0.9, 0.4]
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(3)]
-    assert advantages(rewards, "rloo") == pytest.approx([reward - other for reward, other in zip(rewards, others, strict=True)])
+    assert advantages(rewards, "rloo") == pytest.approx(
+        [reward - other for reward, other in zip(rewards, others, strict=True)]
+    )
 
 
 def test_maxrl_divides_by_the_mean():
@@ -75,7 +79,9 @@ def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
     # every token is one sample, so that longer sequences weigh more
     tokens = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
-    assert whitened([1, 0, 0.5], [2, 4, 1]) == pytest.approx([(value - mean) / deviation for value in (1, 0, 0.5)], abs=1e-6)
+    assert whitened([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
+        [(value - mean) / deviation for value in (1, 0, 0.5)], abs=1e-6
+    )
     assert whitened([1], [1]) == [0.0] and whitened([], []) == [] and whitened([1, 1], [2, 2]) == [0, 0]
 
 
@@ -104,8 +110,12 @@ def test_weights_of_two_and_six_tokens(reduction, whole, second_masked):
     ],
 )
 def test_weighted_sums_are_the_means_of_skyrl(reduction, values, prompts, max_length, loss):
-    weights = token_weights(list(map(len, values)), reduction=reduction, max_sequence_length=max_length, prompts_S=list(prompts))
-    assert sum(weight * sum(tokens) for weight, tokens in zip(weights, values, strict=True)) == pytest.approx(loss)
+    weights = token_weights(
+        list(map(len, values)), reduction=reduction, max_sequence_length=max_length, prompts_S=list(prompts)
+    )
+    assert sum(weight * sum(tokens) for weight, tokens in zip(weights, values, strict=True)) == pytest.approx(
+        loss
+    )
 
 
 def test_prompt_mean_gives_every_prompt_the_same_weight():
@@ -114,7 +124,11 @@ def test_prompt_mean_gives_every_prompt_the_same_weight():
     prompts = ["abc"[i % 3] for i in range(12)]
     weights = token_weights(lengths, reduction="prompt_mean", max_sequence_length=10, prompts_S=prompts)
     for prompt in "abc":
-        total = sum(weight * length for weight, length, name in zip(weights, lengths, prompts, strict=True) if name == prompt)
+        total = sum(
+            weight * length
+            for weight, length, name in zip(weights, lengths, prompts, strict=True)
+            if name == prompt
+        )
         assert total == pytest.approx(1 / 3)
 
 

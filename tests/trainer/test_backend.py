@@ -59,14 +59,18 @@ async def test_sample_train_sample_again_save_and_load(url):
         reference = await backend.reference_policy()
         assert len(await reference.logprobs([1, 2, 3])) == 2
         paths = await backend.save("000001")
-        assert paths.state_path.endswith("/weights/000001") and paths.sampler_path.endswith("/sampler_weights/000001")
+        assert paths.state_path.endswith("/weights/000001") and paths.sampler_path.endswith(
+            "/sampler_weights/000001"
+        )
     async with connect(settings(url, load_checkpoint_path=paths.state_path)) as endpoint:
         resumed = await endpoint.open_training()
         assert (await resumed.policy(1)).version == 1
 
 
 async def test_a_model_that_is_not_served_is_refused_by_name(url):
-    with pytest.raises(ConfigError, match=r"model_name=org/other is not served at http.*; it serves: local/fake"):
+    with pytest.raises(
+        ConfigError, match=r"model_name=org/other is not served at http.*; it serves: local/fake"
+    ):
         async with connect(settings(url, model_name="org/other")):
             pass
 
@@ -78,7 +82,9 @@ async def test_a_context_beyond_the_servers_is_refused(url):
 
 
 async def test_a_rank_the_server_refuses_is_one_line_in_its_own_words(url):
-    with pytest.raises(BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above") as error:
+    with pytest.raises(
+        BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above"
+    ) as error:
         async with connect(settings(url, lora_rank=4096)) as endpoint:
             await endpoint.open_training()
     assert "\n" not in str(error.value) and "{" not in str(error.value)
@@ -97,7 +103,10 @@ async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, cap
         endpoint = await connection.__aenter__()
         await endpoint.open_training()
     error = BackendError("sampling: gone")
-    with caplog.at_level(logging.CRITICAL), pytest.raises(BackendError, match="no longer answers; start it again and resume"):
+    with (
+        caplog.at_level(logging.CRITICAL),
+        pytest.raises(BackendError, match="no longer answers; start it again and resume"),
+    ):
         await connection.__aexit__(BackendError, error, None)
 
 

@@ -30,7 +30,9 @@ def test_extend_keeps_the_sampled_ids_even_where_encoding_them_again_would_diffe
     completion = [*encode("<think>secret</think>ab"), chat.turn_end_id]
     extended = chat.extend(prompt, completion, [{"role": "user", "content": "ok"}])
     assert extended[: len(prompt) + len(completion)] == prompt + completion
-    assert text(extended[len(prompt) + len(completion) :]) == "\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
+    assert (
+        text(extended[len(prompt) + len(completion) :]) == "\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
+    )
 
 
 def test_extend_closes_a_turn_that_was_cut_before_its_end():
@@ -76,9 +78,7 @@ def test_a_base_model_is_pointed_out(tmp_path, caplog):
 
 def test_a_template_that_knows_nothing_of_thinking_or_tools_is_not_troubled():
     tokenizer = deepcopy(byte_tokenizer())
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"
 
 
@@ -86,12 +86,18 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"):
+    with pytest.raises(
+        ConfigError, match="has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"
+    ):
         load_chat(str(tmp_path))
 
 
 def test_nobody_else_calls_the_template():
     """Thinking has to be off, and tools have to be shown, in every prompt alike."""
     root = Path(__file__).resolve().parents[2]
-    calls = [path.name for path in (root / "src").rglob("*.py") for _ in re.findall(r"\.apply_chat_template\(", path.read_text())]
+    calls = [
+        path.name
+        for path in (root / "src").rglob("*.py")
+        for _ in re.findall(r"\.apply_chat_template\(", path.read_text())
+    ]
     assert calls == ["chat.py"]

@@ -5,7 +5,14 @@ from src.records.checkpoints import JOURNAL, Checkpoint, append, last
 
 
 def checkpoint(batch):
-    return Checkpoint(name=f"{batch:06d}", batch=batch, epoch=0, final=False, state_path=f"tinker://s/{batch}", sampler_path="tinker://w")
+    return Checkpoint(
+        name=f"{batch:06d}",
+        batch=batch,
+        epoch=0,
+        final=False,
+        state_path=f"tinker://s/{batch}",
+        sampler_path="tinker://w",
+    )
 
 
 def test_the_last_entry_is_where_a_run_goes_on(tmp_path):

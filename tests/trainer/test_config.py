@@ -34,7 +34,15 @@ def test_the_seeds_options_keep_their_names_and_defaults():
         "n_parallel_envs": 8,
         "save_every": 20,
     }
-    absent = ("skyrl_tx_url", "tinker_base_url", "eval_tasks", "eval_group_size", "max_turns", "environment_kwargs", "trial_timeout_sec")
+    absent = (
+        "skyrl_tx_url",
+        "tinker_base_url",
+        "eval_tasks",
+        "eval_group_size",
+        "max_turns",
+        "environment_kwargs",
+        "trial_timeout_sec",
+    )
     expected |= dict.fromkeys([*absent, "wandb_project", "wandb_name"])
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -44,7 +52,11 @@ def test_the_seeds_own_recipe_is_accepted():
     recipe += " proactive_summarization_threshold=8000 enable_summarize=true n_epochs=2 num_substeps=4"
     recipe += " remove_constant_reward_groups=true normalize_advantages_by_std=true loss_fn=ppo environment_type=docker"
     config = parse([*OWN, *recipe.split()])
-    assert (config.num_substeps, config.remove_constant_reward_groups, config.context_limit) == (4, True, 128000)
+    assert (config.num_substeps, config.remove_constant_reward_groups, config.context_limit) == (
+        4,
+        True,
+        128000,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,28 +77,64 @@ def test_the_seeds_own_recipe_is_accepted():
         (["lora_rank=0"], "lora_rank must be at least 1, not 0"),
         (["n_parallel_envs=0"], "n_parallel_envs must be at least 1"),
         (["environment_kwargs=cpus"], "environment_kwargs takes key=value pairs, not 'cpus'"),
-        (["loss_fn_config=beta=0.1"], "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold"),
+        (
+            ["loss_fn_config=beta=0.1"],
+            "loss_fn=ppo has no setting 'beta'; it takes clip_low_threshold, clip_high_threshold",
+        ),
         (["loss_fn=dro"], "loss_fn=dro: expected importance_sampling"),
-        (["loss_fn_config=clip_low_threshold=x"], "loss_fn_config clip_low_threshold needs a number, not 'x'"),
-        (["max_input_length=31000"], r"max_input_length=31000 \+ max_tokens=1024 exceed max_sequence_length=32000; lower max_input_length"),
-        (["max_input_length=30720", "max_generate_length=2048"], r"max_generate_length=2048 exceed max_sequence_length=32000"),
+        (
+            ["loss_fn_config=clip_low_threshold=x"],
+            "loss_fn_config clip_low_threshold needs a number, not 'x'",
+        ),
+        (
+            ["max_input_length=31000"],
+            r"max_input_length=31000 \+ max_tokens=1024 exceed max_sequence_length=32000; lower max_input_length",
+        ),
+        (
+            ["max_input_length=30720", "max_generate_length=2048"],
+            r"max_generate_length=2048 exceed max_sequence_length=32000",
+        ),
         (["max_sequence_length=32001"], "max_sequence_length=32001 is above context_limit=32000"),
         (["max_generate_length=32000"], "max_generate_length=32000 leaves no room"),
         (["max_input_length=0"], "max_input_length must be at least 1"),
         (["advantage_estimator=gae"], "advantage_estimator=gae: expected grpo"),
-        (["advantage_estimator=rloo", "normalize_advantages_by_std=false"], "is for advantage_estimator=grpo, not rloo"),
+        (
+            ["advantage_estimator=rloo", "normalize_advantages_by_std=false"],
+            "is for advantage_estimator=grpo, not rloo",
+        ),
         (["advantage_estimator=reinforce++", "step_wise_trajectories=true"], "exclude each other"),
         (["loss_reduction=token_mean_legacy"], "loss_reduction=token_mean_legacy: expected token_mean"),
-        (["dynamic_sampling=filter", "remove_constant_reward_groups=true"], "drop remove_constant_reward_groups"),
+        (
+            ["dynamic_sampling=filter", "remove_constant_reward_groups=true"],
+            "drop remove_constant_reward_groups",
+        ),
         (["tis_cap=2"], "tis_cap needs tis=token or tis=sequence"),
         (["tis_sequence_mask_low=0.5"], "need tis_sequence_mask="),
         (["max_groups_in_flight=4"], "max_groups_in_flight needs max_staleness=1"),
-        (["max_staleness=1", "batch_size=4", "max_groups_in_flight=3"], "max_groups_in_flight=3 is below batch_size=4"),
-        (["max_staleness=1", "loss_fn=importance_sampling"], "use ppo or cispo, or set allow_unclipped_staleness=true"),
-        (["max_staleness=1", "dynamic_sampling=filter"], "max_staleness > 0 and dynamic_sampling=filter exclude each other"),
-        (["max_staleness=1", "task_sampling=signal"], "plays tasks in the order of the schedule; drop task_sampling=signal"),
-        (["stream_groups=true"], "cannot go with loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean"),
-        (["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"], "cannot go with tis=token, which needs the whole batch"),
+        (
+            ["max_staleness=1", "batch_size=4", "max_groups_in_flight=3"],
+            "max_groups_in_flight=3 is below batch_size=4",
+        ),
+        (
+            ["max_staleness=1", "loss_fn=importance_sampling"],
+            "use ppo or cispo, or set allow_unclipped_staleness=true",
+        ),
+        (
+            ["max_staleness=1", "dynamic_sampling=filter"],
+            "max_staleness > 0 and dynamic_sampling=filter exclude each other",
+        ),
+        (
+            ["max_staleness=1", "task_sampling=signal"],
+            "plays tasks in the order of the schedule; drop task_sampling=signal",
+        ),
+        (
+            ["stream_groups=true"],
+            "cannot go with loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean",
+        ),
+        (
+            ["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"],
+            "cannot go with tis=token, which needs the whole batch",
+        ),
         (["failed_trial_reward=1"], r"failed_trial_reward=1: expected 0 \| None$"),
         (["a...=3"], "unknown option"),
     ],
@@ -143,10 +191,20 @@ def test_what_no_tinker_endpoint_can_honour_is_refused_by_name(name):
 
 
 def test_skyrls_length_names_and_ours_mean_the_same():
-    limits = parse([*BASE, "max_input_length=28672", "max_generate_length=2048", "max_sequence_length=30720"]).length_limits
-    assert (limits.max_input_length, limits.max_generate_length, limits.max_sequence_length) == (28672, 2048, 30720)
+    limits = parse(
+        [*BASE, "max_input_length=28672", "max_generate_length=2048", "max_sequence_length=30720"]
+    ).length_limits
+    assert (limits.max_input_length, limits.max_generate_length, limits.max_sequence_length) == (
+        28672,
+        2048,
+        30720,
+    )
     default = parse([*BASE, "max_tokens=512", "context_limit=16000"]).length_limits
-    assert (default.max_input_length, default.max_generate_length, default.max_sequence_length) == (15999, 512, 16000)
+    assert (default.max_input_length, default.max_generate_length, default.max_sequence_length) == (
+        15999,
+        512,
+        16000,
+    )
     assert default.room(15999) == 1 and default.room(16000) == 0 and default.room(100) == 512
 
 

@@ -24,19 +24,33 @@ def shown(show, *, width=80):
 
 
 def group(name, *rewards, failures=()):
-    members = [trajectory(name, reward, [turn([1], [2, 3])], name=f"{name}__{index}") for index, reward in enumerate(rewards)]
+    members = [
+        trajectory(name, reward, [turn([1], [2, 3])], name=f"{name}__{index}")
+        for index, reward in enumerate(rewards)
+    ]
     return TrajectoryGroup(task=task(name), trajectories=members, failures=list(failures))
 
 
 def evaluation(step, *groups, floors=None):
     floors = floors or {}
-    return Evaluation(step=step, groups=list(groups), metrics={}, whole=block_of(groups, floors, group_size=2), domains={}, floors=floors)
+    return Evaluation(
+        step=step,
+        groups=list(groups),
+        metrics={},
+        whole=block_of(groups, floors, group_size=2),
+        domains={},
+        floors=floors,
+    )
 
 
 def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
     def show(display):
         display.begin("step 1", num_groups=2, group_size=3)
-        display.group(TimedGroup(group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345))
+        display.group(
+            TimedGroup(
+                group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345
+            )
+        )
         display.group(TimedGroup(group=group("a[b]", failures=[failure()] * 3), duration_s=1))
 
     assert shown(show) == [
@@ -49,7 +63,10 @@ def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
 def test_partial_rewards_are_seen_where_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
     lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
-    assert lines[1:] == [["walk", "0/2", "(0.12)", "0/2", "(0.62)"], ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"]]
+    assert lines[1:] == [
+        ["walk", "0/2", "(0.12)", "0/2", "(0.62)"],
+        ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"],
+    ]
     (line,) = shown(lambda display: display.group(TimedGroup(group=group("walk", 0.5, 0.75), duration_s=1)))
     assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
 
@@ -69,8 +86,32 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
     }
     title, head, row = shown(lambda display: display.step("step 3/9", metrics))
     assert title == "step 3/9"
-    assert head.split() == ["reward", "solved", "mixed", "lost", "turns", "tokens", "grad", "KL", "play", "s", "learn", "s"]
-    assert row.split() == ["0.250", "25%", "100%", "0", "12.5", "123456", "0.012", "1.5e-07", "1234.5", "123.4"]
+    assert head.split() == [
+        "reward",
+        "solved",
+        "mixed",
+        "lost",
+        "turns",
+        "tokens",
+        "grad",
+        "KL",
+        "play",
+        "s",
+        "learn",
+        "s",
+    ]
+    assert row.split() == [
+        "0.250",
+        "25%",
+        "100%",
+        "0",
+        "12.5",
+        "123456",
+        "0.012",
+        "1.5e-07",
+        "1234.5",
+        "123.4",
+    ]
 
 
 def test_a_step_without_an_update_leaves_its_columns_out():
@@ -85,11 +126,18 @@ def test_an_evaluation_stands_beside_the_first_one():
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
-    beside = shown(lambda display: display.evaluation(evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None))[-1]
+    beside = shown(
+        lambda display: display.evaluation(
+            evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None
+        )
+    )[-1]
     assert beside == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
     graded = group("copy-01", 1, 1)
     partly = replace(graded, task=replace(graded.task, grading="env"))
-    assert shown(lambda display: display.evaluation(evaluation(4, partly), None))[-1] == "held-out success, graded in part: 100.0% (2/2)"
+    assert (
+        shown(lambda display: display.evaluation(evaluation(4, partly), None))[-1]
+        == "held-out success, graded in part: 100.0% (2/2)"
+    )
 
 
 def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
@@ -97,7 +145,10 @@ def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_ar
     (tmp_path / "jobs").mkdir()
     rates = Success(before=0.25, after=0.5, floor=None)
     lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
-    assert lines[:2] == ["done: 1 step in 2 min 5 s", "held-out success: 25.0% before, 50.0% after (+25.0 points)"]
+    assert lines[:2] == [
+        "done: 1 step in 2 min 5 s",
+        "held-out success: 25.0% before, 50.0% after (+25.0 points)",
+    ]
     assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
     assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
         f"{lines[1]}; doing nothing: 10.0%",
@@ -106,13 +157,20 @@ def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_ar
     earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]
     assert earned == f"{lines[1]}; mean reward 0.300 before, 0.750 after"
     partly = replace(rates, is_partial=True)
-    assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith("held-out success, graded in part: 25.0% before")
-    assert len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path)) == 2
+    assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith(
+        "held-out success, graded in part: 25.0% before"
+    )
+    assert (
+        len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path))
+        == 2
+    )
 
 
 def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.jsonl"
-    record_groups(path, [group("copy-01", 1.0, failures=[failure("copy-01")])], {("copy-01", "copy-01__0"): 0.5})
+    record_groups(
+        path, [group("copy-01", 1.0, failures=[failure("copy-01")])], {("copy-01", "copy-01__0"): 0.5}
+    )
     graded, failed = [json.loads(line) for line in path.read_text().splitlines()]
     assert graded == {
         "task": "copy-01",
@@ -129,14 +187,21 @@ def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
 
 def test_a_trials_metric_that_is_no_number_is_null_since_json_has_no_nan(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.jsonl"
-    measured = [replace(each, metrics={"loss": float("nan"), "steps": 2.0}) for each in group("copy-01", 1.0).trajectories]
+    measured = [
+        replace(each, metrics={"loss": float("nan"), "steps": 2.0})
+        for each in group("copy-01", 1.0).trajectories
+    ]
     record_groups(path, [replace(group("copy-01", 1.0), trajectories=measured)], {})
     assert '"metrics": {"loss": null, "steps": 2.0}' in path.read_text()
 
 
 def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the_dozen():
     few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
-    assert [line.split(":")[0] for line in signals(few)] == ["signal of airline", "signal of all tasks", "signal of retail"]
+    assert [line.split(":")[0] for line in signals(few)] == [
+        "signal of airline",
+        "signal of all tasks",
+        "signal of retail",
+    ]
     for others in (["retail"], [f"family-{number}" for number in range(6)]):
         lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
         assert [line.split(":")[0] for line in lines] == ["signal of all tasks"]
@@ -153,7 +218,9 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
         print("went on", file=sys.stderr)
     """
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "went on")
 
 

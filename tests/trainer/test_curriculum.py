@@ -4,7 +4,14 @@ import pytest
 
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
-from src.learning.curriculum import DECAY, Curriculum, CurriculumSettings, curriculum_metrics, from_records, to_record
+from src.learning.curriculum import (
+    DECAY,
+    Curriculum,
+    CurriculumSettings,
+    curriculum_metrics,
+    from_records,
+    to_record,
+)
 from tests.fakes.trials import failure, task, trajectory
 
 SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)
@@ -13,7 +20,9 @@ TASKS = [task(name) for name in "abcdefgh"]
 
 def group(name, *rewards):
     return TrajectoryGroup(
-        task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=[] if rewards else [failure()]
+        task=task(name),
+        trajectories=[trajectory(name, reward) for reward in rewards],
+        failures=[] if rewards else [failure()],
     )
 
 
@@ -26,14 +35,20 @@ def test_evidence_adds_up_and_fades():
 def test_a_group_without_a_grade_says_nothing_but_had_its_turn():
     before = Curriculum().after([group("a", 1, 0)])
     after = before.after([group("a")])
-    assert (after.of(task("a")).solved, after.of(task("a")).failed) == (before.of(task("a")).solved, before.of(task("a")).failed)
+    assert (after.of(task("a")).solved, after.of(task("a")).failed) == (
+        before.of(task("a")).solved,
+        before.of(task("a")).failed,
+    )
     assert after.of(task("a")).last_played == 1
 
 
 def test_the_tasks_near_one_half_are_taken_and_one_in_four_is_the_longest_unplayed():
     state = Curriculum()
     for _ in range(8):
-        state = state.after([group(name, *([0] * 8)) for name in "abcde"] + [group(name, *([1] * 4 + [0] * 4)) for name in "fgh"])
+        state = state.after(
+            [group(name, *([0] * 8)) for name in "abcde"]
+            + [group(name, *([1] * 4 + [0] * 4)) for name in "fgh"]
+        )
     chosen = [task.id for task in state.choose(TASKS, 4, SIGNAL, step=1, attempt=0)]
     assert chosen[0] == "a" and set(chosen[1:]) == {"f", "g", "h"}
 
@@ -52,12 +67,16 @@ def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
 
 def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_between_equals():
     half = replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
-    known = Curriculum().after([group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")])
+    known = Curriculum().after(
+        [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
+    )
     for name in "bcdefgh" * 20:
         known = known.after([group(name, 1, 0)])
     explored = sum(known.choose(TASKS, 4, half, step=step, attempt=0)[0].id == "a" for step in range(200))
     assert 70 < explored < 130
-    assert len({Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}) == len(TASKS)
+    assert len(
+        {Curriculum().choose(TASKS, 4, SIGNAL, step=step, attempt=0)[0].id for step in range(40)}
+    ) == len(TASKS)
 
 
 def test_the_state_survives_its_records_each_of_which_has_the_tasks_of_its_step():
@@ -81,5 +100,10 @@ def test_a_pool_of_mostly_hopeless_tasks_gives_twice_the_signal_and_every_task_i
 def test_the_pool_in_numbers():
     state = Curriculum().after([group("a", *([0] * 16)), group("b", *([1] * 16)), group("c", 1, 0)])
     assert curriculum_metrics(state, TASKS, SIGNAL) == {
-        **{"curriculum/tasks_unplayed": 5, "curriculum/tasks_hard": 1, "curriculum/tasks_mid": 1, "curriculum/tasks_easy": 1}
+        **{
+            "curriculum/tasks_unplayed": 5,
+            "curriculum/tasks_hard": 1,
+            "curriculum/tasks_mid": 1,
+            "curriculum/tasks_easy": 1,
+        }
     }

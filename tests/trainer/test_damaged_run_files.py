@@ -19,23 +19,69 @@ from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, say_a_token, task
 
 OPTIONS = (
-    *("tasks_dir=t", "temperature=1", "learning_rate=0.1", "behavior_if_log_dir_exists=resume", "eval_before_train=true"),
-    *("batch_size=2", "group_size=2", "n_epochs=2", "save_every=1", "eval_every=2", "eval_group_size=1", "kl_penalty_coef=0"),
+    *(
+        "tasks_dir=t",
+        "temperature=1",
+        "learning_rate=0.1",
+        "behavior_if_log_dir_exists=resume",
+        "eval_before_train=true",
+    ),
+    *(
+        "batch_size=2",
+        "group_size=2",
+        "n_epochs=2",
+        "save_every=1",
+        "eval_every=2",
+        "eval_group_size=1",
+        "kl_penalty_coef=0",
+    ),
     *("task_sampling=signal", "max_failure_rate=1", "dump_eval_results=false"),
 )
 READ = ("journal.jsonl", "checkpoints.jsonl", "metrics.jsonl", "config.json", "finished/step_000002.jsonl")
 WORDS: list[Any] = [
-    *("seven", "", None, True, [], {}, -1, 0, 2**53, 2**70, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), [[]], {"a": {"b": 1}}),
+    *(
+        "seven",
+        "",
+        None,
+        True,
+        [],
+        {},
+        -1,
+        0,
+        2**53,
+        2**70,
+        10**400,
+        1.5,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+        [[]],
+        {"a": {"b": 1}},
+    ),
     *("<i4:", "<i4:AAAA", "|O:eJwDAAAAAAE=", "<f8:eJwDAAAAAAE=", "\x00\ud800"),
 ]
-RUBBISH = [b"\xff\xfe\x00", b"[" * 100_000, b"{" * 5, b'{"step": ' + b"9" * 5000 + b"}", b"null", b"[]", b"\x00" * 50, b'{"a": 1e999}']
+RUBBISH = [
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b"{" * 5,
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b"null",
+    b"[]",
+    b"\x00" * 50,
+    b'{"a": 1e999}',
+]
 
 
 class Resumable(FakeRun):
     """A run of the bandit, which takes up whatever checkpoint it is given."""
 
     def __init__(self, path: Path) -> None:
-        source = FakeTasks(train=[task(f"say-{n}") for n in range(4)], eval=[task("held-0"), task("held-1")], play=say_a_token)
+        source = FakeTasks(
+            train=[task(f"say-{n}") for n in range(4)],
+            eval=[task("held-0"), task("held-1")],
+            play=say_a_token,
+        )
         super().__init__(path, lambda config, settings: Dependencies(source=source, backend=BanditBackend()))
 
 
@@ -67,11 +113,19 @@ def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
 @st.composite
 def changed_values(draw: st.DrawFn) -> Any:
     """A change of one value of one line, at any depth."""
-    at, path, word = draw(st.integers(0, 40)), draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)), draw(st.sampled_from(WORDS))
+    at, path, word = (
+        draw(st.integers(0, 40)),
+        draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
+        draw(st.sampled_from(WORDS)),
+    )
     is_removed = draw(st.booleans())
 
     def change(content: bytes) -> bytes:
-        lines = content.splitlines(keepends=True) if b"\n{" in content[:-1] and not content.startswith(b"{\n") else [content]
+        lines = (
+            content.splitlines(keepends=True)
+            if b"\n{" in content[:-1] and not content.startswith(b"{\n")
+            else [content]
+        )
         at_line = at % len(lines)
         value = json.loads(lines[at_line])
         parent = value
@@ -102,13 +156,19 @@ def bytes_changed(at: float, what: bytes) -> Any:
 
 
 QUICK = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
 @QUICK
 @given(name=st.sampled_from(READ), change=changed_values())
-def test_a_changed_value_is_one_line_of_error_or_of_no_consequence(half_done: Path, tmp_path: Path, name: str, change: Any) -> None:
+def test_a_changed_value_is_one_line_of_error_or_of_no_consequence(
+    half_done: Path, tmp_path: Path, name: str, change: Any
+) -> None:
     resumed(half_done, tmp_path, name, change)
 
 
@@ -122,14 +182,18 @@ def test_changed_bytes_are_one_line_of_error_or_of_no_consequence(
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda rubbish: repr(rubbish[:12]))
 @pytest.mark.parametrize("name", READ)
-def test_a_line_that_is_no_record_is_named(half_done: Path, tmp_path: Path, name: str, rubbish: bytes) -> None:
+def test_a_line_that_is_no_record_is_named(
+    half_done: Path, tmp_path: Path, name: str, rubbish: bytes
+) -> None:
     said = resumed(half_done, tmp_path, name, lambda content: rubbish + b"\n" + content)
     where = name if name == "config.json" else f"{name}, line 1: "
     assert where in said and "restore the file from a copy" in said
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
-def test_a_last_line_that_a_crash_cut_short_is_passed_over(half_done: Path, tmp_path: Path, name: str) -> None:
+def test_a_last_line_that_a_crash_cut_short_is_passed_over(
+    half_done: Path, tmp_path: Path, name: str
+) -> None:
     assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
 
 

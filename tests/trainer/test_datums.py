@@ -62,7 +62,12 @@ def test_a_second_answer_to_the_same_prompt_is_a_sequence_of_its_own():
 
 
 def test_every_sampled_token_is_trained_exactly_once():
-    turns = [turn([1], [10, 11]), turn([1, 10, 11, 2], [12]), turn([7], [13, 14]), turn([1, 10, 11, 2, 12, 3], [15])]
+    turns = [
+        turn([1], [10, 11]),
+        turn([1, 10, 11, 2], [12]),
+        turn([7], [13, 14]),
+        turn([1, 10, 11, 2, 12, 3], [15]),
+    ]
     sequences = sequences_of(turns, advantage=1.0)
     trained = sorted(token for sequence in sequences for token in sequence.tokens[sequence.sampled].tolist())
     assert trained == [10, 11, 12, 13, 14, 15]

@@ -18,7 +18,10 @@ def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch)
         return real(descriptor, data[: len(data) // 2])
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(StorageError, match=r"cannot write .*a.jsonl: No space left on device; make room or mend it, then resume the run"):
+    with pytest.raises(
+        StorageError,
+        match=r"cannot write .*a.jsonl: No space left on device; make room or mend it, then resume the run",
+    ):
         append_record(path, {"n": 2})
     assert path.read_text() == before
 

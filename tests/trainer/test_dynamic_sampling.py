@@ -21,13 +21,18 @@ from tests.fakes.trials import failure, task, trajectory
 
 def settings(kind, *, limit=30, ratio=0.3):
     return DynamicSamplingSettings(
-        dynamic_sampling=kind, dynamic_sampling_max_batches=limit, dynamic_sampling_min_replace_ratio=ratio, seed=0
+        dynamic_sampling=kind,
+        dynamic_sampling_max_batches=limit,
+        dynamic_sampling_min_replace_ratio=ratio,
+        seed=0,
     )
 
 
 def group(name, *rewards):
     failures = [] if rewards else [failure()]
-    return TrajectoryGroup(task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=failures)
+    return TrajectoryGroup(
+        task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=failures
+    )
 
 
 def good(*names):
@@ -42,7 +47,10 @@ def names(groups):
     return [each.task.id for each in groups]
 
 
-@pytest.mark.parametrize(("rewards", "expected"), [((1, 0), True), ((1, 1), False), ((0.3, 0.3000001), False), ((1,), True), ((), False)])
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [((1, 0), True), ((1, 1), False), ((0.3, 0.3000001), False), ((1,), True), ((), False)],
+)
 def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
     assert is_good(group("a", *rewards)) is expected
 
@@ -53,7 +61,11 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
     second = sampled(first, good("c", "d"), settings("filter"), step=1, wanted=2)
     assert second.is_complete and names(second.kept) == ["a", "c"]
     metrics = sampling_metrics(second, settings("filter"))
-    assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"], metrics["dynamic_sampling/surplus_groups"]) == (
+    assert (
+        metrics["dynamic_sampling/batches"],
+        metrics["dynamic_sampling/bad_groups"],
+        metrics["dynamic_sampling/surplus_groups"],
+    ) == (
         2,
         1,
         1,
@@ -63,7 +75,10 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
 def test_replace_puts_good_groups_in_bad_places():
     state = sampled(NOTHING, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, wanted=4)
     assert state.is_complete and state.num_copies == 2
-    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {"a", "b"}  # none taken twice
+    assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
+        "a",
+        "b",
+    }  # none taken twice
 
 
 def test_replace_draws_freely_when_good_groups_are_fewer():
@@ -109,7 +124,10 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
         return [task("x")]
 
     filters = FilterSettings(
-        remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering="off"
+        remove_constant_reward_groups=False,
+        min_group_size=1,
+        failed_trial_reward=None,
+        apply_overlong_filtering="off",
     )
     state = await sample_groups(play, [task("a"), task("b")], refills, settings("filter"), filters, step=1)
     assert asked == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
@@ -122,7 +140,15 @@ async def test_groups_are_good_by_the_rewards_to_learn_from_and_played_with_thei
     async def play(tasks, attempt):
         return played
 
-    filters = FilterSettings(remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=1.0, apply_overlong_filtering="off")
+    filters = FilterSettings(
+        remove_constant_reward_groups=False,
+        min_group_size=1,
+        failed_trial_reward=1.0,
+        apply_overlong_filtering="off",
+    )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
-    assert (names(state.kept), state.num_bad) == (["a"], 1)  # b has two rewards of 1, now that its failure has one
+    assert (names(state.kept), state.num_bad) == (
+        ["a"],
+        1,
+    )  # b has two rewards of 1, now that its failure has one
     assert state.played == played

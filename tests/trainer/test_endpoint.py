@@ -8,14 +8,22 @@ import pytest
 
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason
-from src.policy.openai_client import ChatEndpoint, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
+from src.policy.openai_client import (
+    ChatEndpoint,
+    EndpointPolicy,
+    MessageCodec,
+    connect_endpoint,
+    endpoint_chat,
+)
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 
 
 def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
     transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    return ChatEndpoint(openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big")
+    return ChatEndpoint(
+        openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big"
+    )
 
 
 def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
@@ -24,7 +32,9 @@ def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
 
 def reply(content: str | None, finish: str = "stop") -> httpx.Response:
     choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content}}
-    return httpx.Response(200, json={"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice]})
+    return httpx.Response(
+        200, json={"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice]}
+    )
 
 
 @pytest.mark.parametrize("text", ["", "abc", "abcd", "abcde", "über \x00 \U0001f600"])
@@ -48,23 +58,34 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
         "messages": [MESSAGES[0], {"role": "user", "content": "grüß Gott\n"}],
     }
     assert (chat.decode(first.completion_ids), first.stop_reason) == ("sure thing", StopReason.STOP)
-    assert all(math.isnan(value) for value in first.logprobs) and len(first.logprobs) == len(first.completion_ids)
+    assert all(math.isnan(value) for value in first.logprobs) and len(first.logprobs) == len(
+        first.completion_ids
+    )
     again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
     assert again[: len(first.prompt_ids)] == first.prompt_ids
     await policy(answer).sample(again, max_tokens=9, temperature=0.5, seed=3, stop=[])
-    assert asked[1]["messages"][2:] == [{"role": "assistant", "content": "sure thing"}, {"role": "user", "content": "go on"}]
+    assert asked[1]["messages"][2:] == [
+        {"role": "assistant", "content": "sure thing"},
+        {"role": "user", "content": "go on"},
+    ]
 
 
 async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
     chat = endpoint_chat()
-    turn = await policy(lambda _: reply("half", "length")).sample(chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[])
+    turn = await policy(lambda _: reply("half", "length")).sample(
+        chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+    )
     assert (turn.stop_reason, chat.decode(turn.completion_ids)) == (StopReason.LENGTH, "half")
-    messages = MessageCodec().messages(chat.extend(turn.prompt_ids, turn.completion_ids, [{"role": "user", "content": "x"}]))
+    messages = MessageCodec().messages(
+        chat.extend(turn.prompt_ids, turn.completion_ids, [{"role": "user", "content": "x"}])
+    )
     assert [message["content"] for message in messages[2:]] == ["half", "x"]
 
 
 async def test_an_answer_of_nothing_is_an_empty_one():
-    turn = await policy(lambda _: reply(None)).sample(endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[])
+    turn = await policy(lambda _: reply(None)).sample(
+        endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+    )
     assert endpoint_chat().decode(turn.completion_ids) == ""
 
 
@@ -77,21 +98,38 @@ async def test_an_endpoint_that_fails_is_a_failure_of_the_back_end_and_never_tra
 
 
 async def test_nobody_at_the_address_is_one_line():
-    with pytest.raises(BackendError, match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)"):
+    with pytest.raises(
+        BackendError,
+        match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
+    ):
         async with connect_endpoint("http://127.0.0.1:9/v1", "m"):
             pass
 
 
 async def test_an_endpoint_is_asked_with_tools_and_says_what_its_answer_took():
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(json.loads(request.content))
-        choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "content": None, "tool_calls": [call]}}
+        choice = {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "message": {"role": "assistant", "content": None, "tool_calls": [call]},
+        }
         usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
-        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice], "usage": usage}
+        body = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "big",
+            "choices": [choice],
+            "usage": usage,
+        }
         return httpx.Response(200, json=body)
 
     got = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])

@@ -15,12 +15,19 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
-OPTIONS = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=higher_lower:open_higher_lower"]
+OPTIONS = [
+    "model_name=m",
+    "backend=skyrl-tx",
+    "skyrl_tx_url=http://h:1",
+    "env=higher_lower:open_higher_lower",
+]
 
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [code] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class HigherLower" in block]
+    [code] = [
+        block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class HigherLower" in block
+    ]
     (tmp_path / "higher_lower.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -51,10 +58,16 @@ async def test_the_worked_example_is_played(answers, reward, stop, tmp_path):
     policy = FakePolicy(chat, answers)
     result = await source.trial(task, directory=tmp_path, seed=1, temperature=1.0).run(policy)
     assert isinstance(result, Trajectory)
-    assert (result.reward, result.stop_reason, len(policy.calls)) == (reward, stop, 4 if stop == StopReason.MAX_TURNS else len(answers))
+    assert (result.reward, result.stop_reason, len(policy.calls)) == (
+        reward,
+        stop,
+        4 if stop == StopReason.MAX_TURNS else len(answers),
+    )
     if reward == 1 / 3:
         hints = [message["content"] for message in result.conversation if message["role"] == "user"]
-        assert hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."] and result.metrics["guesses"] == 3
+        assert (
+            hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."] and result.metrics["guesses"] == 3
+        )
 
 
 @pytest.mark.parametrize("error", [ValueError("no board"), SystemExit("no board")])
@@ -63,8 +76,13 @@ async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path, error)
         raise error
 
     chat = byte_chat()
-    tasks = [Task(id="a", path=Path(__file__), instruction="play"), Task(id="b", path=Path(__file__), instruction="again")]
+    tasks = [
+        Task(id="a", path=Path(__file__), instruction="play"),
+        Task(id="b", path=Path(__file__), instruction="again"),
+    ]
     source = episodes(parse(OPTIONS), chat, EnvSpec(tasks=tasks, make=make))
-    result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(FakePolicy(chat, []))
+    result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(
+        FakePolicy(chat, [])
+    )
     assert isinstance(result, TrialFailure)
     assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, f"{type(error).__name__}: no board")

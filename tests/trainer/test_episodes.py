@@ -59,12 +59,19 @@ class Say:
 
 def rows(domain: str, split: str, number: int) -> list[Task]:
     wanted = {"wanted": "\n"}  # token 3 of the toy tokenizer
-    return [Task(id=f"{domain}-{split}-{n}", path=HERE, instruction="say", domain=domain, row=wanted) for n in range(number)]
+    return [
+        Task(id=f"{domain}-{split}-{n}", path=HERE, instruction="say", domain=domain, row=wanted)
+        for n in range(number)
+    ]
 
 
 def open_say(config, chat):
     tasks = [*rows("retail", "train", 2), *rows("airline", "train", 2)]
-    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=[*rows("retail", "test", 1), *rows("airline", "test", 1)], make=Say))
+    return episodes(
+        config,
+        chat,
+        EnvSpec(tasks=tasks, held_out=[*rows("retail", "test", 1), *rows("airline", "test", 1)], make=Say),
+    )
 
 
 def config(*options: str):
@@ -76,43 +83,70 @@ class Bench(FakeRun):
 
     def __init__(self, path: Path) -> None:
         backend = BanditBackend()
-        super().__init__(path / "run", lambda config, settings: Dependencies(source=open_task_source(config, toy_chat()), backend=backend))
+        super().__init__(
+            path / "run",
+            lambda config, settings: Dependencies(
+                source=open_task_source(config, toy_chat()), backend=backend
+            ),
+        )
 
     async def trained(self, *options: str) -> list[dict]:
-        await self.go(ENV, "batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options)
+        await self.go(
+            ENV, "batch_size=4", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", *options
+        )
         return self.lines("metrics.jsonl")
 
 
 @pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
 async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
     bench = Bench(tmp_path)
-    metrics = await bench.trained("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
+    metrics = await bench.trained(
+        "n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options
+    )
     assert metrics[0]["test/env/all/reward/total"] < 0.6
     assert metrics[-1]["test/env/all/reward/total"] > 0.9
 
 
 async def test_episodes_are_played_while_training(tmp_path):
-    metrics = await Bench(tmp_path).trained("n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo")
+    metrics = await Bench(tmp_path).trained(
+        "n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo"
+    )
     assert [line["step"] for line in metrics] == list(range(7))
     assert max(line["staleness/max"] for line in metrics[1:]) >= 1
-    assert all(line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:])  # nothing older is trained
+    assert all(
+        line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:]
+    )  # nothing older is trained
 
 
 async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
     bench = Bench(tmp_path)
     metrics = await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
-    assert {"test/env/retail/reward/total", "test/env/airline/reward/total", "test/env/airline/pass_hat_4"} <= set(metrics[0])
+    assert {
+        "test/env/retail/reward/total",
+        "test/env/airline/reward/total",
+        "test/env/airline/pass_hat_4",
+    } <= set(metrics[0])
     for domain in ("retail", "airline"):  # the seeds' names
         assert metrics[0][f"test-{domain}/average_reward"] == metrics[0][f"test/env/{domain}/reward/total"]
-        assert {f"test-{domain}/{name}" for name in ("success_rate", "num_samples", "min_reward", "max_reward")} <= set(metrics[0])
-        assert {f"eval/{domain}/{name}" for name in ("avg_score", "pass_at_4", "mean_positive_reward")} <= set(metrics[0])
+        assert {
+            f"test-{domain}/{name}" for name in ("success_rate", "num_samples", "min_reward", "max_reward")
+        } <= set(metrics[0])
+        assert {
+            f"eval/{domain}/{name}" for name in ("avg_score", "pass_at_4", "mean_positive_reward")
+        } <= set(metrics[0])
     folder = bench.path / "dumped_evals" / "global_step_0_evals"
-    assert {path.name for path in folder.iterdir()} == {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
+    assert {path.name for path in folder.iterdir()} == {
+        "retail.jsonl",
+        "airline.jsonl",
+        "aggregated_results.jsonl",
+    }
     first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
     records = bench.lines("rollouts/step_000001.jsonl")
-    assert len({record["trial"] for record in records}) == 16 and all("seed" in record["metrics"] for record in records)
+    assert len({record["trial"] for record in records}) == 16 and all(
+        "seed" in record["metrics"] for record in records
+    )
 
 
 async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
@@ -121,7 +155,9 @@ async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
     share = sum(variance > 0 for variance in variances) / 3
     line = next(line for line in bench.text.getvalue().splitlines() if line.startswith("signal of retail: "))
-    assert line.startswith(f"signal of retail: mean variance per prompt {sum(variances) / 3:.4f}, {share:.0%} of 3 steps with any")
+    assert line.startswith(
+        f"signal of retail: mean variance per prompt {sum(variances) / 3:.4f}, {share:.0%} of 3 steps with any"
+    )
     assert "signal of all tasks: " in bench.text.getvalue() and "signal of airline: " in bench.text.getvalue()
 
 
@@ -129,7 +165,9 @@ async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):
     bench = Bench(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     closed.clear()
-    metrics = await bench.trained("max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume")
+    metrics = await bench.trained(
+        "max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume"
+    )
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert len(closed) == 16 + 8  # the second step and the last evaluation
 
@@ -137,9 +175,13 @@ async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):
 async def test_evaluation_plays_training_and_held_out_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
-        yield Evaluated(policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat()))
+        yield Evaluated(
+            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat())
+        )
 
-    chosen = parse_as(EvaluateConfig, [*OWN_SERVER, ENV, "tasks=*-test-*", "n_samples=2", f"log_path={tmp_path / 'e'}"])
+    chosen = parse_as(
+        EvaluateConfig, [*OWN_SERVER, ENV, "tasks=*-test-*", "n_samples=2", f"log_path={tmp_path / 'e'}"]
+    )
     await run_evaluation(chosen, Display(Console(file=io.StringIO())), open_evaluated=opened)
     results = json.loads((tmp_path / "e" / "results.json").read_text())
     assert [task["id"] for task in results["tasks"]] == ["retail-test-0", "airline-test-0"]
@@ -159,7 +201,9 @@ async def test_the_same_seed_plays_the_same_episode_and_names_it():
 
 async def test_an_environment_is_the_same_in_every_step_and_another_for_every_sample():
     async def drawn(*options: str, seed: int, member: int) -> float:
-        source = open_task_source(config("max_turns=1", "context_limit=40", "max_tokens=8", *options), toy_chat())
+        source = open_task_source(
+            config("max_turns=1", "context_limit=40", "max_tokens=8", *options), toy_chat()
+        )
         trial = source.trial(source.train[0], directory=HERE, seed=seed, temperature=0.3, member=member)
         result = await trial.run(FakePolicy(toy_chat(), ["\n"]))
         assert isinstance(result, Trajectory)
@@ -211,7 +255,10 @@ def test_rows_of_one_file_are_different_tasks():
     ("name", "message"),
     [
         ("retial", "env=retial is none of harbor.*; choose one, or give your own as env=module:factory"),
-        ("no.such.module:open", r"cannot import no.such.module \(No module named 'no'\); is it installed, or on PYTHONPATH\?"),
+        (
+            "no.such.module:open",
+            r"cannot import no.such.module \(No module named 'no'\); is it installed, or on PYTHONPATH\?",
+        ),
         ("tests.trainer.test_episodes:nothing", "tests.trainer.test_episodes has no function nothing"),
     ],
 )
@@ -227,10 +274,16 @@ def test_an_unknown_environment_is_one_line(name, message):
         (":f", "env=:f is none of"),
         (".mine:f", "env=.mine:f is none of"),
         ("mine:", "env=mine: is none of"),
-        ("mine:NUMBER", "env=mine:NUMBER: NUMBER of mine is no plain function; write def NUMBER(config, chat)"),
+        (
+            "mine:NUMBER",
+            "env=mine:NUMBER: NUMBER of mine is no plain function; write def NUMBER(config, chat)",
+        ),
         ("mine:later", "env=mine:later: later of mine is no plain function; write def later(config, chat)"),
         ("mine:nothing", "env=mine:nothing returned NoneType, which is no task source; return episodes(...)"),
-        ("mine:no_options", "env=mine:no_options: TypeError: no_options() takes 0 positional arguments but 2 were given"),
+        (
+            "mine:no_options",
+            "env=mine:no_options: TypeError: no_options() takes 0 positional arguments but 2 were given",
+        ),
         ("mine:broken", "env=mine:broken: RuntimeError: no data"),
         ("torn:f", "env=torn:f: cannot import torn (SyntaxError: "),
     ],
@@ -252,10 +305,17 @@ def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
     package = tmp_path / "shop-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
-    lines = ["[agent_trainer.environments]", "shop = tests.trainer.test_episodes:open_say", "harbor = tests.trainer.test_episodes:nothing"]
+    lines = [
+        "[agent_trainer.environments]",
+        "shop = tests.trainer.test_episodes:open_say",
+        "harbor = tests.trainer.test_episodes:nothing",
+    ]
     (package / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert known()["shop"] == "tests.trainer.test_episodes:open_say" and known()["harbor"] == "src.envs.harbor.environment:open_harbor"
+    assert (
+        known()["shop"] == "tests.trainer.test_episodes:open_say"
+        and known()["harbor"] == "src.envs.harbor.environment:open_harbor"
+    )
     assert len(open_task_source(config("env=shop"), toy_chat()).train) == 4
 
 
@@ -274,9 +334,14 @@ def test_what_an_environment_cannot_honour_is_refused(options, message):
 
 
 def test_tools_are_shown_in_words_unless_asked_for():
-    assert config().use_native_tool_calling is False and config("use_native_tool_calling=true").use_native_tool_calling is True
+    assert (
+        config().use_native_tool_calling is False
+        and config("use_native_tool_calling=true").use_native_tool_calling is True
+    )
 
 
 def test_an_endpoint_that_hides_its_template_cannot_show_tools_natively():
     with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
-        parse_as(EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"])
+        parse_as(
+            EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"]
+        )

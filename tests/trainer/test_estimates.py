@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 
 from scripts.bench.interval_coverage import POOLS, coverage
-from src.evaluate.eval_stats import Tally, compared, mean_rate, pass_at_k, pass_hat_k, pass_rates, sign_flip_p_value, student_quantile
+from src.evaluate.eval_stats import (
+    Tally,
+    compared,
+    mean_rate,
+    pass_at_k,
+    pass_hat_k,
+    pass_rates,
+    sign_flip_p_value,
+    student_quantile,
+)
 
 
 @pytest.mark.parametrize("graded", range(1, 9))
@@ -52,7 +61,10 @@ def test_trials_of_one_task_are_not_counted_as_if_they_were_independent():
 
 def test_tasks_that_are_nearly_alike_are_no_more_trials_than_there_were():
     estimate = mean_rate([0.5, 0.52], num_trials=100)  # they vary as the means of 2,499 would
-    assert (estimate.low, estimate.high) == (pytest.approx(0.41348, abs=1e-5), pytest.approx(0.60578, abs=1e-5))  # Wilson's at 100
+    assert (estimate.low, estimate.high) == (
+        pytest.approx(0.41348, abs=1e-5),
+        pytest.approx(0.60578, abs=1e-5),
+    )  # Wilson's at 100
 
 
 def test_an_interval_has_a_width_even_where_every_trial_was_solved():
@@ -62,7 +74,9 @@ def test_an_interval_has_a_width_even_where_every_trial_was_solved():
 
 
 def test_tasks_with_too_few_graded_trials_are_left_out_and_show_in_num_tasks():
-    rates = pass_rates([Tally(solved=2, graded=4), Tally(solved=1, graded=1), Tally(solved=0, graded=0)], group_size=4)
+    rates = pass_rates(
+        [Tally(solved=2, graded=4), Tally(solved=1, graded=1), Tally(solved=0, graded=0)], group_size=4
+    )
     assert list(rates) == [f"{name}_{k}" for k in (1, 2, 3, 4) for name in ("pass_at", "pass_hat")]
     assert rates["pass_hat_1"] == rates["pass_at_1"]
     assert (rates["pass_at_1"].value, rates["pass_at_1"].num_tasks) == (0.75, 2)
@@ -71,13 +85,18 @@ def test_tasks_with_too_few_graded_trials_are_left_out_and_show_in_num_tasks():
 
 
 def test_sizes_are_1_to_4_the_powers_of_two_and_the_group_itself():
-    assert list(pass_rates([Tally(solved=2, graded=10)], group_size=10))[::2] == [f"pass_at_{k}" for k in (1, 2, 3, 4, 8, 10)]
+    assert list(pass_rates([Tally(solved=2, graded=10)], group_size=10))[::2] == [
+        f"pass_at_{k}" for k in (1, 2, 3, 4, 8, 10)
+    ]
     assert list(pass_rates([Tally(solved=1, graded=1)], group_size=1)) == ["pass_at_1", "pass_hat_1"]
 
 
 def test_the_sign_flip_test_agrees_with_trying_every_flip():
     values = [Fraction(1, 4), Fraction(-1, 2), Fraction(3, 4), Fraction(1, 3), Fraction(0)]
-    sums = [abs(sum(sign * value for sign, value in zip(signs, values, strict=True))) for signs in product([1, -1], repeat=5)]
+    sums = [
+        abs(sum(sign * value for sign, value in zip(signs, values, strict=True)))
+        for signs in product([1, -1], repeat=5)
+    ]
     assert sign_flip_p_value(values) == pytest.approx(np.mean([total >= abs(sum(values)) for total in sums]))
     assert sign_flip_p_value([Fraction(0)] * 3) == 1.0
 
@@ -91,7 +110,10 @@ def test_where_sums_are_too_many_the_sign_flip_test_errs_on_the_safe_side(primes
 def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_tasks():
     before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
     difference = compared(before, after).difference
-    assert (difference.low, difference.high) == (pytest.approx(0.2 - 4.3027 * 0.1 / 3**0.5, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
+    assert (difference.low, difference.high) == (
+        pytest.approx(0.2 - 4.3027 * 0.1 / 3**0.5, abs=1e-4),
+        pytest.approx(0.4484, abs=1e-4),
+    )
 
 
 def test_a_comparison_is_paired_by_task():
@@ -99,7 +121,11 @@ def test_a_comparison_is_paired_by_task():
     after = [Tally(solved=count + 1, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
     comparison = compared(before, after)
     assert (comparison.first, comparison.second) == (0.375, 0.625)
-    assert (comparison.difference.value, comparison.difference.low, comparison.difference.high) == (0.25, 0.25, 0.25)
+    assert (comparison.difference.value, comparison.difference.low, comparison.difference.high) == (
+        0.25,
+        0.25,
+        0.25,
+    )
     assert comparison.p_value == pytest.approx(2 / 2**8)
     assert (comparison.num_better, comparison.num_worse) == (8, 0)
     assert compared([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)]) == comparison
@@ -110,7 +136,9 @@ def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
     held = rejected = 0
     for _ in range(600):
         chances = rng.beta(1, 1, size=20)
-        first, second = ([Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2))
+        first, second = (
+            [Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2)
+        )
         comparison = compared(first, second)
         held += comparison.difference.low <= 0 <= comparison.difference.high
         rejected += comparison.p_value < 0.05
@@ -118,6 +146,9 @@ def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
     assert rejected / 600 <= 0.06
 
 
-@pytest.mark.parametrize(("degrees", "exact", "within"), [(2, 4.3027, 0.04), (4, 2.7764, 0.003), (9, 2.2622, 0.0002), (99, 1.9842, 0.0001)])
+@pytest.mark.parametrize(
+    ("degrees", "exact", "within"),
+    [(2, 4.3027, 0.04), (4, 2.7764, 0.003), (9, 2.2622, 0.0002), (99, 1.9842, 0.0001)],
+)
 def test_students_quantile(degrees, exact, within):
     assert student_quantile(0.975, degrees) == pytest.approx(exact, rel=within)

@@ -19,11 +19,23 @@ from src.policy.sampling_policy import Policy
 from src.records.checkpoints import Checkpoint, append
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 
-SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1", "model_name=m", "tasks_dir=t", "retry_wait_sec=0", "n_parallel_envs=4"]
-TASKS = [Task(id=f"say-{number:02d}", path=Path("tasks") / str(number), instruction=f"say {number}") for number in range(8)]
+SERVER = [
+    "backend=skyrl-tx",
+    "skyrl_tx_url=http://h:1",
+    "model_name=m",
+    "tasks_dir=t",
+    "retry_wait_sec=0",
+    "n_parallel_envs=4",
+]
+TASKS = [
+    Task(id=f"say-{number:02d}", path=Path("tasks") / str(number), instruction=f"say {number}")
+    for number in range(8)
+]
 
 
-EXCLUSIVE = "error: base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+EXCLUSIVE = (
+    "error: base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+)
 
 
 class Bench:
@@ -56,7 +68,9 @@ class Bench:
             reward = float(self._solves(checkpoint, trial.task.id, member))
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
-        yield Evaluated(policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors))
+        yield Evaluated(
+            policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
+        )
 
     def results(self, name="results.json"):
         return json.loads((self.path / name).read_text())
@@ -78,7 +92,9 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
         }
     )
     assert results["rates"]["pass_at_1"]["low"] < 0.5 < results["rates"]["pass_at_1"]["high"]
-    assert [(task["id"], task["solved"], task["graded"]) for task in results["tasks"]] == [(task.id, 2, 4) for task in TASKS]
+    assert [(task["id"], task["solved"], task["graded"]) for task in results["tasks"]] == [
+        (task.id, 2, 4) for task in TASKS
+    ]
     assert results["metrics"]["test/env/all/turns"] == 1
     text = bench.text.getvalue()
     assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "ended by stop 100%" in text
@@ -88,23 +104,38 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
 async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_those_of_all(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
-        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0) for domain in ("air", "shop") for n in (0, 1)
+        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0)
+        for domain in ("air", "shop")
+        for n in (0, 1)
     ]
     bench.floors = {"air/0": 0.0, "air/1": 1.0, "shop/0": 0.0, "shop/1": 0.0}
     await bench.go("n_samples=2")
     results = bench.results()
-    assert {name: block["rates"]["pass_hat_2"]["value"] for name, block in results["domains"].items()} == {"air": 1.0, "shop": 0.0}
+    assert {name: block["rates"]["pass_hat_2"]["value"] for name, block in results["domains"].items()} == {
+        "air": 1.0,
+        "shop": 0.0,
+    }
     assert (results["floor"]["value"], results["domains"]["air"]["floor"]["value"]) == (0.25, 0.5)
     assert [task["floor"] for task in results["tasks"]] == [0.0, 1.0, 0.0, 0.0]
     metrics = results["metrics"]
-    assert (metrics["test/floor"], metrics["test/env/air/floor"], metrics["test/env/shop/pass_at_2"]) == (0.25, 0.5, 1.0)
+    assert (metrics["test/floor"], metrics["test/env/air/floor"], metrics["test/env/shop/pass_at_2"]) == (
+        0.25,
+        0.5,
+        1.0,
+    )
     assert (metrics["test/env/all/success_write"], metrics["test/env/shop/success_nowrite"]) == (0.75, 0.5)
     assert {"test/env/shop/pass_hat_1_low", "test/env/shop/turns", "test/env/shop/trials"} <= set(metrics)
-    assert metrics["test/env/shop/failures/false_completion"] == 1.0 and metrics["test/env/air/failures/false_completion"] == 0.0
+    assert (
+        metrics["test/env/shop/failures/false_completion"] == 1.0
+        and metrics["test/env/air/failures/false_completion"] == 0.0
+    )
     lines = bench.text.getvalue().splitlines()
     shop = lines[lines.index("shop:") + 1 :]
     assert shop[1].startswith("  pass^1: 50.0% [") and shop[4].startswith("  doing nothing: 0.0% [")
-    assert "  solved: 50.0% of trials at tasks that take a writing action, 50.0% of trials at tasks that take none" in shop
+    assert (
+        "  solved: 50.0% of trials at tasks that take a writing action, 50.0% of trials at tasks that take none"
+        in shop
+    )
     assert "  of 2 failed trials: false completion 2" in shop
 
 
@@ -112,8 +143,15 @@ async def test_a_partial_grading_is_never_called_pass(tmp_path):
     bench = Bench(tmp_path, first_half)
     bench.tasks = [Task(id="a", path=Path("t"), domain="retail", grading="env")]
     await bench.go("n_samples=2")
-    assert list(bench.results()["rates"]) == ["env_pass_at_1", "env_pass_hat_1", "env_pass_at_2", "env_pass_hat_2"]
-    assert not {"test/pass_at_1", "test/pass_hat_1", "test/env/retail/pass_at_1"} & set(bench.results()["metrics"])
+    assert list(bench.results()["rates"]) == [
+        "env_pass_at_1",
+        "env_pass_hat_1",
+        "env_pass_at_2",
+        "env_pass_hat_2",
+    ]
+    assert not {"test/pass_at_1", "test/pass_hat_1", "test/env/retail/pass_at_1"} & set(
+        bench.results()["metrics"]
+    )
     assert "\nenv_pass^2: " in bench.text.getvalue() and "\npass" not in bench.text.getvalue()
 
 
@@ -133,7 +171,14 @@ async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
     )
     assert results["rates"]["pass_hat_4"]["num_tasks"] == 6
     assert results["tasks"][0] | {"content": ""} == {
-        **{"id": "say-00", "content": "", "solved": 3, "graded": 3, "rewards": [1.0] * 3, "failures": {"backend": 1}}
+        **{
+            "id": "say-00",
+            "content": "",
+            "solved": 3,
+            "graded": 3,
+            "rewards": [1.0] * 3,
+            "failures": {"backend": 1},
+        }
     }
     assert "trials: 30 graded, 2 without a grade, in no rate above: backend 2" in bench.text.getvalue()
 
@@ -141,10 +186,14 @@ async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
 async def test_too_many_lost_trials_are_an_error_and_only_they_are_played_again(tmp_path):
     lost = {(task.id, member) for task in TASKS for member in (0, 1, 2)}
     bench = Bench(tmp_path, first_half, lost=lost)
-    with pytest.raises(TooManyFailuresError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"):
+    with pytest.raises(
+        TooManyFailuresError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"
+    ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench._lost, bench.played = (), 0
-    await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")  # wherever the server is by now
+    await bench.go(
+        "n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000"
+    )  # wherever the server is by now
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
     with pytest.raises(ConfigError, match="holds another evaluation"):
@@ -154,16 +203,30 @@ async def test_too_many_lost_trials_are_an_error_and_only_they_are_played_again(
 async def test_a_held_out_set_that_was_trained_on_is_refused_whatever_it_is_called(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    append(folder, Checkpoint(name="7", batch=7, epoch=0, final=True, state_path="tinker://r/weights/7", sampler_path="tinker://r/s/7"))
+    append(
+        folder,
+        Checkpoint(
+            name="7",
+            batch=7,
+            epoch=0,
+            final=True,
+            state_path="tinker://r/weights/7",
+            sampler_path="tinker://r/s/7",
+        ),
+    )
     for name in ("a", "b"):
         for part, content in (("environment", "FROM x"), ("tests", f"grade {name}")):
             (tmp_path / name / part).mkdir(parents=True)
             (tmp_path / name / part / "file").write_text(content)
     copy = Task(id="copied", path=tmp_path / "a", instruction="do  it\n")
     bench = Bench(tmp_path, first_half)
-    write_hashes(folder, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]]))
+    write_hashes(
+        folder, content_hashes([Task(id="original", path=tmp_path / "a", instruction="do it"), TASKS[0]])
+    )
     bench.tasks = [copy, Task(id="original", path=tmp_path / "b", instruction="do it")]
-    with pytest.raises(ConfigError, match=r"copied is training task original under another name;.* e\.g\. tasks=original$"):
+    with pytest.raises(
+        ConfigError, match=r"copied is training task original under another name;.* e\.g\. tasks=original$"
+    ):
         await bench.go(f"checkpoint={folder}")
     assert not bench.path.exists()
     await bench.go(f"checkpoint={folder}", "tasks=original", "n_samples=1")  # the same name, another content
@@ -186,7 +249,11 @@ def test_two_evaluations_that_were_played_are_compared_without_a_server(tmp_path
     asyncio.run(second.go("n_samples=4", "tasks=say-00,say-01"))
     assert main([f"results={first.path}", f"compare_with={second.path}"]) == 0
     said = capsys.readouterr().out
-    assert "m -> m, paired over 2 tasks" in said and "left out: 6 tasks" in said and "difference +50.0 points" in said
+    assert (
+        "m -> m, paired over 2 tasks" in said
+        and "left out: 6 tasks" in said
+        and "difference +50.0 points" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,16 @@ class Engine(Policy):
     Some answers are empty, some are cut, and some do not survive decoding and encoding.
     """
 
-    sayings: Sequence[str] = ["", "ok", "<think>why\n</think>\n\nso", "<think>cut off", "a\n", " b", "é€", "</think>"]
+    sayings: Sequence[str] = [
+        "",
+        "ok",
+        "<think>why\n</think>\n\nso",
+        "<think>cut off",
+        "a\n",
+        " b",
+        "é€",
+        "</think>",
+    ]
 
     def __init__(self, chat: Chat, seed: int) -> None:
         self.version = 0
@@ -49,7 +58,9 @@ class Engine(Policy):
         self._chat = chat
         self._rng = random.Random(seed)
 
-    async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
+    ) -> Turn:
         rng = self._rng
         text = rng.choice(self.sayings)
         ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
@@ -87,7 +98,13 @@ def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[Weighted]:
         tokens = datum.model_input.to_ints()
         for position, advantage in enumerate(inputs["advantages"]):
             if advantage:
-                found.append(Weighted(tuple(tokens[: position + 1]), inputs["target_tokens"][position], inputs["logprobs"][position]))
+                found.append(
+                    Weighted(
+                        tuple(tokens[: position + 1]),
+                        inputs["target_tokens"][position],
+                        inputs["logprobs"][position],
+                    )
+                )
             else:
                 assert inputs["logprobs"][position] == 0
     return found
@@ -111,15 +128,28 @@ def assert_exact(trained: Sequence[Turn], said: Sequence[Turn]) -> list[TokenSeq
 
 
 # What happens between two answers of a Terminus-2 trial.
-EVENTS = st.lists(st.sampled_from(["observe", "observe", "observe", "summarise", "rewind", "subagent", "forget"]), min_size=1, max_size=10)
+EVENTS = st.lists(
+    st.sampled_from(["observe", "observe", "observe", "summarise", "rewind", "subagent", "forget"]),
+    min_size=1,
+    max_size=10,
+)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), events=EVENTS, name=st.sampled_from(list(CHATS)), max_tokens=st.integers(1, 12))
-def test_every_trained_token_of_a_terminal_trial_was_sampled_there(seed: int, events: list[str], name: str, max_tokens: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    events=EVENTS,
+    name=st.sampled_from(list(CHATS)),
+    max_tokens=st.integers(1, 12),
+)
+def test_every_trained_token_of_a_terminal_trial_was_sampled_there(
+    seed: int, events: list[str], name: str, max_tokens: int
+) -> None:
     chat = CHATS[name]
     engine = Engine(chat, seed)
-    lengths = LengthLimits(max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700)
+    lengths = LengthLimits(
+        max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700
+    )
     limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
     llm = TinkerLLM(policy=engine, chat=chat, limits=limits, model_name="m")
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
@@ -144,10 +174,18 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
             if event == "summarise" and messages:
                 with llm.recording_apart():
                     await llm.call("summarise", message_history=messages)
-                conversation._messages = [messages[0], {"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
+                conversation._messages = [
+                    messages[0],
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "s"},
+                ]
                 rewrites += 1
             elif event == "rewind" and len(messages) > 2:
-                conversation._messages = messages[: 2 * rng.randrange(1, len(messages) // 2)] if len(messages) > 3 else messages[:2]
+                conversation._messages = (
+                    messages[: 2 * rng.randrange(1, len(messages) // 2)]
+                    if len(messages) > 3
+                    else messages[:2]
+                )
                 rewrites += 1
             elif event == "forget":
                 conversation._messages = []
@@ -161,7 +199,11 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
 
 
 OBSERVATIONS = st.lists(
-    st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.sampled_from(["", "ok", "<think>x</think>y", "\n"])), max_size=3), max_size=6
+    st.lists(
+        st.tuples(st.sampled_from(["user", "tool"]), st.sampled_from(["", "ok", "<think>x</think>y", "\n"])),
+        max_size=3,
+    ),
+    max_size=6,
 )
 
 
@@ -175,11 +217,18 @@ OBSERVATIONS = st.lists(
     step_wise=st.booleans(),
 )
 def test_every_trained_token_of_an_episode_was_sampled_there(
-    seed: int, observations: list[list[tuple[str, str]]], name: str, generate: int, max_input: int, step_wise: bool
+    seed: int,
+    observations: list[list[tuple[str, str]]],
+    name: str,
+    generate: int,
+    max_input: int,
+    step_wise: bool,
 ) -> None:
     chat = CHATS[name]
     engine = Engine(chat, seed)
-    script = [saying(*(text for _, text in each), role=each[0][0] if each else "user") for each in observations]
+    script = [
+        saying(*(text for _, text in each), role=each[0][0] if each else "user") for each in observations
+    ]
     script.append(saying(reward=1.0, is_done=True))
     limits = LengthLimits(
         max_input_length=max_input,
@@ -199,9 +248,17 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
 
 
 # What a service agent says: calls of every form, several at once, cut ones, and words to the customer.
-GET, PRICE = '{"name": "get_order", "arguments": {"order": "kala"}}', '{"name": "get_product", "arguments": {"product": "mive"}}'
+GET, PRICE = (
+    '{"name": "get_order", "arguments": {"order": "kala"}}',
+    '{"name": "get_product", "arguments": {"product": "mive"}}',
+)
 SAYINGS = [
-    *(f"<tool_call>\n{GET}\n</tool_call>", f"One moment.<tool_call>{GET}</tool_call><tool_call>{PRICE}</tool_call>", GET[:-1], GET[:-9]),
+    *(
+        f"<tool_call>\n{GET}\n</tool_call>",
+        f"One moment.<tool_call>{GET}</tool_call><tool_call>{PRICE}</tool_call>",
+        GET[:-1],
+        GET[:-9],
+    ),
     *("Done.", "<think>\n\n</think>\n\nWhich order?", "", "###STOP###"),
 ]
 SHOP: Database = {
@@ -214,7 +271,9 @@ SHOP: Database = {
 @cache
 def service_chats() -> dict[str, Chat]:
     """A template that merges the results of several calls into one message, as Qwen3's does, alone and with stripped thinking."""
-    stripping = CHAT_TEMPLATE.replace("'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]")
+    stripping = CHAT_TEMPLATE.replace(
+        "'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]"
+    )
     assert stripping != CHAT_TEMPLATE
     chats = {}
     for name, template in (("merging", CHAT_TEMPLATE), ("merging and stripping", stripping)):
@@ -233,7 +292,9 @@ class Talker(Engine):
 def shop(lines: int) -> ServiceEnv:
     row = {"actions": [], "communicate": []}
     customer = ScriptedCustomer([f"line {number}" for number in range(lines)])
-    return ServiceEnv(ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True)
+    return ServiceEnv(
+        ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True
+    )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -250,8 +311,12 @@ def test_every_trained_token_of_a_conversation_with_tools_was_sampled_there(
 ) -> None:
     chat = service_chats()[name]
     engine = Talker(chat, seed)
-    limits = LengthLimits(max_input_length=6000, max_generate_length=generate, max_sequence_length=6200, context_limit=6200)
-    episode = EpisodeSettings(temperature=1.0, seed=seed, max_turns=12, use_native_tool_calling=native, step_wise=step_wise)
+    limits = LengthLimits(
+        max_input_length=6000, max_generate_length=generate, max_sequence_length=6200, context_limit=6200
+    )
+    episode = EpisodeSettings(
+        temperature=1.0, seed=seed, max_turns=12, use_native_tool_calling=native, step_wise=step_wise
+    )
     trajectory = asyncio.run(run_episode(shop(lines), engine, chat, limits, episode, task_id="a"))
     assert isinstance(trajectory, Trajectory)
     sequences = assert_exact(trajectory.turns, [turn for turn in engine.said if turn.completion_ids])
@@ -263,13 +328,19 @@ def test_what_the_model_sees_after_tool_turns_is_what_the_template_would_show(na
     """Where the template rewrites nothing, extending tokens and rendering messages come to the same: merged results included."""
     chat = service_chats()["merging"]
     policy = FakePolicy(chat, [SAYINGS[1], SAYINGS[0], "Done.", SAYINGS[2], "Bye."])
-    limits = LengthLimits(max_input_length=6000, max_generate_length=200, max_sequence_length=6200, context_limit=6200)
+    limits = LengthLimits(
+        max_input_length=6000, max_generate_length=200, max_sequence_length=6200, context_limit=6200
+    )
     episode = EpisodeSettings(temperature=1.0, seed=0, use_native_tool_calling=native)
     trajectory = asyncio.run(run_episode(shop(2), policy, chat, limits, episode, task_id="a"))
     assert isinstance(trajectory, Trajectory) and len(trajectory.turns) == 5
     tools = [tool.schema for tool in TOOLS.values()] if native else []
-    ends = [number for number, message in enumerate(trajectory.conversation) if message["role"] == "assistant"]
+    ends = [
+        number for number, message in enumerate(trajectory.conversation) if message["role"] == "assistant"
+    ]
     for turn, end in zip(trajectory.turns, ends, strict=True):
         assert turn.prompt_ids == chat.render(trajectory.conversation[:end], tools=tools)
     shown = chat.decode(trajectory.turns[1].prompt_ids)
-    assert shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2  # one request, one message of two results
+    assert (
+        shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2
+    )  # one request, one message of two results

@@ -9,7 +9,10 @@ from src.learning.kl_penalty import KlSettings, kl_estimates, penalised
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterSettings(
-    remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering="stop_reason"
+    remove_constant_reward_groups=False,
+    min_group_size=1,
+    failed_trial_reward=None,
+    apply_overlong_filtering="stop_reason",
 )
 
 
@@ -18,7 +21,9 @@ def settings(**changes):
         "estimator": "dr_grpo",
         "singleton_advantage": "zero",
         "loss_reduction": "token_mean",
-        "length_limits": LengthLimits(max_input_length=5, max_generate_length=5, max_sequence_length=10, context_limit=10),
+        "length_limits": LengthLimits(
+            max_input_length=5, max_generate_length=5, max_sequence_length=10, context_limit=10
+        ),
         "num_substeps": 1,
     }
     return AdvantageSettings(**(options | changes))
@@ -34,7 +39,9 @@ def two_and_six(*, second=StopReason.STOP):
 
 
 def token_advantages(example):
-    return [value for sequence in example.sequences for value in sequence.advantages[sequence.sampled].tolist()]
+    return [
+        value for sequence in example.sequences for value in sequence.advantages[sequence.sampled].tolist()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +61,14 @@ def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "first", "total"), [("token_mean", 0.5, 1.0), ("sequence_mean", 0.25, 0.5), ("seq_mean_token_sum_norm", 0.05, 0.1)]
+    ("reduction", "first", "total"),
+    [("token_mean", 0.5, 1.0), ("sequence_mean", 0.25, 0.5), ("seq_mean_token_sum_norm", 0.05, 0.1)],
 )
 def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, first, total):
-    examples = weighted(examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS), settings(loss_reduction=reduction))
+    examples = weighted(
+        examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS),
+        settings(loss_reduction=reduction),
+    )
     assert [example.advantage for example in examples] == [1, -1]
     assert token_advantages(examples[0]) == pytest.approx([first] * 2)
     assert sum(token_advantages(examples[0])) == pytest.approx(total)
@@ -126,20 +137,30 @@ class Reference:
 
 
 async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
-    members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)])]
+    members = [
+        trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]),
+        trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)]),
+    ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
     result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
-    assert token_advantages(result.examples[0]) == pytest.approx([-0.05])  # likelier than in the reference: pushed down
+    assert token_advantages(result.examples[0]) == pytest.approx(
+        [-0.05]
+    )  # likelier than in the reference: pushed down
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
 async def test_kl_estimators_of_half_a_nat(estimator, value):
     assert float(kl_estimates(np.array(-1 - -1.5), estimator=estimator)) == pytest.approx(value, abs=5e-8)
-    members = [trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]), trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)])]
+    members = [
+        trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]),
+        trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)]),
+    ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator))  # differences 0.5 and 0
+    result = await penalised(
+        examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator)
+    )  # differences 0.5 and 0
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
     assert token_advantages(result.examples[1]) == pytest.approx([value / 2])
     assert result.mean_kl == pytest.approx(0.25)

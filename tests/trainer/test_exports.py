@@ -24,13 +24,30 @@ def lines(path):
 
 def test_an_evaluation_has_a_file_per_family_with_raw_and_clean_forms(tmp_path):
     said = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
-    dump_evaluation(tmp_path, 20, [group("copy-01", messages=said), group("move-01")], {"test/pass_at_1": 1.0}, decode)
+    dump_evaluation(
+        tmp_path, 20, [group("copy-01", messages=said), group("move-01")], {"test/pass_at_1": 1.0}, decode
+    )
     folder = tmp_path / "dumped_evals" / "global_step_20_evals"
-    assert sorted(path.name for path in folder.iterdir()) == ["aggregated_results.jsonl", "copy.jsonl", "move.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "aggregated_results.jsonl",
+        "copy.jsonl",
+        "move.jsonl",
+    ]
     [record] = lines(folder / "copy.jsonl")
-    fields = ("input_prompt", "output_response", "score", "stop_reason", "env_class", "env_extras", "data_source")
+    fields = (
+        "input_prompt",
+        "output_response",
+        "score",
+        "stop_reason",
+        "env_class",
+        "env_extras",
+        "data_source",
+    )
     assert set(record) == {*fields, "conversation", "timestamp", "domain", "turns"}
-    assert (record["input_prompt"], record["output_response"]) == ("9 1", "2 9 3 4 9")  # special tokens and all
+    assert (record["input_prompt"], record["output_response"]) == (
+        "9 1",
+        "2 9 3 4 9",
+    )  # special tokens and all
     assert record["conversation"] == said and record["turns"] == 2 and record["score"] == [1.0]
     assert "größer" in (folder / "copy.jsonl").read_text()
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
@@ -44,7 +61,16 @@ def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
     assert files == ["step_11_examples.jsonl", "step_1_examples.jsonl", "step_21_examples.jsonl"]
     records = lines(tmp_path / "training_examples" / "step_11_examples.jsonl")
     assert [record["uid"] for record in records] == [f"copy-{number:02d}" for number in range(10)]
-    fields = ("global_step", "uid", "conversation", "input_prompt", "output_response", "reward", "stop_reason", "timestamp")
+    fields = (
+        "global_step",
+        "uid",
+        "conversation",
+        "input_prompt",
+        "output_response",
+        "reward",
+        "stop_reason",
+        "timestamp",
+    )
     assert set(records[0]) == set(fields)
     assert (records[0]["input_prompt"], records[0]["output_response"]) == ("1", "2 3 4")
 
@@ -56,7 +82,10 @@ def test_tasks_without_a_graded_trial_give_no_example(tmp_path):
 
 
 def test_a_conversation_falls_back_on_the_tokens():
-    assert conversation(trajectory(turns=TURNS), decode) == [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]
+    assert conversation(trajectory(turns=TURNS), decode) == [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2 3 4"},
+    ]
     malformed = trajectory(turns=TURNS)
     malformed.conversation.append({"content": "no role"})
     assert conversation(malformed, decode)[0] == {"role": "user", "content": "1"}
@@ -64,7 +93,10 @@ def test_a_conversation_falls_back_on_the_tokens():
 
 
 def test_a_special_token_that_was_sampled_is_in_no_exported_conversation():
-    said = [{"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    said = [
+        {"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
     spoken = trajectory(turns=TURNS)
     spoken.conversation.extend(said)
     assert conversation(spoken, decode) == [{"role": "assistant", "content": "Hi there"}, said[1]]

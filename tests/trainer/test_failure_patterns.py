@@ -16,7 +16,14 @@ SYSTEM = {"role": "system", "content": "policy"}
 
 def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **metrics: Any) -> Trajectory:
     said = [SYSTEM, *({"role": role, "content": content} for role, content in messages)]
-    return Trajectory(task_id="a", turns=[], reward=0.0, stop_reason=stop, conversation=said, metrics={"tool_calls": 1.0, **metrics})
+    return Trajectory(
+        task_id="a",
+        turns=[],
+        reward=0.0,
+        stop_reason=stop,
+        conversation=said,
+        metrics={"tool_calls": 1.0, **metrics},
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,21 +80,31 @@ def test_a_solved_trial_shows_nothing():
         (["Please."], {"customer_tool_errors": 1.0}, "could not use its own tools"),
     ],
 )
-def test_what_the_customer_did_wrong_is_not_the_agents_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
+def test_what_the_customer_did_wrong_is_not_the_agents_false_completion(
+    said: list[str], metrics: dict[str, Any], fault: str
+):
     trajectory = failed(*(("user", text) for text in said), **metrics)
     assert customer_faults(trajectory) == [fault]
     assert patterns(trajectory) == {Pattern.CUSTOMER}
 
 
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:
-    return failed(*(one for pair in zip(questions, answers, strict=True) for one in (("assistant", pair[0]), ("user", pair[1]))))
+    return failed(
+        *(
+            one
+            for pair in zip(questions, answers, strict=True)
+            for one in (("assistant", pair[0]), ("user", pair[1]))
+        )
+    )
 
 
 def test_a_customer_is_stuck_who_gives_one_long_answer_to_different_questions():
     wish = "I would like to have my order number 17 sent to another address."
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
-    assert customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []  # it is the agent who is stuck
+    assert (
+        customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
+    )  # it is the agent who is stuck
     assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
     assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 

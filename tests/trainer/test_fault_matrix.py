@@ -63,7 +63,9 @@ class Bench(FakeRun):
         self.open_sandboxes = self.most_open = self.num_started = 0
         self.is_gone = False
         self._during, self._calls = during, calls
-        self.source = FakeTasks(train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play)
+        self.source = FakeTasks(
+            train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play
+        )
 
     async def _play(self, trial, policy):
         self.open_sandboxes += 1
@@ -106,8 +108,21 @@ class Bench(FakeRun):
         return lambda *args, **kwargs: Future(lambda: call(*args, **kwargs))
 
     async def go(self, *options):
-        usual = ["tasks_dir=t", "batch_size=2", "group_size=2", "temperature=1", "learning_rate=0.3", "save_every=2", "eval_every=2"]
-        usual += ["n_epochs=2", "retry_wait_sec=0", "answer_timeout_sec=0.5", "behavior_if_log_dir_exists=resume"]
+        usual = [
+            "tasks_dir=t",
+            "batch_size=2",
+            "group_size=2",
+            "temperature=1",
+            "learning_rate=0.3",
+            "save_every=2",
+            "eval_every=2",
+        ]
+        usual += [
+            "n_epochs=2",
+            "retry_wait_sec=0",
+            "answer_timeout_sec=0.5",
+            "behavior_if_log_dir_exists=resume",
+        ]
         await super().go(*usual, *MODES[self.mode], *options)
 
     async def ends(self, *options):
@@ -155,7 +170,9 @@ async def for_ever():
 
 def server_error(status=503):
     request = httpx.Request("POST", "http://h:1/api/v1/asample")
-    return tinker.InternalServerError("overloaded", response=httpx.Response(status, request=request), body=None)
+    return tinker.InternalServerError(
+        "overloaded", response=httpx.Response(status, request=request), body=None
+    )
 
 
 # What happens to trials. Each: the fault, the options, the state; True where the outcome is that of the unbroken run.
@@ -234,8 +251,16 @@ async def test_trials_that_go_wrong(tmp_path, mode, during, options, state, is_e
         assert set(groups_trained(tmp_path / "run").values()) == {1}
         assert mode != "synchronous" or bench.weights() == (await unbroken(tmp_path)).weights()
     elif state is RunState.DONE:
-        assert last["tasks/quarantined"] == 1 and "say-1 is left out from now on: 2 groups" in bench.text.getvalue()
-        graded = [line for path in (tmp_path / "run/rollouts").glob("step*") for line in records(path) if line["task"] == "say-1"]
+        assert (
+            last["tasks/quarantined"] == 1
+            and "say-1 is left out from now on: 2 groups" in bench.text.getvalue()
+        )
+        graded = [
+            line
+            for path in (tmp_path / "run/rollouts").glob("step*")
+            for line in records(path)
+            if line["task"] == "say-1"
+        ]
         assert graded and all("reward" not in line for line in graded), "a trial that was lost is no reward"
 
 
@@ -260,7 +285,9 @@ async def answers_503(bench):
 
 
 async def is_lost(bench):
-    raise tinker.RequestFailedError("the future is gone", request_id="r", category=tinker.RequestErrorCategory.Server)
+    raise tinker.RequestFailedError(
+        "the future is gone", request_id="r", category=tinker.RequestErrorCategory.Server
+    )
 
 
 async def never_answers(bench):
@@ -272,7 +299,11 @@ async def restarts(bench):
     await for_ever()
 
 
-CALLS = [(name, 3, do) for name in ("forward_backward", "optim_step", "policy") for do in (answers_503, is_lost, never_answers, restarts)]
+CALLS = [
+    (name, 3, do)
+    for name in ("forward_backward", "optim_step", "policy")
+    for do in (answers_503, is_lost, never_answers, restarts)
+]
 CALLS += [("save", 2, do) for do in (answers_503, never_answers, restarts)]
 
 
@@ -306,7 +337,15 @@ async def test_calls_that_always_go_wrong_end_the_run(tmp_path, mode, name, do):
 
 
 @pytest.mark.parametrize(
-    "full", ["metrics.jsonl", "checkpoints.jsonl", "journal.jsonl", "step_000003.jsonl", "eval_000002.jsonl", ".step_000002.jsonl.new"]
+    "full",
+    [
+        "metrics.jsonl",
+        "checkpoints.jsonl",
+        "journal.jsonl",
+        "step_000003.jsonl",
+        "eval_000002.jsonl",
+        ".step_000002.jsonl.new",
+    ],
 )
 async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeypatch, mode, full):
     real_write, real_fsync, left = os.write, os.fsync, {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
@@ -358,8 +397,15 @@ async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, m
 
 async def test_a_run_whose_every_task_is_quarantined_stops(tmp_path, mode):
     async def lost(bench, trial, policy):
-        return failure(trial.task.id, FailureKind.VERIFIER, "no reward file") if trial.task.id.startswith("say") else None
+        return (
+            failure(trial.task.id, FailureKind.VERIFIER, "no reward file")
+            if trial.task.id.startswith("say")
+            else None
+        )
 
     bench = Bench(tmp_path, mode, during=lost)
-    with pytest.raises(TrainerError, match=r"every training task is quarantined; none of .* failed by verifier, e\.g\. no reward file"):
+    with pytest.raises(
+        TrainerError,
+        match=r"every training task is quarantined; none of .* failed by verifier, e\.g\. no reward file",
+    ):
         await asyncio.wait_for(bench.go("batch_size=1", "max_failure_rate=1"), DEADLINE_S)

@@ -7,7 +7,9 @@ SETTINGS = FaultSettings(quarantine_after=2, max_failure_rate=0.5)
 
 def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
     return TrajectoryGroup(
-        task=task(name), trajectories=[trajectory(name)] * graded, failures=[failure(name, kind, "no tmux\nlong story")] * lost
+        task=task(name),
+        trajectories=[trajectory(name)] * graded,
+        failures=[failure(name, kind, "no tmux\nlong story")] * lost,
     )
 
 
@@ -17,7 +19,9 @@ def test_a_task_is_quarantined_after_groups_in_a_row_without_a_graded_trial():
     assert once.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
     twice = once.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
     assert twice.quarantined == {"a": "verifier"}
-    assert not once.after([group("a", lost=2)], FaultSettings(quarantine_after=0, max_failure_rate=1)).quarantined
+    assert not once.after(
+        [group("a", lost=2)], FaultSettings(quarantine_after=0, max_failure_rate=1)
+    ).quarantined
 
 
 def test_an_agent_that_fails_by_itself_is_no_ground_for_quarantine():
@@ -30,15 +34,26 @@ def test_an_agent_that_fails_by_itself_is_no_ground_for_quarantine():
 def test_a_rate_needs_four_groups_and_forgets_old_ones():
     bad, good = group("a", lost=4), group("b", graded=4)
     assert not FaultState().after([bad, bad, bad], SETTINGS).is_rubble(SETTINGS)
-    assert not FaultState().after([bad, bad, good, good], SETTINGS).is_rubble(SETTINGS)  # half is not more than half
+    assert (
+        not FaultState().after([bad, bad, good, good], SETTINGS).is_rubble(SETTINGS)
+    )  # half is not more than half
     rubble = FaultState().after([good, bad, bad, bad], SETTINGS)
     assert rubble.is_rubble(SETTINGS)
     assert not rubble.after([good, good], SETTINGS).is_rubble(SETTINGS)
-    assert not FaultState().after([bad] * 4, SETTINGS).is_rubble(FaultSettings(quarantine_after=0, max_failure_rate=1))
+    assert (
+        not FaultState()
+        .after([bad] * 4, SETTINGS)
+        .is_rubble(FaultSettings(quarantine_after=0, max_failure_rate=1))
+    )
 
 
 def test_the_diagnosis_names_the_commonest_cause_with_an_example():
-    groups = [group("a", lost=3), group("b", lost=2, kind=FailureKind.VERIFIER), group("c", lost=1), group("d", graded=1)]
+    groups = [
+        group("a", lost=3),
+        group("b", lost=2, kind=FailureKind.VERIFIER),
+        group("c", lost=1),
+        group("d", graded=1),
+    ]
     assert diagnosis(FaultState().after(groups, SETTINGS), groups, SETTINGS) == (
         "6 of the last 7 trials could not be graded, more than max_failure_rate=0.5: 4 by sandbox, 2 by verifier; e.g. no tmux; "
         "mend that and resume"
@@ -46,6 +61,12 @@ def test_the_diagnosis_names_the_commonest_cause_with_an_example():
 
 
 def test_the_state_survives_the_journal():
-    state = FaultState().after([group("a", lost=2), group("b", graded=1)], SETTINGS).after([group("a", lost=1)], SETTINGS)
-    assert from_record(to_record(state)) == FaultState(strikes={"a": 2}, quarantined={"a": "sandbox"}, recent=list(state.recent))
+    state = (
+        FaultState()
+        .after([group("a", lost=2), group("b", graded=1)], SETTINGS)
+        .after([group("a", lost=1)], SETTINGS)
+    )
+    assert from_record(to_record(state)) == FaultState(
+        strikes={"a": 2}, quarantined={"a": "sandbox"}, recent=list(state.recent)
+    )
     assert from_record({}) == FaultState(recent=[])

@@ -4,7 +4,14 @@ from dataclasses import replace
 import pytest
 
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.filters import DropReason, FilterSettings, apply_reward_rules, is_trainable, keep_groups, zeroed_metrics
+from src.learning.filters import (
+    DropReason,
+    FilterSettings,
+    apply_reward_rules,
+    is_trainable,
+    keep_groups,
+    zeroed_metrics,
+)
 from src.train import quieten
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -20,7 +27,11 @@ def settings(**changes):
 
 
 def group(*rewards, failures=0):
-    return TrajectoryGroup(task=task("a"), trajectories=[trajectory(reward=reward) for reward in rewards], failures=[failure()] * failures)
+    return TrajectoryGroup(
+        task=task("a"),
+        trajectories=[trajectory(reward=reward) for reward in rewards],
+        failures=[failure()] * failures,
+    )
 
 
 def test_constant_groups_stay_unless_they_are_to_go():
@@ -32,18 +43,30 @@ def test_constant_groups_stay_unless_they_are_to_go():
 
 
 def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_variance_to_miss():
-    kept, dropped = keep_groups([group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True))
+    kept, dropped = keep_groups(
+        [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
+    )
     assert kept == [group(1)]
     assert dropped == {DropReason.CONSTANT_REWARD: 1}
 
 
 @pytest.mark.parametrize(
     ("stop", "reward"),
-    [("stop", 1), ("session_closed", 1), ("length", 0), ("context_length", 0), ("max_turns", 0), ("timeout", 0), ("failed", 0)],
+    [
+        ("stop", 1),
+        ("session_closed", 1),
+        ("length", 0),
+        ("context_length", 0),
+        ("max_turns", 0),
+        ("timeout", 0),
+        ("failed", 0),
+    ],
 )
 def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
     turns = [turn([1], [2])]
-    before = TrajectoryGroup(task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))])
+    before = TrajectoryGroup(
+        task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))]
+    )
     [after] = apply_reward_rules([before], settings(zero_reward_on_non_stop=True))
     assert after.rewards == [reward] and after.trajectories[0].turns == turns
     assert is_trainable(after.trajectories[0], settings())
@@ -52,15 +75,21 @@ def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, 
 
 def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     def saying(*lengths):
-        return trajectory(reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths])  # each with its end of turn
+        return trajectory(
+            reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths]
+        )  # each with its end of turn
 
     members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
     with caplog.at_level(logging.INFO):
         [after] = apply_reward_rules(
-            [TrajectoryGroup(task=task("a"), trajectories=members)], settings(zero_reward_on_length_threshold=True)
+            [TrajectoryGroup(task=task("a"), trajectories=members)],
+            settings(zero_reward_on_length_threshold=True),
         )
     assert after.rewards == [1, 0, 1]
-    assert "Length filtering (individual response): Set 1/3 responses to zero reward (>2048 tokens)" in caplog.text
+    assert (
+        "Length filtering (individual response): Set 1/3 responses to zero reward (>2048 tokens)"
+        in caplog.text
+    )
     assert [member.turns for member in after.trajectories] == [member.turns for member in members]
     assert apply_reward_rules([after], settings())[0] is after
 
@@ -70,7 +99,10 @@ def test_a_group_without_a_grade_is_dropped_and_counted():
 
 
 def test_a_group_that_failures_made_too_small_is_dropped():
-    assert keep_groups([group(1, 0, failures=2)], settings(min_group_size=3)) == ([], {DropReason.TOO_SMALL: 1})
+    assert keep_groups([group(1, 0, failures=2)], settings(min_group_size=3)) == (
+        [],
+        {DropReason.TOO_SMALL: 1},
+    )
 
 
 def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
@@ -111,7 +143,9 @@ def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt, whoever wrote it
     members = [long, cut, replace(cut, reward=0.0), shown]
     groups = [TrajectoryGroup(task=task("a"), trajectories=members)]
-    both = settings(zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
+    both = settings(
+        zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4
+    )
     assert zeroed_metrics(groups, both) == {"rewards/zeroed_by_non_stop": 1, "rewards/zeroed_by_length": 1}
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
 
@@ -122,7 +156,9 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     monkeypatch.setenv("DEBUG_LENGTH_FILTERING", "1")
     quieten()
     answers = TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2] * 9)])])
-    apply_reward_rules([answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4))
+    apply_reward_rules(
+        [answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
+    )
     assert "a: the longest answer has 8 tokens, 4 are allowed" in caplog.text
 
 

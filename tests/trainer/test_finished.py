@@ -6,7 +6,15 @@ import numpy as np
 
 from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
 from src.records.journal import Journal, RolloutKey
-from src.records.rollout_store import FinishedRollout, FinishedRollouts, any_graded, decoded, encoded, packed, unpacked
+from src.records.rollout_store import (
+    FinishedRollout,
+    FinishedRollouts,
+    any_graded,
+    decoded,
+    encoded,
+    packed,
+    unpacked,
+)
 from tests.fakes.trials import failure, turn
 
 STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
@@ -30,14 +38,21 @@ def test_every_token_and_logprob_comes_back_as_it_was():
     for seed in range(200):
         turns = conversation(random.Random(seed))
         played = Trajectory(
-            task_id="a", turns=turns, reward=1 / 3, stop_reason=StopReason.MAX_TURNS, trial_name="t", metrics={"b": 0.1, "a": 2.0}
+            task_id="a",
+            turns=turns,
+            reward=1 / 3,
+            stop_reason=StopReason.MAX_TURNS,
+            trial_name="t",
+            metrics={"b": 0.1, "a": 2.0},
         )
         back = decoded(json.loads(json.dumps(encoded(played))))
         assert back == played and isinstance(back, Trajectory)
         assert list(back.metrics) == ["b", "a"] and back.stop_reason is StopReason.MAX_TURNS
     lost = failure("a", FailureKind.VERIFIER)
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
-    voided = Trajectory(task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD)
+    voided = Trajectory(
+        task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD
+    )
     assert decoded(json.loads(json.dumps(encoded(voided)))) == voided
 
 
@@ -87,7 +102,9 @@ def test_failures_stand_only_once_their_step_was_trained(tmp_path):
 
 def test_a_rollout_torn_by_a_crash_is_not_finished_and_does_not_spoil_the_next(tmp_path):
     rollout = FinishedRollout(
-        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP), seed=5, attempts=1
+        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
+        seed=5,
+        attempts=1,
     )
     FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)
     path = tmp_path / "finished" / "step_000001.jsonl"
@@ -103,7 +120,9 @@ def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypat
     finished = FinishedRollouts(tmp_path, journal)
     monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))
     rollout = FinishedRollout(
-        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP), seed=5, attempts=1
+        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
+        seed=5,
+        attempts=1,
     )
     finished.add(STEP, rollout)
     assert found == [{STEP: rollout}]
@@ -111,7 +130,9 @@ def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypat
 
 def test_of_an_earlier_process_the_finished_trials_keep_their_folders(tmp_path):
     finished = FinishedRollouts(tmp_path, Journal(tmp_path))
-    result = Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole")
+    result = Trajectory(
+        task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole"
+    )
     finished.add(STEP, FinishedRollout(result=result, seed=5, attempts=1))
     for name in ("whole", "half"):
         (tmp_path / "jobs" / "step_000001" / name).mkdir(parents=True)

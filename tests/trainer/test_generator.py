@@ -15,7 +15,15 @@ import tinker
 
 from src.core.errors import SandboxError
 from src.core.length_limits import LengthLimits
-from src.core.trajectory import FailureKind, StopReason, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
+from src.core.trajectory import (
+    FailureKind,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    TrialFailure,
+    Turn,
+    ZeroReason,
+)
 from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
 from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
@@ -63,17 +71,33 @@ def response(trajectory: Trajectory) -> Response:
     )
 
 
-async def play(script, replies, within: LengthLimits | None = None, settings: EpisodeSettings = SETTINGS, *, chat=None, policy=None, **env):
+async def play(
+    script,
+    replies,
+    within: LengthLimits | None = None,
+    settings: EpisodeSettings = SETTINGS,
+    *,
+    chat=None,
+    policy=None,
+    **env,
+):
     chat = chat or toy_chat()
     policy = policy or FakePolicy(chat, replies)
     environment = ScriptedEnv(script, **env)
-    result = await run_episode(environment, policy, chat, within or limits(), settings, task_id="a", trial_name="n")
+    result = await run_episode(
+        environment, policy, chat, within or limits(), settings, task_id="a", trial_name="n"
+    )
     assert environment.num_closed == 1
     return result, policy, environment
 
 
 def filters(rule: str) -> FilterSettings:
-    return FilterSettings(remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering=rule)
+    return FilterSettings(
+        remove_constant_reward_groups=False,
+        min_group_size=1,
+        failed_trial_reward=None,
+        apply_overlong_filtering=rule,
+    )
 
 
 def at(index: int, length: int, value: float = 1.0) -> list[float]:
@@ -83,13 +107,17 @@ def at(index: int, length: int, value: float = 1.0) -> list[float]:
 # Length
 
 
-@pytest.mark.parametrize(("max_input", "num_calls"), [pytest.param(22, 1, id="L1"), pytest.param(23, 2, id="L2")])
+@pytest.mark.parametrize(
+    ("max_input", "num_calls"), [pytest.param(22, 1, id="L1"), pytest.param(23, 2, id="L2")]
+)
 async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input, num_calls):
     trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
     if num_calls == 1:
         # SkyRL says `length` for both kinds of limit; ours keeps them apart, and `input_overflow` is the metric.
-        assert trajectory.stop_reason == StopReason.CONTEXT_LENGTH and trajectory.metrics["input_overflow"] == 1
+        assert (
+            trajectory.stop_reason == StopReason.CONTEXT_LENGTH and trajectory.metrics["input_overflow"] == 1
+        )
         assert len(response(trajectory).ids) == 3
     else:
         assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["input_overflow"] == 0
@@ -98,7 +126,11 @@ async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input,
 async def test_l3_an_episode_that_outgrows_its_context_has_no_final_reward():
     trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(35))
     assert len(policy.calls) == 2 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
-    assert len(response(trajectory).ids) == 16 and response(trajectory).rewards == [0.0] * 16 and trajectory.reward == 0
+    assert (
+        len(response(trajectory).ids) == 16
+        and response(trajectory).rewards == [0.0] * 16
+        and trajectory.reward == 0
+    )
 
 
 async def test_l4_one_token_more_and_the_third_turn_runs():
@@ -119,7 +151,11 @@ async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
     # SkyRL crashes; its own minimal output is one end token with mask 0. Ours has no turn: nothing was sampled, so no token is claimed.
     trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
     assert policy.calls == [] and environment.answers == []
-    assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == ([], 0.0, StopReason.CONTEXT_LENGTH)
+    assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (
+        [],
+        0.0,
+        StopReason.CONTEXT_LENGTH,
+    )
     assert sequences_of(trajectory.turns, advantage=1.0) == []
 
 
@@ -128,7 +164,9 @@ async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
     assert trajectory.metrics["cut_answers"] == 1
     trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.stop_reason == StopReason.LENGTH
-    assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(trajectory, filters("eos"))
+    assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(
+        trajectory, filters("eos")
+    )
     assert trajectory.reward == 1 and response(trajectory).rewards[-1] == 1
 
 
@@ -150,7 +188,9 @@ async def test_l9_the_two_overlong_rules_differ_where_the_context_ran_out(rule, 
 
 
 async def test_l10_a_cut_last_answer_may_cost_every_reward_and_no_mask():
-    trajectory, _, _ = await play([replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
+    trajectory, _, _ = await play(
+        [replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4)
+    )
     assert trajectory.reward == 1.5
     group = TrajectoryGroup(task=task("a"), trajectories=[trajectory])
     [zeroed] = apply_reward_rules([group], replace(filters("off"), zero_reward_on_non_stop=True))
@@ -158,7 +198,13 @@ async def test_l10_a_cut_last_answer_may_cost_every_reward_and_no_mask():
 
 
 @pytest.mark.parametrize(
-    ("stop", "is_trained"), [(StopReason.STOP, True), (StopReason.LENGTH, False), (StopReason.TIMEOUT, False), (StopReason.FAILED, False)]
+    ("stop", "is_trained"),
+    [
+        (StopReason.STOP, True),
+        (StopReason.LENGTH, False),
+        (StopReason.TIMEOUT, False),
+        (StopReason.FAILED, False),
+    ],
 )
 async def test_l11_only_a_stop_is_trained_under_the_stop_reason_rule(stop, is_trained):
     trajectory, _, _ = await play([ending()], ["AB"])
@@ -171,7 +217,9 @@ async def test_l12_tokens_and_logprobs_of_different_lengths_are_refused():
     # One record per turn leaves no parallel lists to disagree; the border where they could is the sampler's answer.
     class ShortOfALogprob:
         async def sample(self, *_, **__):
-            sequence = tinker.SampledSequence(stop_reason="stop", sequence_id="s", _tokens_list=[65, 66, 2], _logprobs_list=[-0.5, -0.5])
+            sequence = tinker.SampledSequence(
+                stop_reason="stop", sequence_id="s", _tokens_list=[65, 66, 2], _logprobs_list=[-0.5, -0.5]
+            )
             return tinker.SampleResponse(sequences=[sequence])
 
     result, _, environment = await play([ending()], [], policy=Policy(ShortOfALogprob(), 0))
@@ -229,7 +277,9 @@ async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
 
 
 async def test_s7_step_by_step_each_turn_is_a_sample():
-    trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], settings=replace(SETTINGS, step_wise=True))
+    trajectory, policy, _ = await play(
+        [OB, ending()], ["AB", "C"], settings=replace(SETTINGS, step_wise=True)
+    )
     first, second = step_sequences_of(trajectory.turns, advantage=1.0)
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23]
     # SkyRL's first sample is 9 + 14: it also carries the 11 ids of the observation, which weigh nothing.
@@ -242,8 +292,15 @@ async def test_step_by_step_the_history_is_shown_as_the_template_shows_it():
     chat = byte_chat()
     for step_wise in (False, True):
         script = [saying("ok"), ending()]
-        _, policy, _ = await play(script, ["<think>hm</think>one", "two"], chat=chat, settings=replace(SETTINGS, step_wise=step_wise))
-        shown = chat.tokenizer.decode(policy.calls[1].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        _, policy, _ = await play(
+            script,
+            ["<think>hm</think>one", "two"],
+            chat=chat,
+            settings=replace(SETTINGS, step_wise=step_wise),
+        )
+        shown = chat.tokenizer.decode(
+            policy.calls[1].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert ("hm" in shown) is not step_wise and "one" in shown
 
 
@@ -253,7 +310,9 @@ async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
     _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)
     assert len(policy.calls) == 2
     for call in policy.calls:
-        shown = chat.tokenizer.decode(call.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        shown = chat.tokenizer.decode(
+            call.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -264,16 +323,23 @@ class Shouting(ToyTokenizer):
     """A template that shows a T for every tool."""
 
     def apply_chat_template(self, conversation, *, tools, **options):
-        return ("T" * len(tools) if tools else "") + super().apply_chat_template(conversation, tools=tools, **options)
+        return ("T" * len(tools) if tools else "") + super().apply_chat_template(
+            conversation, tools=tools, **options
+        )
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "description": "d", "parameters": {"properties": {}}}} for name in ("f", "g")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"properties": {}}}}
+    for name in ("f", "g")
+]
 
 
 async def test_native_tools_are_in_the_first_prompt_and_stay_there():
     script = [saying("ob", role="tool"), ending()]
     native = replace(SETTINGS, use_native_tool_calling=True)
-    _, policy, _ = await play(script, ["AB", "C"], settings=native, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=True)
+    _, policy, _ = await play(
+        script, ["AB", "C"], settings=native, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=True
+    )
     assert policy.calls[0].prompt_ids[:3] == [84, 84, 1]
     assert policy.calls[1].prompt_ids[:3] == [84, 84, 1] and policy.calls[1].prompt_ids.count(84) == 2
 
@@ -281,7 +347,9 @@ async def test_native_tools_are_in_the_first_prompt_and_stay_there():
 @pytest.mark.parametrize(("env", "run"), [(False, False), (False, True), (True, False), (True, True)])
 async def test_tools_are_native_only_where_environment_and_run_both_want_it(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
-    _, policy, _ = await play([ending()], ["A"], settings=settings, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=env)
+    _, policy, _ = await play(
+        [ending()], ["A"], settings=settings, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=env
+    )
     prompt = "".join(map(chr, policy.calls[0].prompt_ids))
     assert prompt.startswith("TT") == (env and run)
     assert ("- f(): d" in prompt and "- g(): d" in prompt) == (not (env and run))
@@ -290,7 +358,9 @@ async def test_tools_are_native_only_where_environment_and_run_both_want_it(env,
 @pytest.mark.parametrize(("env", "run"), [(False, False), (True, True)])
 async def test_without_tools_there_is_nothing_to_show_in_either_mode(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
-    _, policy, _ = await play([ending()], ["A"], settings=settings, chat=Chat(Shouting()), use_native_tool_calling=env)
+    _, policy, _ = await play(
+        [ending()], ["A"], settings=settings, chat=Chat(Shouting()), use_native_tool_calling=env
+    )
     assert len(policy.calls[0].prompt_ids) == 9
 
 
@@ -307,7 +377,9 @@ async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only
     failure, policy, _ = await play([], ["AB"], opening=RuntimeError("no user simulator"))
     assert isinstance(failure, TrialFailure) and policy.calls == []
     assert (failure.kind, failure.message) == (FailureKind.ENV_INIT_FAILED, "RuntimeError: no user simulator")
-    [stand_in] = with_failures_rewarded(TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure]), 0).trajectories
+    [stand_in] = with_failures_rewarded(
+        TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure]), 0
+    ).trajectories
     assert (stand_in.turns, stand_in.reward) == ([], 0) and not is_trainable(stand_in, filters("stop_reason"))
 
 
@@ -315,8 +387,14 @@ async def test_an_answer_that_makes_the_environment_raise_is_worth_0_and_the_log
     apply_reward_rules = StepResult(messages=OB.messages, reward=0.5)
     trajectory, _, _ = await play([apply_reward_rules, ValueError("bad state")], ["AB", "C"])
     assert isinstance(trajectory, Trajectory)
-    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (0.0, [0.0, 0.0], ZeroReason.ENV_ERROR)
-    assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True], "the answer that did it is trained"
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
+        0.0,
+        [0.0, 0.0],
+        ZeroReason.ENV_ERROR,
+    )
+    assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True], (
+        "the answer that did it is trained"
+    )
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None and "in step" in caplog.text
 
@@ -327,11 +405,15 @@ async def test_an_answer_that_makes_the_environment_end_the_process_is_worth_0()
             raise SystemExit("usage: ...")
 
     chat = toy_chat()
-    trajectory = await run_episode(Exiting([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
+    trajectory = await run_episode(
+        Exiting([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t"
+    )
     assert isinstance(trajectory, Trajectory) and trajectory.zero_reason is ZeroReason.ENV_ERROR
 
 
-@pytest.mark.parametrize("error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no customer")])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no customer")]
+)
 async def test_what_no_answer_can_cause_is_a_failure(error):
     failure, _, _ = await play([error], ["AB"])
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
@@ -355,7 +437,9 @@ async def test_an_environments_own_timeout_is_its_own_failure():
 async def test_a_cancelled_episode_closes_its_environment():
     environment = ScriptedEnv([], hang_at=1)
     chat = toy_chat()
-    playing = asyncio.create_task(run_episode(environment, FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="a"))
+    playing = asyncio.create_task(
+        run_episode(environment, FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="a")
+    )
     await environment.hangs.wait()
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -367,7 +451,11 @@ async def test_a_cancelled_episode_closes_its_environment():
 async def test_a_reward_that_is_no_number_is_worth_0(reward):
     trajectory, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
     assert isinstance(trajectory, Trajectory)
-    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (0.0, [0.0], ZeroReason.UNREADABLE_REWARD)
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
+        0.0,
+        [0.0],
+        ZeroReason.UNREADABLE_REWARD,
+    )
 
 
 async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
@@ -388,7 +476,9 @@ async def test_an_environment_that_ends_the_process_while_it_closes_is_left():
             raise SystemExit(3)
 
     chat = toy_chat()
-    result = await run_episode(Exiting([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a")
+    result = await run_episode(
+        Exiting([ending()]), FakePolicy(chat, ["A"]), chat, limits(), SETTINGS, task_id="a"
+    )
     assert isinstance(result, Trajectory)
 
 
@@ -426,11 +516,18 @@ async def test_turns_are_bounded_and_seeded_by_their_number():
 
 
 async def test_metrics_of_the_environment_are_the_trajectorys():
-    trajectory, _, _ = await play([saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"])
+    trajectory, _, _ = await play(
+        [saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"]
+    )
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
 
 
 async def test_rewards_that_are_reckoned_in_numpy_can_be_written_down():
-    env = saying("ob", reward=np.float32(0.5), score=np.float64(2)), saying(is_done=True, reward=np.float32(0.5))
+    env = (
+        saying("ob", reward=np.float32(0.5), score=np.float64(2)),
+        saying(is_done=True, reward=np.float32(0.5)),
+    )
     trajectory, _, _ = await play(list(env), ["AB", "C"])
-    assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[:2] == [1.0, [0.5, 0.5]]
+    assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[
+        :2
+    ] == [1.0, [0.5, 0.5]]

@@ -40,13 +40,17 @@ ASKS = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8099/', 
 def hello(folder: Path, *, test: str | None = None, solution: str | None = None) -> Task:
     shutil.copytree(TASKS / "hello-file", folder)
     if test is not None:
-        (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n")
+        (folder / "tests" / "test.sh").write_text(
+            f"#!/bin/bash\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+        )
     if solution is not None:
         (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
     return Task(id=folder.name, path=folder)
 
 
-def test_a_record_holds_for_its_task_and_its_kind_of_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_holds_for_its_task_and_its_kind_of_environment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     task = hello(tmp_path / "task")
     assert recorded_choice(task, "sandbox") is None
     keeping = Choice(way=Way.IN_PLACE, keep_processes=True)
@@ -71,7 +75,12 @@ def test_a_single_task_folder_keeps_its_record_within(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"task": {"checksum": "CHECKSUM", "sandbox": {"grading": "somehow", "keep_processes": false}}}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"task": {"checksum": "CHECKSUM", "sandbox": {"grading": "somehow", "keep_processes": false}}}',
+    ],
 )
 def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
     task = hello(tmp_path / "task")
@@ -84,11 +93,17 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> 
 def test_the_option_overrides_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = hello(tmp_path / "task")
     write_records(tmp_path, "sandbox", {task: IN_PLACE})
-    assert take_option({"memory_mb": "1", "grading": "fresh"}) == ({"memory_mb": "1"}, GradingOption(choice=Choice()))
+    assert take_option({"memory_mb": "1", "grading": "fresh"}) == (
+        {"memory_mb": "1"},
+        GradingOption(choice=Choice()),
+    )
     with caplog.at_level(logging.INFO):
         assert tell_choices([task], GradingOption(), "sandbox")[task.path].way is Way.IN_PLACE
         assert tell_choices([task], GradingOption(choice=Choice()), "sandbox")[task.path].way is Way.FRESH
-    assert "grading: 0 tasks in a fresh environment, 1 in place (records of validate; without one: fresh)" in caplog.messages
+    assert (
+        "grading: 0 tasks in a fresh environment, 1 in place (records of validate; without one: fresh)"
+        in caplog.messages
+    )
     for given, message in (
         ({"grading": "well"}, "none of fresh, in_place, recorded"),
         ({"keep_processes": "some"}, "neither true nor false"),
@@ -99,12 +114,20 @@ def test_the_option_overrides_records(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @in_sandbox
-def test_validate_records_which_tasks_need_what_the_agent_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_records_which_tasks_need_what_the_agent_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hello(tmp_path / "files")
     hello(
-        tmp_path / "program", test="own-tool", solution="printf '#!/bin/sh\\n' > /usr/local/bin/own-tool; chmod +x /usr/local/bin/own-tool"
+        tmp_path / "program",
+        test="own-tool",
+        solution="printf '#!/bin/sh\\n' > /usr/local/bin/own-tool; chmod +x /usr/local/bin/own-tool",
     )
-    hello(tmp_path / "service", test=f'python3 -c "{ASKS}"', solution=f'setsid python3 -c "{SERVICE}" >/dev/null 2>&1 & sleep 1')
+    hello(
+        tmp_path / "service",
+        test=f'python3 -c "{ASKS}"',
+        solution=f'setsid python3 -c "{SERVICE}" >/dev/null 2>&1 & sleep 1',
+    )
     assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok   files: oracle 1.0, nop 0.0, graded fresh",
@@ -121,14 +144,26 @@ def test_validate_records_which_tasks_need_what_the_agent_left(tmp_path: Path, c
     }
 
 
-async def rewards(folder: Path, directory: Path, environment: dict[str, object], choice: Choice | None) -> object:
+async def rewards(
+    folder: Path, directory: Path, environment: dict[str, object], choice: Choice | None
+) -> object:
     """Of the task's own solution: by Harbor's own verifier in the agent's environment, or as `choice` says."""
-    from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+    from harbor.models.trial.config import (
+        AgentConfig,
+        EnvironmentConfig,
+        TaskConfig,
+        TrialConfig,
+        VerifierConfig,
+    )
     from harbor.trial.trial import Trial
 
     from src.envs.harbor.grading import graded
 
-    verifier = VerifierConfig() if choice is None else VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier")
+    verifier = (
+        VerifierConfig()
+        if choice is None
+        else VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier")
+    )
     config = TrialConfig(
         task=TaskConfig(path=folder),
         trials_dir=directory,
@@ -147,7 +182,9 @@ async def rewards(folder: Path, directory: Path, environment: dict[str, object],
 
 
 @in_sandbox
-@pytest.mark.parametrize("folder", [*sorted(TASKS.iterdir()), *sorted(QUICKSTART.iterdir())[::3]], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", [*sorted(TASKS.iterdir()), *sorted(QUICKSTART.iterdir())[::3]], ids=lambda folder: folder.name
+)
 async def test_a_solution_has_the_score_that_harbor_gives_it(tmp_path: Path, folder: Path) -> None:
     load_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)

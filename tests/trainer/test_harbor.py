@@ -15,7 +15,12 @@ import pytest
 from src.config import TrainerConfig
 from src.core.errors import BackendError, ConfigError
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
-from src.envs.harbor.environment import HarborTasks, environment_options, open_harbor, resolve_environment_type
+from src.envs.harbor.environment import (
+    HarborTasks,
+    environment_options,
+    open_harbor,
+    resolve_environment_type,
+)
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.validate import main as validate
@@ -34,7 +39,10 @@ SUMMARISED = [answer(done=True)] * 3
 
 def source(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
     defaults = {"environment_type": "sandbox", "max_turns": 8, "enable_summarize": False, "eval_split": 0.0}
-    return open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(tasks_dir), **{**defaults, **options}), byte_chat())
+    return open_harbor(
+        TrainerConfig(model_name="org/model", tasks_dir=str(tasks_dir), **{**defaults, **options}),
+        byte_chat(),
+    )
 
 
 def left_by(tasks: HarborTasks) -> set[str]:
@@ -43,17 +51,23 @@ def left_by(tasks: HarborTasks) -> set[str]:
 
 
 async def play(
-    tmp_path: Path, script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]], tasks: HarborTasks | None = None
+    tmp_path: Path,
+    script: Sequence[str | BaseException] | Mapping[str, Sequence[str | BaseException]],
+    tasks: HarborTasks | None = None,
 ) -> tuple[Trajectory | TrialFailure, ScriptedPolicy]:
     tasks = tasks or source()
     policy = ScriptedPolicy(byte_chat(), script if isinstance(script, Mapping) else {"": script})
-    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
+        policy
+    )
     # Nothing of a finished trial stays: only the lock and the shared files are left in the run's directory.
     assert left_by(tasks) <= {"lock", "skeleton", "labels.yaml"}
     return outcome, policy
 
 
-def variant(tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None) -> Path:
+def variant(
+    tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None
+) -> Path:
     """The hello task with another verifier, configuration or image."""
     folder = tmp_path / "tasks" / "variant"
     shutil.copytree(HELLO, folder)
@@ -99,7 +113,11 @@ async def test_a_folder_of_trials_is_a_job_with_totals_for_harbors_viewer(tmp_pa
     config, result = viewer.get_job_config("step_000001"), viewer.get_job_result("step_000001")
     assert config is not None and result is not None
     assert config.job_name == "step_000001" and [task.path for task in config.tasks] == [HELLO]
-    assert (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials) == (3, 3, 1)
+    assert (result.n_total_trials, result.stats.n_completed_trials, result.stats.n_errored_trials) == (
+        3,
+        3,
+        1,
+    )
     [stats] = result.stats.evals.values()
     assert {reward: len(names) for reward, names in stats.reward_stats["reward"].items()} == {1.0: 1, 0.0: 1}
     assert list(stats.exception_stats) == ["BackendError"]
@@ -119,29 +137,42 @@ async def test_running_out_of_turns_is_graded(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.MAX_TURNS, 3)
 
 
-async def test_a_completion_awaiting_confirmation_in_the_last_turn_is_not_a_clean_stop(tmp_path: Path) -> None:
+async def test_a_completion_awaiting_confirmation_in_the_last_turn_is_not_a_clean_stop(
+    tmp_path: Path,
+) -> None:
     outcome, _ = await play(tmp_path, SOLUTION, source(max_turns=2))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.MAX_TURNS)
 
 
 async def test_cut_answers_are_kept_and_end_the_episode_when_they_go_on(tmp_path: Path) -> None:
-    outcome, _ = await play(tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_length_stops=2))
+    outcome, _ = await play(
+        tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_length_stops=2)
+    )
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)
-    assert [(turn.stop_reason, len(turn.completion_ids)) for turn in outcome.turns[1:]] == [(StopReason.LENGTH, 200)] * 2
+    assert [(turn.stop_reason, len(turn.completion_ids)) for turn in outcome.turns[1:]] == [
+        (StopReason.LENGTH, 200)
+    ] * 2
 
 
 async def test_a_full_context_is_graded(tmp_path: Path) -> None:
     script = [answer("echo hello > /app/hello.txt"), answer("seq 1000", duration=0.5)]
     outcome, _ = await play(tmp_path, script, source(context_limit=5000))
     assert isinstance(outcome, Trajectory)
-    assert (outcome.reward, outcome.stop_reason, outcome.metrics["prefix_breaks"]) == (1.0, StopReason.CONTEXT_LENGTH, 0)
+    assert (outcome.reward, outcome.stop_reason, outcome.metrics["prefix_breaks"]) == (
+        1.0,
+        StopReason.CONTEXT_LENGTH,
+        0,
+    )
 
 
 async def test_a_summary_starts_a_new_prefix_and_is_recorded_apart(tmp_path: Path) -> None:
     # Two turns fit; the third prompt does not, and Harbor has three sub-agents summarise.
-    script = {"Here are the answers": SUMMARISED, "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)]}
+    script = {
+        "Here are the answers": SUMMARISED,
+        "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)],
+    }
     outcome, _ = await play(tmp_path, script, source(**SUMMARISING))
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
@@ -155,7 +186,10 @@ async def test_a_summary_starts_a_new_prefix_and_is_recorded_apart(tmp_path: Pat
 
 
 async def test_a_summary_is_trained_where_it_is_asked_for(tmp_path: Path) -> None:
-    script = {"Here are the answers": SUMMARISED, "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)]}
+    script = {
+        "Here are the answers": SUMMARISED,
+        "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)],
+    }
     outcome, policy = await play(tmp_path, script, source(**SUMMARISING, train_subagents="all"))
     assert isinstance(outcome, Trajectory)
     assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts  # every sampling call, in order
@@ -183,7 +217,10 @@ async def test_emptying_tmp_does_not_lose_the_terminal(tmp_path: Path) -> None:
 
 
 async def test_an_agent_that_breaks_its_machine_gets_0_and_not_another_try(tmp_path: Path) -> None:
-    script = [answer("echo hello > /app/hello.txt; rm -rf --no-preserve-root / 2>/dev/null", duration=3), answer("ls")]
+    script = [
+        answer("echo hello > /app/hello.txt; rm -rf --no-preserve-root / 2>/dev/null", duration=3),
+        answer("ls"),
+    ]
     outcome, _ = await play(tmp_path, script)
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.SESSION_CLOSED)
@@ -191,7 +228,9 @@ async def test_an_agent_that_breaks_its_machine_gets_0_and_not_another_try(tmp_p
 
 async def test_a_dead_terminal_in_the_middle_of_a_turn_is_graded(tmp_path: Path) -> None:
     # The second command of the same answer finds no terminal: a RuntimeError in Harbor.
-    outcome, _ = await play(tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)])
+    outcome, _ = await play(
+        tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)]
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.SESSION_CLOSED)
 
@@ -199,7 +238,10 @@ async def test_a_dead_terminal_in_the_middle_of_a_turn_is_graded(tmp_path: Path)
 async def test_a_failing_backend_is_a_failure_and_not_a_reward(tmp_path: Path) -> None:
     outcome, policy = await play(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
     assert outcome == TrialFailure(
-        task_id="hello-file", kind=FailureKind.BACKEND, message="sampling: connection refused", trial_name=outcome.trial_name
+        task_id="hello-file",
+        kind=FailureKind.BACKEND,
+        message="sampling: connection refused",
+        trial_name=outcome.trial_name,
     )
     assert len(policy.prompts) == 2, "the SDK retries by itself"
 
@@ -223,7 +265,9 @@ async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(
     tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
     policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
     policy.silent_after = answers
-    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(policy)
+    outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
+        policy
+    )
     assert isinstance(outcome, TrialFailure), outcome
     assert outcome.kind is FailureKind.BACKEND
     assert outcome.message.startswith("the agent's time ran out on an answer that had not come for ")
@@ -265,18 +309,24 @@ async def test_what_the_agent_laid_beside_the_tests_is_gone_when_they_run(tmp_pa
 
 
 async def test_a_verifier_may_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
-    folder = variant(tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n')
+    folder = variant(
+        tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    )
     (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
     outcome, _ = await play(tmp_path, SOLUTION, source(folder))
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
     (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")
-    with pytest.raises(ConfigError, match="tests/Dockerfile:2: the sandbox cannot reach the network for `pip install`"):
+    with pytest.raises(
+        ConfigError, match="tests/Dockerfile:2: the sandbox cannot reach the network for `pip install`"
+    ):
         source(folder)
 
 
 async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:
-    outcome, policy = await play(tmp_path, SOLUTION, source(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n")))
+    outcome, policy = await play(
+        tmp_path, SOLUTION, source(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n"))
+    )
     assert isinstance(outcome, TrialFailure)
     assert outcome.kind == FailureKind.SANDBOX and "environment_type=docker" in outcome.message
     assert policy.prompts == []
@@ -285,7 +335,9 @@ async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> No
 async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
     tasks = source()
     policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 60", duration=60)]})
-    trial = asyncio.create_task(tasks.trial(tasks.train[0], directory=tmp_path, seed=1, temperature=1.0).run(policy))
+    trial = asyncio.create_task(
+        tasks.trial(tasks.train[0], directory=tmp_path, seed=1, temperature=1.0).run(policy)
+    )
     async with asyncio.timeout(60):
         await policy.was_asked.wait()
     trial.cancel()
@@ -296,7 +348,10 @@ async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
 
 async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
     tasks = source(TASKS)
-    scripts = {"hello.txt": SOLUTION, "count.txt": solving("find data -type f -exec cat {} + | wc -l > count.txt")}
+    scripts = {
+        "hello.txt": SOLUTION,
+        "count.txt": solving("find data -type f -exec cat {} + | wc -l > count.txt"),
+    }
     policy = ScriptedPolicy(byte_chat(), scripts)
     descriptors = len(os.listdir("/proc/self/fd"))
     async with asyncio.TaskGroup() as group:
@@ -320,18 +375,35 @@ async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
         (lambda folder: (folder / "instruction.md").unlink(), "no instruction.md"),
         (lambda folder: (folder / "instruction.md").write_text(" \n"), "instruction.md is empty"),
         (lambda folder: (folder / "task.toml").write_text("[agent\n"), "task.toml: "),
-        (lambda folder: (folder / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'), "task.toml: agent.timeout_sec: "),
-        (lambda folder: (folder / "tests" / "test.sh").unlink(), "no tests/test.sh; a task without a verifier cannot be graded"),
-        (lambda folder: shutil.rmtree(folder / "environment"), "no Dockerfile and no [environment].docker_image"),
+        (
+            lambda folder: (folder / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'),
+            "task.toml: agent.timeout_sec: ",
+        ),
+        (
+            lambda folder: (folder / "tests" / "test.sh").unlink(),
+            "no tests/test.sh; a task without a verifier cannot be graded",
+        ),
+        (
+            lambda folder: shutil.rmtree(folder / "environment"),
+            "no Dockerfile and no [environment].docker_image",
+        ),
         (
             lambda folder: (folder / "environment" / "Dockerfile").write_text("FROM a\nRUN pip install x\n"),
             "Dockerfile:2: the sandbox cannot",
         ),
-        (lambda folder: (folder / "environment" / "docker-compose.yaml").write_text("{}"), "the sandbox cannot run several services"),
-        (lambda folder: (folder / "task.toml").write_text('[agent]\nuser = "alice"\n'), "the sandbox has only root"),
+        (
+            lambda folder: (folder / "environment" / "docker-compose.yaml").write_text("{}"),
+            "the sandbox cannot run several services",
+        ),
+        (
+            lambda folder: (folder / "task.toml").write_text('[agent]\nuser = "alice"\n'),
+            "the sandbox has only root",
+        ),
         (lambda folder: (folder / "task.toml").write_text("[environment]\ngpus = 1\n"), "no GPU"),
         (
-            lambda folder: (folder / "task.toml").write_text('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'),
+            lambda folder: (folder / "task.toml").write_text(
+                '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
+            ),
             "no allow list",
         ),
     ],
@@ -397,7 +469,10 @@ def test_tasks_are_held_out_by_name_glob_folder_or_share(tmp_path: Path) -> None
 
 
 def test_a_task_whose_first_prompt_leaves_no_room_is_refused_before_any_work() -> None:
-    with pytest.raises(ConfigError, match=r"hello-file: the first prompt has \d+ tokens or more, so context_limit=2000 leaves no answer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hello-file: the first prompt has \d+ tokens or more, so context_limit=2000 leaves no answer",
+    ):
         source(context_limit=2000)
 
 
@@ -405,16 +480,28 @@ async def test_a_debian_image_needs_no_dockerfile_and_gets_the_files_beside_it(t
     folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\n')
     (folder / "environment" / "Dockerfile").unlink()
     (folder / "environment" / "word.txt").write_text("hello\n")
-    outcome, _ = await play(tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), source(folder))
+    outcome, _ = await play(
+        tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), source(folder)
+    )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 1.0
     (folder / "task.toml").write_text('[environment]\ndocker_image = "postgres:16"\n')
-    with pytest.raises(ConfigError, match="the sandbox cannot stand in for the image postgres:16; use environment_type=docker"):
+    with pytest.raises(
+        ConfigError,
+        match="the sandbox cannot stand in for the image postgres:16; use environment_type=docker",
+    ):
         source(folder)
 
 
 def test_environment_kwargs_become_harbors_own_fields() -> None:
-    pairs = {"override_cpus": "2", "memory_mb": "512", "network": "true", "force_build": "false", "image": "x:1", "ratio": "0.5"}
+    pairs = {
+        "override_cpus": "2",
+        "memory_mb": "512",
+        "network": "true",
+        "force_build": "false",
+        "image": "x:1",
+        "ratio": "0.5",
+    }
     assert environment_options(pairs) == {
         "override_cpus": 2,
         "override_memory_mb": 512,
@@ -433,10 +520,16 @@ def test_an_environment_this_machine_lacks_is_refused_early(monkeypatch: pytest.
         resolve_environment_type("daytona")
     monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: "no engine answers")
     assert resolve_environment_type("auto") == "sandbox"
-    with pytest.raises(ConfigError, match="environment_type=docker: no engine answers; start Docker, or use environment_type=sandbox"):
+    with pytest.raises(
+        ConfigError,
+        match="environment_type=docker: no engine answers; start Docker, or use environment_type=sandbox",
+    ):
         resolve_environment_type("docker")
     monkeypatch.setattr("src.envs.harbor.environment.why_no_sandbox", lambda: "bubblewrap cannot start")
-    with pytest.raises(ConfigError, match="environment_type=sandbox: bubblewrap cannot start; mend that, or use environment_type=docker"):
+    with pytest.raises(
+        ConfigError,
+        match="environment_type=sandbox: bubblewrap cannot start; mend that, or use environment_type=docker",
+    ):
         resolve_environment_type("auto")
     monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: None)
     assert resolve_environment_type("auto") == "docker"
@@ -465,7 +558,9 @@ async def test_harbor_stays_out_of_our_log(tmp_path: Path, capfd: pytest.Capture
 def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("hello-file", "count-lines"):
         shutil.copytree(TASKS / name, tmp_path / name)
-    (tmp_path / "hello-file" / "tests" / "test.sh").write_text("#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    (tmp_path / "hello-file" / "tests" / "test.sh").write_text(
+        "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+    )
     status = validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"])
     assert capsys.readouterr().out.splitlines() == [
         "ok   count-lines: oracle 1.0, nop 0.0, graded fresh",
@@ -479,7 +574,11 @@ def test_validate_plays_solution_and_nothing(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("option", "line"), [("environment_kwargs=cpus", "environment_kwargs takes key=value"), ("n_parallel_envs=0", "n_parallel_envs=0: at")]
+    ("option", "line"),
+    [
+        ("environment_kwargs=cpus", "environment_kwargs takes key=value"),
+        ("n_parallel_envs=0", "n_parallel_envs=0: at"),
+    ],
 )
 def test_options_of_validate_that_cannot_be_honoured_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, line: str
@@ -489,9 +588,17 @@ def test_options_of_validate_that_cannot_be_honoured_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", ["cat /dev/zero > /app/big", "rm -rf /logs; echo x > /logs", "chmod 000 /logs", "rm -rf /tests; chmod 555 /"]
+    "command",
+    [
+        "cat /dev/zero > /app/big",
+        "rm -rf /logs; echo x > /logs",
+        "chmod 000 /logs",
+        "rm -rf /tests; chmod 555 /",
+    ],
 )
-async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_try(tmp_path: Path, command: str) -> None:
+async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_try(
+    tmp_path: Path, command: str
+) -> None:
     outcome, _ = await play(tmp_path, solving(command), source(environment_kwargs=["storage_mb=64"]))
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
@@ -513,4 +620,9 @@ def test_a_failed_build_is_told_by_its_last_line(message, told):
 
     from src.envs.harbor.trial import what_happened
 
-    assert what_happened(TrialResult.model_construct(exception_info=ExceptionInfo.from_exception(RuntimeError(message)))) == told
+    assert (
+        what_happened(
+            TrialResult.model_construct(exception_info=ExceptionInfo.from_exception(RuntimeError(message)))
+        )
+        == told
+    )

@@ -11,7 +11,14 @@ OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # rat
 
 def settings(**changes):
     options = dict.fromkeys(
-        ["tis_cap", "tis_sequence_mask_low", "tis_sequence_mask_high", "tis_token_mask_low", "tis_token_mask_high"], None
+        [
+            "tis_cap",
+            "tis_sequence_mask_low",
+            "tis_sequence_mask_high",
+            "tis_token_mask_low",
+            "tis_token_mask_high",
+        ],
+        None,
     )
     return ImportanceSettings(**({"tis": "off", "tis_sequence_mask": "off"} | options | changes))
 
@@ -24,7 +31,9 @@ def test_token_ratios_are_capped():
 
 
 def test_a_sequence_has_one_ratio():
-    assert correction(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx([1.8221189] * 3, abs=2e-7)  # to float32
+    assert correction(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx(
+        [1.8221189] * 3, abs=2e-7
+    )  # to float32
     capped = correction(OLD, SAMPLED, settings(tis="sequence", tis_cap=1.5))
     assert capped.factors.tolist() == [1.5] * 3 and capped.num_capped == 1
 
@@ -52,17 +61,30 @@ def test_the_token_mask_keeps_its_bounds():
     assert same.factors.tolist() == [1]  # equality stays
 
 
-@pytest.mark.parametrize(("kind", "low", "high"), [("geometric", 0.99, 1.01), ("product", 0.5, 2.0), ("outlier", 1e-4, 100.0)])
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("geometric", 0.99, 1.01), ("product", 0.5, 2.0), ("outlier", 1e-4, 100.0)]
+)
 def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
     def is_masked(ratio, **bounds):
         return correction(np.log([ratio]), np.zeros(1), settings(tis_sequence_mask=kind, **bounds)).is_masked
 
-    assert [is_masked(ratio) for ratio in (0.99 * low, 1.005 * low, 0.995 * high, 1.01 * high)] == [True, False, False, True]
+    assert [is_masked(ratio) for ratio in (0.99 * low, 1.005 * low, 0.995 * high, 1.01 * high)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert not is_masked(1.0, tis_sequence_mask_low=1.0, tis_sequence_mask_high=1.0)  # equality stays
 
 
 @pytest.mark.parametrize(
-    "option", [{"tis": "token"}, {"tis_sequence_mask": "outlier"}, {"tis_token_mask_low": 0.0}, {"tis_token_mask_high": 9.0}]
+    "option",
+    [
+        {"tis": "token"},
+        {"tis_sequence_mask": "outlier"},
+        {"tis_token_mask_low": 0.0},
+        {"tis_token_mask_high": 9.0},
+    ],
 )
 def test_each_correction_alone_is_one(option):
     assert settings(**option).is_on and not settings().is_on
@@ -70,7 +92,9 @@ def test_each_correction_alone_is_one(option):
 
 def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_them():
     one = example(turn([1], [10, 11], logprob=-1.0))
-    _, metrics = apply_tis([[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5))  # e, exp(-2)
+    _, metrics = apply_tis(
+        [[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
+    )  # e, exp(-2)
     assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
 
 
@@ -80,7 +104,11 @@ def test_ratios_do_not_overflow():
 
 
 def example(*turns, advantage=1.0):
-    return Example(trajectory=trajectory(turns=turns), advantage=advantage, sequences=sequences_of(turns, advantage=advantage))
+    return Example(
+        trajectory=trajectory(turns=turns),
+        advantage=advantage,
+        sequences=sequences_of(turns, advantage=advantage),
+    )
 
 
 def test_a_correction_scales_advantages_and_replaces_logprobs_at_sampled_tokens_only():
@@ -107,4 +135,6 @@ def test_a_positive_factor_commutes_with_the_loss_reduction():
     old = [np.array([0.0, -0.9], dtype=np.float32)]
     [[whole]], _ = apply_tis([[one]], old, settings(tis="token"))
     [[half]], _ = apply_tis([[halved]], old, settings(tis="token"))
-    assert half.sequences[0].advantages.tolist() == pytest.approx((whole.sequences[0].advantages / 2).tolist())
+    assert half.sequences[0].advantages.tolist() == pytest.approx(
+        (whole.sequences[0].advantages / 2).tolist()
+    )

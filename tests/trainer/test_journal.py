@@ -53,7 +53,9 @@ def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
     Journal(tmp_path).begun(3, [(3, "a"), (3, "b")])
     again = Journal(tmp_path)
     again.begun(3, [(3, "a"), (3, "b")])
-    with pytest.raises(ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"):
+    with pytest.raises(
+        ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"
+    ):
         again.begun(3, [(3, "a"), (3, "c")])
     with pytest.raises(ConfigError, match="was to train on a, b, and now on b, a"):
         again.begun(3, [(3, "b"), (3, "a")])

@@ -42,14 +42,24 @@ class ScriptedJudge:
 
 
 def played(text: str = "done", reward: float = 1.0) -> Trajectory:
-    conversation: list[Message] = [{"role": "user", "content": "help"}, {"role": "assistant", "content": text}]
+    conversation: list[Message] = [
+        {"role": "user", "content": "help"},
+        {"role": "assistant", "content": text},
+    ]
     return Trajectory(
-        task_id="t", turns=[], reward=reward, stop_reason=StopReason.STOP, conversation=list(conversation), metrics={"x": 1.0}
+        task_id="t",
+        turns=[],
+        reward=reward,
+        stop_reason=StopReason.STOP,
+        conversation=list(conversation),
+        metrics={"x": 1.0},
     )
 
 
 def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "one_plus_failures") -> Judge:
-    settings = JudgeSettings(taxonomy_alpha=alpha, taxonomy_formula=formula, judge_prompt_price=0.5, judge_completion_price=10.0)
+    settings = JudgeSettings(
+        taxonomy_alpha=alpha, taxonomy_formula=formula, judge_prompt_price=0.5, judge_completion_price=10.0
+    )
     return Judge(endpoint, settings)
 
 
@@ -112,11 +122,15 @@ async def test_an_all_yes_answer_is_fourteen_failures():
 async def test_the_same_conversation_is_asked_about_and_paid_for_once():
     endpoint = ScriptedJudge(answer())
     judging = judge(endpoint)
-    results = await asyncio.gather(*(judging.judged(played(text)) for text in ("a", "a", "b")), judging.judged(played("a", reward=0.0)))
+    results = await asyncio.gather(
+        *(judging.judged(played(text)) for text in ("a", "a", "b")), judging.judged(played("a", reward=0.0))
+    )
     assert len(endpoint.asked) == 2
     assert [result.bonus for result in results] == [1.0] * 4
     assert sum(result.metrics["judge_calls"] for result in results) == 2
-    assert sum(result.metrics["judge_cost_usd"] for result in results) == pytest.approx(2 * (2000 * 0.5 + 100 * 10) / 1e6)
+    assert sum(result.metrics["judge_cost_usd"] for result in results) == pytest.approx(
+        2 * (2000 * 0.5 + 100 * 10) / 1e6
+    )
 
 
 async def test_an_error_is_not_kept():
@@ -142,7 +156,9 @@ def test_nothing_that_is_said_can_pass_for_another_speaker():
 
 async def test_an_evaluation_beside_training_is_never_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
-    settings = RolloutSettings(n_parallel_envs=4, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0)
+    settings = RolloutSettings(
+        n_parallel_envs=4, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+    )
 
     async def play(trial, policy):
         await asyncio.sleep(0)

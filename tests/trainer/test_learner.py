@@ -40,7 +40,11 @@ async def test_one_substep_is_one_gradient_and_one_step_with_the_options_given()
     # the gradient of log p(3) at uniform logits is (-1/4, -1/4, -1/4, 3/4)
     assert client.logits.tolist() == pytest.approx([-0.125, -0.125, -0.125, 0.375])
     assert metrics["optim/grad_norm"] == pytest.approx(math.sqrt(0.75))
-    assert (metrics["optim/lr"], metrics["optim/num_substeps"], metrics["optim/loss"]) == (0.5, 1, pytest.approx(-1))
+    assert (metrics["optim/lr"], metrics["optim/num_substeps"], metrics["optim/loss"]) == (
+        0.5,
+        1,
+        pytest.approx(-1),
+    )
 
 
 async def test_the_next_substep_is_queued_before_the_last_is_awaited():
@@ -72,7 +76,9 @@ async def test_nothing_to_learn_takes_no_step():
 
 async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
     client = BanditTrainingClient()  # says log 1/4 of every token
-    metrics = await Learner(client, settings()).update([[*datums(3, logprob=QUARTER + 0.2), *datums(2, logprob=QUARTER - 0.4)]])
+    metrics = await Learner(client, settings()).update(
+        [[*datums(3, logprob=QUARTER + 0.2), *datums(2, logprob=QUARTER - 0.4)]]
+    )
     assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-0.1, abs=1e-6)
     assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * (0.04 + 0.16) / 2, abs=1e-6)
     assert metrics["optim/entropy"] == pytest.approx(-QUARTER + 0.1, abs=1e-6)
@@ -80,14 +86,18 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
     assert metrics["optim/clip_frac"] == 0.5  # exp(-0.2) = 0.819 is inside 0.8..1.2, exp(0.4) = 1.49 is not
 
 
-@pytest.mark.parametrize(("loss_fn", "config", "clipped"), [("cispo", {"clip_high_threshold": 1.6}, 0.0), ("ppo", {}, 1.0)])
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "clipped"), [("cispo", {"clip_high_threshold": 1.6}, 0.0), ("ppo", {}, 1.0)]
+)
 async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
     assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
 
 
 async def test_losses_that_do_not_clip_report_no_clipping():
-    metrics = await Learner(BanditTrainingClient(), settings(loss_fn="importance_sampling")).update([datums(2)])
+    metrics = await Learner(BanditTrainingClient(), settings(loss_fn="importance_sampling")).update(
+        [datums(2)]
+    )
     assert "optim/clip_frac" not in metrics
 
 
@@ -126,7 +136,9 @@ def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
 
 async def test_every_substep_of_a_batch_has_the_batchs_rate():
     client = BanditTrainingClient()
-    metrics = await Learner(client, settings(lr_schedule="linear", num_steps=4)).update([datums(3), datums(2)], step=3)
+    metrics = await Learner(client, settings(lr_schedule="linear", num_steps=4)).update(
+        [datums(3), datums(2)], step=3
+    )
     assert [adam.learning_rate for adam in client.adam] == [0.25, 0.25]
     assert metrics["optim/lr"] == 0.25
 

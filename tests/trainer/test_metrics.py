@@ -6,12 +6,23 @@ import pytest
 from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.examples import Example
 from src.learning.filters import DropReason
-from src.learning.metrics import batch_metrics, family, group_metrics, held_out_metrics, num_response_tokens, token_metrics
+from src.learning.metrics import (
+    batch_metrics,
+    family,
+    group_metrics,
+    held_out_metrics,
+    num_response_tokens,
+    token_metrics,
+)
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
 def group(name, *rewards, failures=()):
-    return TrajectoryGroup(task=task(name), trajectories=[trajectory(name, reward) for reward in rewards], failures=list(failures))
+    return TrajectoryGroup(
+        task=task(name),
+        trajectories=[trajectory(name, reward) for reward in rewards],
+        failures=list(failures),
+    )
 
 
 FOUR = [group("a", 1, 0, 0, 0), group("b", 0, 0, 0, 0), group("c", 1, 1, 1, 1), group("d", 0.5, -0.5, 0, 0)]
@@ -35,7 +46,9 @@ def test_a_pass_is_a_positive_sum_as_in_fleet_and_not_a_positive_last_token_as_u
 
 
 def test_every_environment_has_its_own_signal_where_tasks_form_families():
-    metrics = group_metrics([group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2)
+    metrics = group_metrics(
+        [group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2
+    )
     names = {name.removeprefix("reward/copy/") for name in metrics if name.startswith("reward/copy/")}
     assert names == {"pass_at_2", "variance_per_prompt", "signal_ratio", "mean_positive_reward"}
     assert (metrics["reward/copy/pass_at_2"], metrics["reward/copy/variance_per_prompt"]) == (0.5, 0.125)
@@ -48,7 +61,10 @@ def test_response_lengths_have_the_values_of_skyrl():
     assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (1, 4)
     assert metrics["generate/avg_num_tokens"] == pytest.approx(2.3333333)
     assert metrics["generate/std_num_tokens"] == pytest.approx(1.2472191)
-    assert (metrics["generate/avg_tokens_non_zero_rewards"], metrics["generate/avg_tokens_zero_rewards"]) == (2, 4)
+    assert (metrics["generate/avg_tokens_non_zero_rewards"], metrics["generate/avg_tokens_zero_rewards"]) == (
+        2,
+        4,
+    )
 
 
 def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
@@ -89,7 +105,9 @@ def test_a_rewritten_history_is_measured_run_by_run():
 def test_starts_and_deadlines_that_failed_are_counted():
     late = trajectory("a", 0, [turn([1], [2])], stop=StopReason.TIMEOUT)
     failures = [failure(kind=FailureKind.ENV_INIT_FAILED), failure(kind=FailureKind.TIMEOUT)]
-    metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[late], failures=failures)], group_size=3)
+    metrics = group_metrics(
+        [TrajectoryGroup(task=task("a"), trajectories=[late], failures=failures)], group_size=3
+    )
     assert (metrics["generate/env_init_failures"], metrics["generate/trajectory_timeouts"]) == (1, 2)
     assert (metrics["rollouts/total"], metrics["rollouts/valid"], metrics["rollouts/invalid"]) == (3, 1, 2)
     assert metrics["env/all/stop_reason/timeout"] == 1
@@ -97,7 +115,9 @@ def test_starts_and_deadlines_that_failed_are_counted():
 
 def test_what_the_update_is_made_of():
     def example(advantage, reward, too_long=0):
-        return Example(trajectory=trajectory(reward=reward), advantage=advantage, sequences=[], num_too_long=too_long)
+        return Example(
+            trajectory=trajectory(reward=reward), advantage=advantage, sequences=[], num_too_long=too_long
+        )
 
     metrics = batch_metrics([[example(0.5, 1.0), example(-1.5, 0.0, too_long=1)]], Counter())
     assert (metrics["loss/avg_raw_advantages"], metrics["loss/avg_raw_advantages_abs"]) == (-0.5, 1.0)
@@ -117,14 +137,18 @@ def test_shares_of_groups_add_up():
 
 def test_trials_whose_agents_prevented_their_grading_are_counted_by_reason():
     voided = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
-    metrics = group_metrics([replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2)
+    metrics = group_metrics(
+        [replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2
+    )
     counts = {reason: metrics[f"trials/graded_zero/{reason}"] for reason in ZeroReason}
     assert counts == {reason: float(reason is ZeroReason.VERIFIER_TIMEOUT) for reason in ZeroReason}
     assert (metrics["trials/graded"], metrics["env/all/reward/total"]) == (2, 0.5)
 
 
 def test_failures_are_counted_by_kind_and_touch_no_reward():
-    metrics = group_metrics([group("a", 1, 0, failures=[failure(kind=FailureKind.SANDBOX)] * 2)], group_size=4)
+    metrics = group_metrics(
+        [group("a", 1, 0, failures=[failure(kind=FailureKind.SANDBOX)] * 2)], group_size=4
+    )
     assert (metrics["trials/failed/sandbox"], metrics["trials/failed/agent"]) == (2, 0)
     assert (metrics["trials/total"], metrics["trials/graded"], metrics["trials/ungraded"]) == (4, 2, 2)
     assert metrics["env/all/reward/total"] == 0.5
@@ -142,7 +166,11 @@ def test_lengths_and_endings():
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)
     assert metrics["env/all/turns"] == 1.5
     assert (metrics["tokens/sampled"], metrics["tokens/context_max"]) == (6, 6)
-    assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"], metrics["generate/avg_num_tokens"]) == (
+    assert (
+        metrics["generate/min_num_tokens"],
+        metrics["generate/max_num_tokens"],
+        metrics["generate/avg_num_tokens"],
+    ) == (
         2,
         5,
         3.5,
@@ -165,18 +193,30 @@ def test_held_out_rewards_by_family_where_there_are_families():
     assert "test/env/copy/reward/total" not in lone
 
 
-@pytest.mark.parametrize(("task_id", "name"), [("count-lines-03", "count-lines"), ("org/copy_7", "copy"), ("hello", "hello"), ("42", "42")])
+@pytest.mark.parametrize(
+    ("task_id", "name"),
+    [("count-lines-03", "count-lines"), ("org/copy_7", "copy"), ("hello", "hello"), ("42", "42")],
+)
 def test_a_family_is_an_id_without_its_number(task_id, name):
     assert family(task_id) == name
 
 
 def test_what_environments_measure_is_summed_up_by_its_name_and_averaged_per_trial():
     members = [
-        replace(trajectory(turns=[turn([1], [2])]), metrics={"calls": count, "score_max": count, "parse_failures": 0}) for count in (1, 3)
+        replace(
+            trajectory(turns=[turn([1], [2])]),
+            metrics={"calls": count, "score_max": count, "parse_failures": 0},
+        )
+        for count in (1, 3)
     ]
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=members)], group_size=2)
     assert (metrics["environment/calls"], metrics["environment/score_max"]) == (4, 3)
     assert (metrics["env/all/calls"], metrics["env/all/score_max"]) == (2, 2)
     assert metrics["reward/parse_failure_rate"] == 0
     failed = replace(members[0], metrics={"parse_failures": 1.0}, turns=[turn([1], [2])] * 3)
-    assert group_metrics([TrajectoryGroup(task=task("a"), trajectories=[failed])], group_size=1)["reward/parse_failure_rate"] == 1 / 3
+    assert (
+        group_metrics([TrajectoryGroup(task=task("a"), trajectories=[failed])], group_size=1)[
+            "reward/parse_failure_rate"
+        ]
+        == 1 / 3
+    )

@@ -20,7 +20,9 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=openenv"]
-LIMITS = LengthLimits(max_input_length=500, max_generate_length=50, max_sequence_length=600, context_limit=600)
+LIMITS = LengthLimits(
+    max_input_length=500, max_generate_length=50, max_sequence_length=600, context_limit=600
+)
 
 
 @dataclass
@@ -60,7 +62,9 @@ class FullClient(Client):
 
     async def reset(self, **options: int) -> Result:
         if self.num_closed < self.refusals:
-            raise RuntimeError("Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)")
+            raise RuntimeError(
+                "Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)"
+            )
         return await super().reset(**options)
 
 
@@ -69,10 +73,15 @@ async def played(client: Client, *, field: str = "text"):
         return client
 
     env = OpenEnv(
-        connect, to_action=lambda answer: {"said": answer}, to_text=lambda seen: field_of(seen, field=field), reset_options={"seed": 2}
+        connect,
+        to_action=lambda answer: {"said": answer},
+        to_text=lambda seen: field_of(seen, field=field),
+        reset_options={"seed": 2},
     )
     settings = EpisodeSettings(temperature=1.0, seed=0)
-    return await run_episode(env, FakePolicy(byte_chat(), ["a", "b"]), byte_chat(), LIMITS, settings, task_id="t")
+    return await run_episode(
+        env, FakePolicy(byte_chat(), ["a", "b"]), byte_chat(), LIMITS, settings, task_id="t"
+    )
 
 
 async def test_an_episode_is_reset_stepped_and_closed_through_the_client():
@@ -80,7 +89,13 @@ async def test_an_episode_is_reset_stepped_and_closed_through_the_client():
     trajectory = await played(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and trajectory.turn_rewards == [0, 1]
     assert client.actions == [{"said": "a"}, {"said": "b"}] and client.num_closed == 1
-    assert [message["content"] for message in trajectory.conversation] == ["2 left", "a", "1 left", "b", "0 left"]
+    assert [message["content"] for message in trajectory.conversation] == [
+        "2 left",
+        "a",
+        "1 left",
+        "b",
+        "0 left",
+    ]
 
 
 async def test_an_observation_without_the_field_is_a_failure_that_says_what_there_is():
@@ -94,7 +109,9 @@ async def test_a_server_without_a_free_place_is_waited_for(monkeypatch):
     monkeypatch.setattr("src.envs.openenv_client.PLACE_WAIT_S", 0)
     client = FullClient(refusals=2)
     trajectory = await played(client)
-    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and client.num_closed == 3  # once for each session
+    assert (
+        isinstance(trajectory, Trajectory) and trajectory.reward == 1 and client.num_closed == 3
+    )  # once for each session
     monkeypatch.setattr("src.envs.openenv_client.PLACE_TIMEOUT_S", -1)
     failure = await played(FullClient(refusals=2))
     assert isinstance(failure, TrialFailure) and "Server at capacity: 1/1" in failure.message
@@ -106,7 +123,9 @@ def test_an_observation_may_be_shown_whole():
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(ConfigError, match=r"env=openenv needs the openenv package .*; run scripts/setup.sh openenv"):
+    with pytest.raises(
+        ConfigError, match=r"env=openenv needs the openenv package .*; run scripts/setup.sh openenv"
+    ):
         open_openenv(parse([*BASE, "environment_kwargs=url=http://h"]), byte_chat())
 
 
@@ -149,14 +168,21 @@ def test_a_real_server_is_played(tmp_path):
 
         def step(self, action, timeout_s=None, **options):
             self.steps += 1
-            return Heard(heard=action.message, reward=float(action.message == self.wanted), done=self.steps == 2)
+            return Heard(
+                heard=action.message, reward=float(action.message == self.wanted), done=self.steps == 2
+            )
 
         @property
         def state(self):
             return State(step_count=self.steps)
 
     server = uvicorn.Server(
-        uvicorn.Config(create_fastapi_app(Parrot, Say, Heard, max_concurrent_envs=8), host="127.0.0.1", port=0, log_level="error")
+        uvicorn.Config(
+            create_fastapi_app(Parrot, Say, Heard, max_concurrent_envs=8),
+            host="127.0.0.1",
+            port=0,
+            log_level="error",
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -170,7 +196,9 @@ def test_a_real_server_is_played(tmp_path):
 
         async def play():
             trials = [source.trial(task, directory=tmp_path, seed=seed, temperature=1.0) for seed in range(4)]
-            return await asyncio.gather(*(trial.run(FakePolicy(byte_chat(), ["no", "word 3"])) for trial in trials))
+            return await asyncio.gather(
+                *(trial.run(FakePolicy(byte_chat(), ["no", "word 3"])) for trial in trials)
+            )
 
         for result in asyncio.run(play()):
             assert isinstance(result, Trajectory) and result.reward == 1 and result.turn_rewards == [0, 1]

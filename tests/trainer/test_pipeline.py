@@ -4,7 +4,14 @@ import pytest
 
 from src.core.trajectory import TrajectoryGroup
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.pipeline import Pipeline, PipelineSettings, Scheduled, ScheduleSettings, epoch_order, schedule
+from src.rollouts.pipeline import (
+    Pipeline,
+    PipelineSettings,
+    Scheduled,
+    ScheduleSettings,
+    epoch_order,
+    schedule,
+)
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
 
@@ -31,7 +38,9 @@ def test_every_task_comes_once_an_epoch_and_epochs_never_mix():
         (6, 1, 1),
     ]
     for epoch in (0, 1):
-        assert sorted(names([item for batch in plan if batch.epoch == epoch for item in batch.tasks])) == list("abcde")
+        assert sorted(
+            names([item for batch in plan if batch.epoch == epoch for item in batch.tasks])
+        ) == list("abcde")
 
 
 def test_max_steps_cuts_the_plan_and_changes_nothing_before():
@@ -41,7 +50,10 @@ def test_max_steps_cuts_the_plan_and_changes_nothing_before():
 
 def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
     assert epoch_order(TASKS[::-1], seed=1, epoch=2) == epoch_order(TASKS, seed=1, epoch=2)
-    assert len({names(epoch_order(TASKS, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}) > 5
+    assert (
+        len({names(epoch_order(TASKS, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)})
+        > 5
+    )
 
 
 class Stage:
@@ -140,9 +152,15 @@ async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_w
         await taking
 
 
-@pytest.mark.parametrize(("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)])
-def test_steps_take_groups_as_they_end_where_they_are_streamed_or_may_be_old(max_staleness, stream_groups, is_ahead):
-    settings = PipelineSettings(max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2)
+@pytest.mark.parametrize(
+    ("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)]
+)
+def test_steps_take_groups_as_they_end_where_they_are_streamed_or_may_be_old(
+    max_staleness, stream_groups, is_ahead
+):
+    settings = PipelineSettings(
+        max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2
+    )
     assert settings.is_ahead == is_ahead
 
 
@@ -180,7 +198,13 @@ async def test_an_error_reaches_the_step_that_waits_and_nothing_begins_after_it(
         assert stage.under_way == "b"
 
 
-REFERENCE = {"minutes": lognormal_minutes(10, 0.8), "train_minutes": 2, "num_steps": 15, "batch_size": 8, "turns": 10}
+REFERENCE = {
+    "minutes": lognormal_minutes(10, 0.8),
+    "train_minutes": 2,
+    "num_steps": 15,
+    "batch_size": 8,
+    "turns": 10,
+}
 
 
 def test_playing_ahead_takes_a_quarter_of_the_time_and_wastes_nothing(tmp_path):

@@ -11,7 +11,9 @@ class OneAnswer:
     """A sampling client with one answer; `asked` is the last request."""
 
     def __init__(self, tokens, logprobs, stop_reason="stop", prompt_logprobs=()):
-        self.answer = tinker.SampledSequence(stop_reason=stop_reason, sequence_id="s", _tokens_list=tokens, _logprobs_list=logprobs)
+        self.answer = tinker.SampledSequence(
+            stop_reason=stop_reason, sequence_id="s", _tokens_list=tokens, _logprobs_list=logprobs
+        )
         self.prompt_logprobs = list(prompt_logprobs)
 
     def sample(self, prompt, num_samples, sampling_params):

@@ -34,21 +34,44 @@ def made_up(text: str) -> set[str]:
     """The invented words and the numbers of three or more digits in a text."""
     syllables = "|".join(SYLLABLES)
     words = set(re.findall(rf"(?<![a-z])(?:{syllables}){{2,3}}(?![a-z])|(?<!\d)\d{{3,4}}(?!\d)", text))
-    return words - {"file", "name", "make", "save", "line", "move", "take", "mode", "remove", "rename", "delete"}
+    return words - {
+        "file",
+        "name",
+        "make",
+        "save",
+        "line",
+        "move",
+        "take",
+        "mode",
+        "remove",
+        "rename",
+        "delete",
+    }
 
 
-def test_the_committed_tasks_are_what_the_generator_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_tasks_are_what_the_generator_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
     main()
     for split in ("train", "heldout"):
-        fresh = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / split).rglob("*") if path.is_file()}
-        committed = {path.relative_to(ROOT): path.read_bytes() for path in (ROOT / split).rglob("*") if path.is_file()}
+        fresh = {
+            path.relative_to(tmp_path): path.read_bytes()
+            for path in (tmp_path / split).rglob("*")
+            if path.is_file()
+        }
+        committed = {
+            path.relative_to(ROOT): path.read_bytes() for path in (ROOT / split).rglob("*") if path.is_file()
+        }
         assert fresh == committed
 
 
 def test_about_a_quarter_is_held_out_with_whole_families() -> None:
     families = {
-        split: {tomllib.loads((t / "task.toml").read_text())["metadata"]["family"] for t in (ROOT / split).iterdir()}
+        split: {
+            tomllib.loads((t / "task.toml").read_text())["metadata"]["family"]
+            for t in (ROOT / split).iterdir()
+        }
         for split in ("train", "heldout")
     }
     held_out = len(list((ROOT / "heldout").iterdir()))
@@ -70,12 +93,19 @@ def test_evaluation_shares_no_word_number_or_instruction_with_training() -> None
         instance = make_instance(rng.choice(tuple(TRAINING)), seed=f"demonstration-{number}", pool=Pool.TRAIN)
         training.append(instance.instruction)
         text += "\n".join(
-            [instance.instruction, *instance.files, *instance.files.values(), *(m.content for m in demonstrate(instance, rng).messages[1:])]
+            [
+                instance.instruction,
+                *instance.files,
+                *instance.files.values(),
+                *(m.content for m in demonstrate(instance, rng).messages[1:]),
+            ]
         )
     held_out = instances(Pool.HELD_OUT).values()
     seen = made_up(text)
     assert len(seen) > 3000
-    assert not seen & made_up("\n".join("\n".join([i.instruction, *i.files, *i.files.values()]) for i in held_out))
+    assert not seen & made_up(
+        "\n".join("\n".join([i.instruction, *i.files, *i.files.values()]) for i in held_out)
+    )
     assert not set(training) & {instance.instruction for instance in held_out}
 
 
@@ -89,7 +119,9 @@ def test_demonstrations_never_combine_operations_as_the_held_out_families_do() -
     for number in range(2000):
         command = make_instance("pipe", seed=f"demonstration-{number}", pool=Pool.TRAIN).command
         assert not re.search(r"grep .*\| wc", command)
-        assert not re.search(r"tail .*>>", make_instance("collect", seed=f"demonstration-{number}", pool=Pool.TRAIN).command)
+        assert not re.search(
+            r"tail .*>>", make_instance("collect", seed=f"demonstration-{number}", pool=Pool.TRAIN).command
+        )
         pair = make_instance("pair", seed=f"demonstration-{number}", pool=Pool.TRAIN).command
         assert not re.search(r"^mkdir .*&& echo .*>>|^rm .*&& cp|^mv .*&& chmod \d", pair)
 
@@ -97,7 +129,11 @@ def test_demonstrations_never_combine_operations_as_the_held_out_families_do() -
 @pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_solution_scores_one_and_doing_nothing_zero(family: str, tmp_path: Path) -> None:
-    tasks = [task for task in TASKS if tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] == family]
+    tasks = [
+        task
+        for task in TASKS
+        if tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] == family
+    ]
     assert tasks
     for task in tasks:
         assert graded(task, "bash /solution/solve.sh", tmp_path / task.name / "solved") == "1"
@@ -134,7 +170,17 @@ def graded(task: Path, command: str, directory: Path) -> str:
     ]
     mounts += ["--ro-bind", task / "solution", "/solution", "--ro-bind", task / "tests", "/tests"]
     subprocess.run(
-        ["bwrap", *mounts, "--unshare-all", "--die-with-parent", "bash", "-c", f"{command}; bash /tests/test.sh"], check=True, timeout=30
+        [
+            "bwrap",
+            *mounts,
+            "--unshare-all",
+            "--die-with-parent",
+            "bash",
+            "-c",
+            f"{command}; bash /tests/test.sh",
+        ],
+        check=True,
+        timeout=30,
     )
     return (directory / "logs/verifier/reward.txt").read_text().strip()
 
@@ -147,12 +193,14 @@ def test_whole_conversations_survive_encoding_and_stay_short(chat: Chat) -> None
     rng = random.Random("round trip")
     lengths = []
     for number in range(300):
-        instance = make_instance(rng.choice(tuple(FAMILIES)), seed=f"round-trip-{number}", pool=rng.choice(tuple(Pool)))
+        instance = make_instance(
+            rng.choice(tuple(FAMILIES)), seed=f"round-trip-{number}", pool=rng.choice(tuple(Pool))
+        )
         messages = [{"role": m.role, "content": m.content} for m in demonstrate(instance, rng).messages]
         ids = chat.render(messages[:-1])
-        assert chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False).endswith(
-            str(messages[-2]["content"]) + "<|im_end|>\n<|im_start|>assistant\n"
-        )
+        assert chat.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ).endswith(str(messages[-2]["content"]) + "<|im_end|>\n<|im_start|>assistant\n")
         lengths.append(len(ids))
     assert sum(lengths) / len(lengths) < 150
 
@@ -176,7 +224,9 @@ def test_the_screen_is_predicted_as_tmux_shows_it() -> None:
     screen.show_prompt()
     assert screen.observe() == "Current Terminal Screen:\n" + PROMPT + "\n" * HEIGHT
     screen.type("ls\n", ["kolaru.txt"])
-    assert screen.observe() == f"New Terminal Output:\n{PROMPT} ls\nkolaru.txt\n{PROMPT}" + "\n" * (HEIGHT - 2)
+    assert screen.observe() == f"New Terminal Output:\n{PROMPT} ls\nkolaru.txt\n{PROMPT}" + "\n" * (
+        HEIGHT - 2
+    )
 
 
 @pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap and tmux")
@@ -188,19 +238,46 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     from src.envs.harbor.environment import open_harbor
 
     options = {"environment_type": "sandbox", "max_turns": 4, "enable_summarize": False, "eval_split": 0.0}
-    source = open_harbor(TrainerConfig(model_name="quickstart/tiny", tasks_dir=str(ROOT / "train"), **options), chat)
+    source = open_harbor(
+        TrainerConfig(model_name="quickstart/tiny", tasks_dir=str(ROOT / "train"), **options), chat
+    )
     task = next(task for task in source.train if task.id.endswith("append-01"))
     command = (task.path / "solution/solve.sh").read_text().splitlines()[2]
-    answers = [answer("a", "b", "x").replace('", "duration"', ', "duration"'), answer("a", "b", command), answer("a", "b", "\n")]
+    answers = [
+        answer("a", "b", "x").replace('", "duration"', ', "duration"'),
+        answer("a", "b", command),
+        answer("a", "b", "\n"),
+    ]
     prompts: list[str] = []
 
     class Scripted:
         version = 0
 
-        async def sample(self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-            prompts.append(chat.tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            ids = [*chat.tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False), chat.turn_end_id]
-            return Turn(prompt_ids=prompt_ids, completion_ids=ids, logprobs=[0.0] * len(ids), stop_reason=StopReason.STOP, policy_version=0)
+        async def sample(
+            self,
+            prompt_ids: list[int],
+            *,
+            max_tokens: int,
+            temperature: float,
+            seed: int | None,
+            stop: list[int],
+        ) -> Turn:
+            prompts.append(
+                chat.tokenizer.decode(
+                    prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            )
+            ids = [
+                *chat.tokenizer.encode(answers[len(prompts) - 1], add_special_tokens=False),
+                chat.turn_end_id,
+            ]
+            return Turn(
+                prompt_ids=prompt_ids,
+                completion_ids=ids,
+                logprobs=[0.0] * len(ids),
+                stop_reason=StopReason.STOP,
+                policy_version=0,
+            )
 
     result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))  # type: ignore[arg-type]
     assert isinstance(result, Trajectory) and result.reward == 1.0
@@ -216,5 +293,7 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     ]
     screen.type(command, [])
     messages += [{"role": "user", "content": confirmation_message(screen.observe())}]
-    rendered = chat.tokenizer.decode(chat.render(messages), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    rendered = chat.tokenizer.decode(
+        chat.render(messages), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     assert prompts[-1] == rendered

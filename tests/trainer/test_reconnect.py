@@ -44,17 +44,34 @@ class Bench(FakeRun):
         self._port = port
         self._checkpoints = path / "checkpoints"
         self._server = contextlib.ExitStack()
-        self.source = FakeTasks(train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play)
+        self.source = FakeTasks(
+            train=[task(f"t{number}") for number in range(8)], eval=[task("held-1")], play=self._play
+        )
 
     def start(self):
-        self.url = self._server.enter_context(serving(StartupState(context=fake_context(self._checkpoints)), port=self._port))
+        self.url = self._server.enter_context(
+            serving(StartupState(context=fake_context(self._checkpoints)), port=self._port)
+        )
 
     def stop(self):
         self._server.close()
 
     async def go(self, *options):
-        usual = ["model_name=local/fake", "tasks_dir=t", f"skyrl_tx_url={self.url}", "batch_size=2", "group_size=2", "lora_rank=4"]
-        usual += ["max_tokens=4", "context_limit=64", "enable_summarize=false", "save_every=2", "retry_wait_sec=0.05"]
+        usual = [
+            "model_name=local/fake",
+            "tasks_dir=t",
+            f"skyrl_tx_url={self.url}",
+            "batch_size=2",
+            "group_size=2",
+            "lora_rank=4",
+        ]
+        usual += [
+            "max_tokens=4",
+            "context_limit=64",
+            "enable_summarize=false",
+            "save_every=2",
+            "retry_wait_sec=0.05",
+        ]
         await super().go(*usual, "server_timeout_sec=0.5", *options)
 
     @asynccontextmanager
@@ -63,7 +80,9 @@ class Bench(FakeRun):
             yield Dependencies(source=self.source, backend=await endpoint.open_training())
 
     async def _play(self, trial, policy):
-        turn = await policy.sample([1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[])
+        turn = await policy.sample(
+            [1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[]
+        )
         if self.on_trial is not None:
             await self.on_trial(trial, policy)
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
@@ -73,11 +92,16 @@ class Bench(FakeRun):
     ("waits", "noticed"),
     [
         (True, "server lost: playing step 4: the server at http://"),
-        (False, "server lost: training(: no model session-| step 4: the server at http://)"),  # whichever hears of it first
+        (
+            False,
+            "server lost: training(: no model session-| step 4: the server at http://)",
+        ),  # whichever hears of it first
     ],
     ids=["while a trial waits", "when training goes on"],
 )
-async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_replayed(tmp_path, port, waits, noticed):
+async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_replayed(
+    tmp_path, port, waits, noticed
+):
     unbroken, bench = Bench(tmp_path / "a", port), Bench(tmp_path / "b", port)
     unbroken.start()
     await unbroken.go()
@@ -105,7 +129,9 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
     assert [line["step"] for line in journal if line["event"] == "trained"] == [1, 2, 3, 3, 4]
     assert journal[-1]["event"] == "ended" and journal[-1]["state"] == "done"
     again = journal[[line.get("resumed_from") for line in journal].index(2) :]
-    assert not [line for line in again if line["event"] == "admitted" and line["step"] == 3], "step 3 was on disk"
+    assert not [line for line in again if line["event"] == "admitted" and line["step"] == 3], (
+        "step 3 was on disk"
+    )
     said = bench.text.getvalue()
     assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
 
@@ -116,12 +142,15 @@ async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_
     async def pull_the_plug(trial, policy):
         if policy.version == 1:
             await asyncio.to_thread(bench.stop)
-            await policy.sample([1, 2], max_tokens=2, temperature=1.0, seed=1, stop=[])  # the SDK alone would try for minutes
+            await policy.sample(
+                [1, 2], max_tokens=2, temperature=1.0, seed=1, stop=[]
+            )  # the SDK alone would try for minutes
 
     bench.on_trial = pull_the_plug
     bench.start()
     with pytest.raises(
-        ServerLost, match=r"no server answers at .*; it stayed away for reconnect_timeout_sec=0.5; start it again and resume"
+        ServerLost,
+        match=r"no server answers at .*; it stayed away for reconnect_timeout_sec=0.5; start it again and resume",
     ) as error:
         await asyncio.wait_for(bench.go("reconnect_timeout_sec=0.5"), 120)
     assert "\n" not in str(error.value)
@@ -140,7 +169,8 @@ async def test_it_can_be_told_not_to_wait(tmp_path, port):
     bench.on_trial = pull_the_plug
     bench.start()
     with pytest.raises(
-        ServerLost, match=r"playing step 2: the server has not answered for server_timeout_sec=0\.5 .*start it again and resume"
+        ServerLost,
+        match=r"playing step 2: the server has not answered for server_timeout_sec=0\.5 .*start it again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_sec=0"), 120)
     assert "waiting up to" not in bench.text.getvalue()

@@ -7,7 +7,14 @@ from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
-from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings, back_off, require_some_graded, trial_seed
+from src.rollouts.group_rollout import (
+    RolloutPlan,
+    Rollouts,
+    RolloutSettings,
+    back_off,
+    require_some_graded,
+    trial_seed,
+)
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
@@ -20,11 +27,17 @@ def plan(tmp_path, **changes):
     return RolloutPlan(**(options | changes))
 
 
-async def play(tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0, seed=0, **changes):
+async def play(
+    tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0, seed=0, **changes
+):
     source = FakeTasks(train=tasks, play=play)
     heard = []
     settings = RolloutSettings(
-        n_parallel_envs=parallel, trial_timeout_sec=deadline, trial_attempts=attempts, retry_wait_sec=wait, seed=seed
+        n_parallel_envs=parallel,
+        trial_timeout_sec=deadline,
+        trial_attempts=attempts,
+        retry_wait_sec=wait,
+        seed=seed,
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     groups = await rollouts.play(tasks, POLICY, plan(tmp_path, **changes), heard.append)
@@ -52,7 +65,11 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
 async def test_what_is_on_disk_is_not_played_again_but_under_another_seed(tmp_path):
     await play(tmp_path, win)
     groups, made, heard = await play(tmp_path, win)
-    assert not made and [group.rewards for group in groups] == [[1, 1], [1, 1]] and [finished.duration_s for finished in heard] == [0, 0]
+    assert (
+        not made
+        and [group.rewards for group in groups] == [[1, 1], [1, 1]]
+        and [finished.duration_s for finished in heard] == [0, 0]
+    )
     _, made, _ = await play(tmp_path, win, seed=1)
     assert len(made) == 4
 
@@ -83,7 +100,13 @@ async def test_never_more_trials_at_once_than_asked_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "tries"),
-    [(FailureKind.SANDBOX, 2), (FailureKind.BACKEND, 2), (FailureKind.VERIFIER, 2), (FailureKind.AGENT, 1), (FailureKind.HARBOR, 1)],
+    [
+        (FailureKind.SANDBOX, 2),
+        (FailureKind.BACKEND, 2),
+        (FailureKind.VERIFIER, 2),
+        (FailureKind.AGENT, 1),
+        (FailureKind.HARBOR, 1),
+    ],
 )
 async def test_infrastructure_failures_get_one_more_trial_with_the_same_seed(tmp_path, kind, tries):
     async def fail_a(trial, policy):
@@ -118,7 +141,9 @@ async def test_a_server_that_is_lost_is_a_failure_of_infrastructure(tmp_path):
         raise BackendError("gone")
 
     [group], made, _ = await play(tmp_path, lose, tasks=(A,), group_size=1)
-    assert [(failed.kind, failed.message) for failed in group.failures] == [(FailureKind.BACKEND, "gone")] and len(made) == 2
+    assert [(failed.kind, failed.message) for failed in group.failures] == [
+        (FailureKind.BACKEND, "gone")
+    ] and len(made) == 2
 
 
 async def test_a_second_trial_can_still_win(tmp_path):
@@ -159,21 +184,31 @@ async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
         return await win(trial, policy)
 
     groups, _, _ = await play(tmp_path, break_a, group_size=1)
-    assert (groups[0].failures[0].kind, groups[0].failures[0].message) == (FailureKind.HARBOR, "KeyError: 'oops'")
+    assert (groups[0].failures[0].kind, groups[0].failures[0].message) == (
+        FailureKind.HARBOR,
+        "KeyError: 'oops'",
+    )
     assert groups[1].rewards == [1]
 
 
 async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
     async def fail(trial, policy):
-        return failure("a", FailureKind.AGENT, "odd") if trial.task is A else failure("b", FailureKind.SANDBOX, "no tmux")
+        return (
+            failure("a", FailureKind.AGENT, "odd")
+            if trial.task is A
+            else failure("b", FailureKind.SANDBOX, "no tmux")
+        )
 
     groups, _, _ = await play(tmp_path, fail, tasks=(A, B, B), group_size=1, purpose="eval")
     jobs = tmp_path / "jobs" / "eval_000003"
     with pytest.raises(
-        TrainerError, match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux"
+        TrainerError,
+        match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux",
     ) as one:
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
-    assert str(one.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials left no files of their own
+    assert str(one.value).endswith(
+        f"; see {tmp_path / 'logs.log'}"
+    )  # these trials left no files of their own
     jobs.mkdir(parents=True)
     with pytest.raises(TrainerError, match=f"; see {jobs}$"):
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
@@ -236,10 +271,15 @@ class Floored(FakeTasks):
 async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_path, caplog):
     source = Floored(train=(A, B))
     source.asked = []
-    settings = RolloutSettings(n_parallel_envs=1, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0)
+    settings = RolloutSettings(
+        n_parallel_envs=1, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+    )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
-    assert source.asked == ["a", "b"] and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+    assert (
+        source.asked == ["a", "b"]
+        and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+    )
 
 
 async def test_a_trial_that_cancels_itself_is_lost_and_the_run_goes_on(tmp_path):

@@ -30,7 +30,14 @@ class Bench(FakeRun):
         self.asked = []
 
     async def go(self, *options):
-        usual = ("tasks_dir=t", "batch_size=2", "group_size=4", "learning_rate=2", "loss_reduction=sequence_mean", "retry_wait_sec=0")
+        usual = (
+            "tasks_dir=t",
+            "batch_size=2",
+            "group_size=4",
+            "learning_rate=2",
+            "loss_reduction=sequence_mean",
+            "retry_wait_sec=0",
+        )
         await super().go(*usual, *options)
 
     def _parts(self, config, settings):
@@ -44,14 +51,34 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     metrics = bench.lines("metrics.jsonl")
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert "test/env/all/reward/total" in metrics[0] and "test/env/all/reward/total" in metrics[2]
-    assert {"progress/done_frac", "optim/grad_norm", "optim/lr", "env/all/by_group/frac_mixed", "reward/avg_pass_at_4"} <= set(metrics[1])
+    assert {
+        "progress/done_frac",
+        "optim/grad_norm",
+        "optim/lr",
+        "env/all/by_group/frac_mixed",
+        "reward/avg_pass_at_4",
+    } <= set(metrics[1])
     assert metrics[2]["progress/done_frac"] == 1.0
-    assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False), (2, True)]
+    assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [
+        (1, False),
+        (2, True),
+    ]
     assert json.loads((bench.path / "config.json").read_text())["group_size"] == 4
     records = bench.lines("rollouts/step_000001.jsonl")
     assert len(records) == 8
-    assert set(records[0]) == {"task", "trial", "reward", "stop_reason", "advantage", "turns", "tokens", "metrics"}
-    assert {trial.directory for trial in bench.source.made} == {bench.path / "jobs" / name for name in bench.source.ended}
+    assert set(records[0]) == {
+        "task",
+        "trial",
+        "reward",
+        "stop_reason",
+        "advantage",
+        "turns",
+        "tokens",
+        "metrics",
+    }
+    assert {trial.directory for trial in bench.source.made} == {
+        bench.path / "jobs" / name for name in bench.source.ended
+    }
     assert not (bench.path / "jobs").exists()  # these trials write nothing
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
@@ -117,7 +144,9 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
     [metrics] = [line for line in bench.lines("metrics.jsonl") if line["step"] == 1]
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
-    assert len(bench.lines("rollouts/step_000001.jsonl")) == 16  # what was played is recorded, learned from or not
+    assert (
+        len(bench.lines("rollouts/step_000001.jsonl")) == 16
+    )  # what was played is recorded, learned from or not
     assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
     assert bench.backend.versions == [0, 1]  # re-sampling is not a step
 
@@ -125,14 +154,19 @@ async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_d
 async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("n_epochs=2", "lr_schedule=linear", "lr_warmup_steps=1", "eval_every=0")
-    assert [line["optim/lr"] for line in bench.lines("metrics.jsonl")[1:]] == pytest.approx([2, 2, 4 / 3, 2 / 3])
+    assert [line["optim/lr"] for line in bench.lines("metrics.jsonl")[1:]] == pytest.approx(
+        [2, 2, 4 / 3, 2 / 3]
+    )
 
 
 async def test_each_batch_is_played_by_the_weights_the_batch_before_made(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("num_substeps=2")
     assert bench.backend.versions == [0, 1, 2]
-    played = [(record["sampling_client/step_min"], record["sampling_client/step_max"]) for record in bench.lines("metrics.jsonl")[1:]]
+    played = [
+        (record["sampling_client/step_min"], record["sampling_client/step_max"])
+        for record in bench.lines("metrics.jsonl")[1:]
+    ]
     assert played == [(0, 0), (1, 1)]
 
 
@@ -243,7 +277,9 @@ async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ah
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went(tmp_path, monkeypatch, caplog, fails):
+async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went(
+    tmp_path, monkeypatch, caplog, fails
+):
     async def close():
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
@@ -263,16 +299,21 @@ async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_chec
 
 
 @pytest.mark.parametrize("max_steps", [2, 3])
-async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(tmp_path, monkeypatch, max_steps):
+async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(
+    tmp_path, monkeypatch, max_steps
+):
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
     sent = []
     monkeypatch.setattr(
-        "src.records.tracking.RunLog._send", lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics))
+        "src.records.tracking.RunLog._send",
+        lambda self, step, metrics, **_: sent.append((step, "test/env/all/success" in metrics)),
     )
     bench = Bench(tmp_path)
     await cancelled_with_version(bench, 2, "n_epochs=2", "max_steps=2", "eval_every=0")
     assert sent == [(0, True), (1, False)]
-    await bench.go("n_epochs=2", f"max_steps={max_steps}", "eval_every=0", "behavior_if_log_dir_exists=resume")
+    await bench.go(
+        "n_epochs=2", f"max_steps={max_steps}", "eval_every=0", "behavior_if_log_dir_exists=resume"
+    )
     assert sent[2:] == ([(2, True)] if max_steps == 2 else [(2, False), (3, True)])
 
 
@@ -309,7 +350,9 @@ async def test_when_every_trial_fails_the_run_stops_with_the_commonest_cause(tmp
     bench = Bench(tmp_path, play=fail)
     with pytest.raises(TrainerError) as error:
         await bench.go()
-    assert str(error.value).startswith("none of the 8 trials of step 2 could be graded; 8 failed by sandbox, e.g. no tmux; see ")
+    assert str(error.value).startswith(
+        "none of the 8 trials of step 2 could be graded; 8 failed by sandbox, e.g. no tmux; see "
+    )
     assert bench.lines("checkpoints.jsonl")[0]["batch"] == 1
 
 
@@ -324,7 +367,10 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
     record = bench.lines("metrics.jsonl")[1]
     assert record["trials/failed/agent"] + record["trials/graded"] == record["trials/total"] == 8
     assert record["trials/failed/agent"] > 0
-    assert sum("failure" in line for line in bench.lines("rollouts/step_000001.jsonl")) == record["trials/failed/agent"]
+    assert (
+        sum("failure" in line for line in bench.lines("rollouts/step_000001.jsonl"))
+        == record["trials/failed/agent"]
+    )
 
 
 async def test_a_run_killed_in_its_first_evaluation_is_not_thrown_away_by_accident(tmp_path):
@@ -348,7 +394,9 @@ async def test_a_run_killed_in_its_first_evaluation_is_not_thrown_away_by_accide
         await bench.go()
     made = len(bench.source.made)
     await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
-    assert len(bench.source.made) - made == 8 - 3 + 8 + 8  # the rest of the evaluation, the step, the last evaluation
+    assert (
+        len(bench.source.made) - made == 8 - 3 + 8 + 8
+    )  # the rest of the evaluation, the step, the last evaluation
     await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
 
@@ -383,13 +431,17 @@ async def test_a_held_out_copy_of_a_training_task_is_refused_before_anything_is_
         (tmp_path / name / "tests" / "test.sh").write_text("exit 0")
     bench.source.train = [Task(id="a", path=tmp_path / "a", instruction="do it")]
     bench.source.eval = [Task(id="b", path=tmp_path / "b", instruction="do it")]
-    with pytest.raises(ConfigError, match="held-out tasks were trained on: b is training task a under another name"):
+    with pytest.raises(
+        ConfigError, match="held-out tasks were trained on: b is training task a under another name"
+    ):
         await bench.go()
     assert not bench.path.exists()
     bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
     with pytest.raises(ConfigError, match=r"two sets; eval_tasks chooses others, e\.g\. eval_tasks=c$"):
         await bench.go()
-    with pytest.raises(ConfigError, match=r"two sets$"):  # the names in a folder of tasks are none of tasks_dir's
+    with pytest.raises(
+        ConfigError, match=r"two sets$"
+    ):  # the names in a folder of tasks are none of tasks_dir's
         await bench.go(f"eval_tasks={tmp_path}")
 
 
@@ -404,12 +456,27 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
 async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
-    assert "learning_rate=5e-07 is one for full fine-tuning; an adapter wants ten times that or more" in bench.text.getvalue()
+    assert (
+        "learning_rate=5e-07 is one for full fine-tuning; an adapter wants ten times that or more"
+        in bench.text.getvalue()
+    )
 
 
 EVERY_STEP = {  # the seeds' names
-    *("generation/avg_reward", "generation/success_rate", "train/avg_reward", "train/min_reward", "train/max_reward"),
-    *("reward/avg_raw_reward", "loss/avg_raw_rewards", "loss/avg_raw_advantages", "timing/step", "timing/generate"),
+    *(
+        "generation/avg_reward",
+        "generation/success_rate",
+        "train/avg_reward",
+        "train/min_reward",
+        "train/max_reward",
+    ),
+    *(
+        "reward/avg_raw_reward",
+        "loss/avg_raw_rewards",
+        "loss/avg_raw_advantages",
+        "timing/step",
+        "timing/generate",
+    ),
 }
 
 
@@ -426,7 +493,9 @@ async def test_without_held_out_tasks_there_is_nothing_to_evaluate_and_nothing_b
     bench = Bench(tmp_path)
     bench.source.eval = []
     await bench.go("max_steps=1", "eval_every=1")
-    assert not any(name.startswith(("test/", "eval/")) for line in bench.lines("metrics.jsonl") for name in line)
+    assert not any(
+        name.startswith(("test/", "eval/")) for line in bench.lines("metrics.jsonl") for name in line
+    )
     assert not (bench.path / "dumped_evals").exists()
 
 
@@ -449,10 +518,20 @@ class Praises:
 async def test_a_judge_shapes_what_is_learned_from_and_no_rate_of_success(tmp_path, monkeypatch):
     bench, asked = Bench(tmp_path), Praises()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: asked)
-    await bench.go("max_steps=1", "taxonomy_feedback=true", "judge_model=m", "judge_base_url=http://h:1/v1", "taxonomy_alpha=0.5")
+    await bench.go(
+        "max_steps=1",
+        "taxonomy_feedback=true",
+        "judge_model=m",
+        "judge_base_url=http://h:1/v1",
+        "taxonomy_alpha=0.5",
+    )
     before, step = bench.lines("metrics.jsonl")
     assert asked.num_asked == 1  # fake trials have no conversations: all of them are the same
-    assert step["reward/avg_shaped_reward"] == step["reward/avg_raw_reward"] + 0.5 == step["loss/avg_final_rewards"]
+    assert (
+        step["reward/avg_shaped_reward"]
+        == step["reward/avg_raw_reward"] + 0.5
+        == step["loss/avg_final_rewards"]
+    )
     assert step["env/all/success"] <= 1 and step["train/max_reward"] <= 1 and step["judge/calls"] == 1
     assert not any("judge" in name or "shaped" in name for name in before)
     assert all(line["bonus"] == 0.5 for line in bench.lines("rollouts/step_000001.jsonl"))

@@ -118,7 +118,9 @@ async def test_exec_reports_status_output_and_errors_apart() -> None:
 
 
 async def test_exec_keeps_harbors_contract(tmp_path: Path) -> None:
-    async with environment(tmp_path, "FROM debian\nENV A=image B=image\nWORKDIR /app\n", env={"B": "task"}) as made:
+    async with environment(
+        tmp_path, "FROM debian\nENV A=image B=image\nWORKDIR /app\n", env={"B": "task"}
+    ) as made:
         there = await made.exec("pwd; echo $A $B $C", env={"C": "call"})
         assert there.stdout == "/app\nimage task call\n"
         assert (await made.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
@@ -154,7 +156,11 @@ async def test_large_output_arrives_whole() -> None:
 
 async def test_pid_1_survives_everything_inside_can_send_and_a_killed_command_is_noticed() -> None:
     async with sandbox() as running:
-        assert (await running.run("for s in HUP INT TERM KILL STOP SEGV PIPE CHLD USR1; do kill -$s 1; done; echo ok")).stdout == b"ok\n"
+        assert (
+            await running.run(
+                "for s in HUP INT TERM KILL STOP SEGV PIPE CHLD USR1; do kill -$s 1; done; echo ok"
+            )
+        ).stdout == b"ok\n"
         assert (await running.run("kill -KILL $$; echo still")).status == 137
         assert (await running.run("sleep 1000 & kill -KILL -- -1; wait; echo alone")).stdout == b"alone\n"
         assert (await running.run("echo on")).stdout == b"on\n"
@@ -177,13 +183,22 @@ async def test_nothing_of_the_host_is_visible(tmp_path: Path) -> None:
         assert (await running.run("ls -A /home /root /tmp /mnt /srv /opt")).stdout.split() == [
             *(b"/home:", b"/mnt:", b"/opt:", b"/root:", b"/srv:", b"/tmp:")
         ]
-        assert (await running.run("hostname; cat /etc/hostname; ls /etc | grep -c -e shadow -e ssh")).stdout == b"sandbox\nsandbox\n0\n"
+        assert (
+            await running.run("hostname; cat /etc/hostname; ls /etc | grep -c -e shadow -e ssh")
+        ).stdout == b"sandbox\nsandbox\n0\n"
         pids = (await running.run("cat /proc/[0-9]*/comm | sort -u")).stdout.split()
         assert set(pids) <= {b"bash", b"cat", b"perl", b"sort"}
         assert (await running.run("echo x > /usr/bin/x")).status != 0
         assert (await running.run("unshare -Ur true")).status != 0
-        assert (await running.run("grep CapEff /proc/self/status")).stdout.split() == [b"CapEff:", b"0000000000000000"]
-        assert (await running.run("env | grep -v -e ^PATH= -e ^HOME= -e ^USER= -e ^LANG= -e ^PWD= -e ^SHLVL= -e ^_=")).stdout == b""
+        assert (await running.run("grep CapEff /proc/self/status")).stdout.split() == [
+            b"CapEff:",
+            b"0000000000000000",
+        ]
+        assert (
+            await running.run(
+                "env | grep -v -e ^PATH= -e ^HOME= -e ^USER= -e ^LANG= -e ^PWD= -e ^SHLVL= -e ^_="
+            )
+        ).stdout == b""
 
 
 async def test_without_a_network_only_the_own_loopback_exists() -> None:
@@ -221,7 +236,9 @@ async def test_limits_hold() -> None:
         grow = "x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}"
         assert (await running.run(grow)).stdout != b"400000000\n"
         assert (await running.run("head -c 100000000 /dev/zero > /tmp/big")).status != 0
-        assert (await running.run("for i in 1 2 3; do head -c 30000000 /dev/zero > /tmp/$i || exit 1; done")).status != 0
+        assert (
+            await running.run("for i in 1 2 3; do head -c 30000000 /dev/zero > /tmp/$i || exit 1; done")
+        ).status != 0
         assert (await running.run("rm /tmp/*; echo ok")).stdout == b"ok\n"
 
 
@@ -232,10 +249,14 @@ async def test_files_go_in_and_come_out(tmp_path: Path) -> None:
     (source / "deep" / "script.sh").chmod(0o755)
     async with environment(tmp_path) as made:
         await made.upload_dir(source, "/opt/there")
-        assert (await made.exec("/opt/there/deep/script.sh; ls -d /opt/there/deep/empty")).stdout == "ran\n/opt/there/deep/empty\n"
+        assert (
+            await made.exec("/opt/there/deep/script.sh; ls -d /opt/there/deep/empty")
+        ).stdout == "ran\n/opt/there/deep/empty\n"
         await made.upload_file(source / "deep" / "script.sh", "/new/place/run.sh")
         await made.upload_file(source / "deep" / "script.sh", "/opt/there")
-        assert (await made.exec("/new/place/run.sh; cat /opt/there/script.sh")).stdout == "ran\n#!/bin/bash\necho ran\n"
+        assert (
+            await made.exec("/new/place/run.sh; cat /opt/there/script.sh")
+        ).stdout == "ran\n#!/bin/bash\necho ran\n"
         await made.download_dir("/opt/there", tmp_path / "back")
         assert (tmp_path / "back" / "deep" / "script.sh").read_text() == "#!/bin/bash\necho ran\n"
         await made.download_file("/etc/hostname", tmp_path / "name")
@@ -257,7 +278,11 @@ async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) ->
         await made.download_dir("/logs/out", tmp_path / "back")
         with pytest.raises(SandboxError):
             await made.download_file("/logs/out/pipe", tmp_path / "pipe")
-    assert {path.name for path in (tmp_path / "back").rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())} == set()
+    assert {
+        path.name
+        for path in (tmp_path / "back").rglob("*")
+        if path.is_symlink() or not (path.is_file() or path.is_dir())
+    } == set()
     assert (tmp_path / "back" / "sub" / "file").stat().st_mode & 0o7000 == 0
     assert list(outside.iterdir()) == []
 
@@ -288,15 +313,23 @@ WORKDIR sub
 CMD ["sleep", "infinity"]
 """
     async with environment(tmp_path, dockerfile) as made:
-        shown = await made.exec("pwd; cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; echo $GREETING")
+        shown = await made.exec(
+            "pwd; cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; echo $GREETING"
+        )
     assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naa\nhi\nhello world\n"
 
 
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [
-        ("FROM a\nFROM b\n", "Dockerfile:2: the sandbox cannot build more than one stage; use environment_type=docker"),
-        ("FROM a\nRUN apt-get update && apt-get install -y tmux no-such-package-x\n", "cannot install no-such-package-x"),
+        (
+            "FROM a\nFROM b\n",
+            "Dockerfile:2: the sandbox cannot build more than one stage; use environment_type=docker",
+        ),
+        (
+            "FROM a\nRUN apt-get update && apt-get install -y tmux no-such-package-x\n",
+            "cannot install no-such-package-x",
+        ),
         ("FROM a\nRUN pip install numpy\n", "cannot reach the network for `pip install`"),
         ("FROM a\nRUN cd / && curl -LsSf https://example.org | sh\n", "cannot reach the network for `curl`"),
         ("FROM a\nUSER alice\n", "cannot run as the user alice"),
@@ -308,7 +341,9 @@ CMD ["sleep", "infinity"]
         ("RUN true\n", "no FROM line"),
     ],
 )
-def test_what_the_sandbox_cannot_build_is_refused_by_line(tmp_path: Path, dockerfile: str, message: str) -> None:
+def test_what_the_sandbox_cannot_build_is_refused_by_line(
+    tmp_path: Path, dockerfile: str, message: str
+) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(dockerfile)
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -322,7 +357,10 @@ def test_an_archive_is_copied_as_it_is_whatever_the_comments_are_written_in(tmp_
     assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
 
 
-@pytest.mark.parametrize("line", ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"))
+@pytest.mark.parametrize(
+    "line",
+    ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"),
+)
 def test_an_instruction_that_cannot_be_read_is_one_line_of_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(f"FROM debian\n{line}\n")
@@ -332,14 +370,19 @@ def test_an_instruction_that_cannot_be_read_is_one_line_of_error(tmp_path: Path,
 
 
 async def test_a_build_step_that_fails_names_docker(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match=r"Dockerfile line 2: RUN failed in the sandbox \(.*Read-only.*\); use environment_type=docker"):
+    with pytest.raises(
+        SandboxError,
+        match=r"Dockerfile line 2: RUN failed in the sandbox \(.*Read-only.*\); use environment_type=docker",
+    ):
         async with environment(tmp_path, "FROM a\nRUN touch /usr/bin/thing\n"):
             pass
 
 
 async def test_a_pane_keeps_long_output() -> None:
     async with sandbox() as running:
-        await running.run("tmux new-session -d -x 80 -y 24 -s t 'bash --login'; tmux set-option -g history-limit 10000000")
+        await running.run(
+            "tmux new-session -d -x 80 -y 24 -s t 'bash --login'; tmux set-option -g history-limit 10000000"
+        )
         shown = await running.run("tmux display -p -t t '#{history_limit}'")
     assert shown.stdout == b"100000\n"
 
@@ -357,7 +400,9 @@ async def test_sandboxes_start_fast_and_leave_no_descriptor_task_or_file() -> No
                 plain_s.append(await seconds(asyncio.to_thread(subprocess.run, ["bash", "-c", "true"])))
             with pytest.raises(CommandTimeout):
                 await running.run("sleep 60", timeout_s=0.05)
-    slow = max(1.0, min(plain_s) / 0.01)  # how much slower this machine is now than an idle one, on which this takes 3 ms
+    slow = max(
+        1.0, min(plain_s) / 0.01
+    )  # how much slower this machine is now than an idle one, on which this takes 3 ms
     assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times what it takes there
     await asyncio.sleep(0)
     assert open_files() <= before
@@ -423,7 +468,9 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     while processes_with(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(marker) == []
-    assert [mount for mount in mounts() - mounts_before if "docker" not in mount] == []  # the trial on Docker may be beside this test
+    assert [
+        mount for mount in mounts() - mounts_before if "docker" not in mount
+    ] == []  # the trial on Docker may be beside this test
     while (root_directory() / label).exists() and time.monotonic() < deadline:
         sweep()  # unless another trainer that has started in the meantime did; a cgroup whose last process ends stays until it has ended
     assert not (root_directory() / label).exists()

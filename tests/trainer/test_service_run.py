@@ -37,17 +37,44 @@ async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
-    run = FakeRun(tmp_path / "run", lambda config, settings: Dependencies(source=open_task_source(config, chat), backend=backend))
-    argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=held=toy_retail:test", "use_native_tool_calling=true"]
-    argv += ["context_limit=2048", "max_tokens=4", "max_turns=2", "batch_size=2", "group_size=2", "max_steps=1", "n_parallel_envs=8"]
-    argv += [f"eval_before_train={eval_before_train}", "taxonomy_feedback=true", "judge_model=j", "judge_base_url=http://h:1/v1"]
+    run = FakeRun(
+        tmp_path / "run",
+        lambda config, settings: Dependencies(source=open_task_source(config, chat), backend=backend),
+    )
+    argv = [
+        "env=tau_bench",
+        "environment_kwargs=domain=toy_retail",
+        "test_data=held=toy_retail:test",
+        "use_native_tool_calling=true",
+    ]
+    argv += [
+        "context_limit=2048",
+        "max_tokens=4",
+        "max_turns=2",
+        "batch_size=2",
+        "group_size=2",
+        "max_steps=1",
+        "n_parallel_envs=8",
+    ]
+    argv += [
+        f"eval_before_train={eval_before_train}",
+        "taxonomy_feedback=true",
+        "judge_model=j",
+        "judge_base_url=http://h:1/v1",
+    ]
     await run.go(*argv)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])
-    assert 1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]  # training episodes alone, without the tools of the prompt
+    assert (
+        1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]
+    )  # training episodes alone, without the tools of the prompt
     assert lines[-1]["reward/avg_shaped_reward"] == lines[-1]["reward/avg_raw_reward"] + 1.0
-    assert {"test-held/success_rate", "test/env/held/pass_hat_2", "test/env/held/floor", "test/floor"} <= set(lines[-1])
-    assert all(line["test/env/all/success_write"] == 0 for line in lines if "test/floor" in line)  # the bandit cannot write
+    assert {"test-held/success_rate", "test/env/held/pass_hat_2", "test/env/held/floor", "test/floor"} <= set(
+        lines[-1]
+    )
+    assert all(
+        line["test/env/all/success_write"] == 0 for line in lines if "test/floor" in line
+    )  # the bandit cannot write
     assert "; doing nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
     conversations = [line["conversation"] for line in dumped]

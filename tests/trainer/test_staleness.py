@@ -15,7 +15,9 @@ def example(*versions):
     for version in versions:
         prompt = [*(turns[-1].prompt_ids + turns[-1].completion_ids if turns else []), 9]
         turns.append(turn(prompt, [3], version=version))
-    return Example(trajectory=trajectory("a", 1.0, turns), advantage=0.5, sequences=sequences_of(turns, advantage=0.5))
+    return Example(
+        trajectory=trajectory("a", 1.0, turns), advantage=0.5, sequences=sequences_of(turns, advantage=0.5)
+    )
 
 
 def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
@@ -42,4 +44,7 @@ def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
 
 
 def test_an_empty_batch_has_no_age():
-    assert within_bound([], version=4, max_staleness=2) == ([], dict.fromkeys(within_bound([], version=0, max_staleness=1)[1], 0.0))
+    assert within_bound([], version=4, max_staleness=2) == (
+        [],
+        dict.fromkeys(within_bound([], version=0, max_staleness=1)[1], 0.0),
+    )

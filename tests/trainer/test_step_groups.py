@@ -43,9 +43,17 @@ class Bench:
         self.missing: list[str] = []
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
-        once = RolloutSettings(n_parallel_envs=99, trial_timeout_sec=None, trial_attempts=2, retry_wait_sec=0, seed=0)
+        once = RolloutSettings(
+            n_parallel_envs=99, trial_timeout_sec=None, trial_attempts=2, retry_wait_sec=0, seed=0
+        )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        options = {"task_sampling": "uniform", "dynamic_sampling": "off", "max_staleness": 0, "in_flight": None, "quarantine_after": 1}
+        options = {
+            "task_sampling": "uniform",
+            "dynamic_sampling": "off",
+            "max_staleness": 0,
+            "in_flight": None,
+            "quarantine_after": 1,
+        }
         options |= {"max_failure_rate": 1.0} | changes
         self.groups = StepGroups(
             source=self.source,
@@ -57,9 +65,14 @@ class Bench:
                 group_size=TRIALS,
                 temperature=1.0,
                 filters=FilterSettings(
-                    remove_constant_reward_groups=False, min_group_size=1, failed_trial_reward=None, apply_overlong_filtering="off"
+                    remove_constant_reward_groups=False,
+                    min_group_size=1,
+                    failed_trial_reward=None,
+                    apply_overlong_filtering="off",
                 ),
-                curriculum=CurriculumSettings(task_sampling=options["task_sampling"], exploration_floor=0.0, seed=0),
+                curriculum=CurriculumSettings(
+                    task_sampling=options["task_sampling"], exploration_floor=0.0, seed=0
+                ),
                 dynamic_sampling=DynamicSamplingSettings(
                     dynamic_sampling=options["dynamic_sampling"],
                     dynamic_sampling_max_batches=5,
@@ -67,9 +80,14 @@ class Bench:
                     seed=0,
                 ),
                 pipeline=PipelineSettings(
-                    max_staleness=options["max_staleness"], max_groups_in_flight=options["in_flight"], stream_groups=False, batch_size=2
+                    max_staleness=options["max_staleness"],
+                    max_groups_in_flight=options["in_flight"],
+                    stream_groups=False,
+                    batch_size=2,
                 ),
-                faults=FaultSettings(quarantine_after=options["quarantine_after"], max_failure_rate=options["max_failure_rate"]),
+                faults=FaultSettings(
+                    quarantine_after=options["quarantine_after"], max_failure_rate=options["max_failure_rate"]
+                ),
             ),
             steps_done=steps_done,
         )
@@ -85,17 +103,23 @@ class Bench:
             self.missing.append(folder.name)
         if trial.task.id in self.cursed:
             return failure(trial.task.id)
-        return trajectory(trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name)
+        return trajectory(
+            trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name
+        )
 
     async def gather(self, step: int, names: str) -> StepBatch:
-        return await asyncio.wait_for(self.groups.gather(batch(step, names), lambda group: self.heard.append(group.task.id)), 10)
+        return await asyncio.wait_for(
+            self.groups.gather(batch(step, names), lambda group: self.heard.append(group.task.id)), 10
+        )
 
     def settle(self, step: int) -> None:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
     def played(self, *, folder: str = "") -> str:
         """The tasks that were tried, in alphabetical order."""
-        return "".join(sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name}))
+        return "".join(
+            sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name})
+        )
 
 
 async def test_a_task_that_cannot_be_graded_is_left_out_from_then_on_and_after_a_restart(tmp_path):
@@ -109,10 +133,14 @@ async def test_a_task_that_cannot_be_graded_is_left_out_from_then_on_and_after_a
         again.source.made.clear()
         second = await again.gather(2, "ac")
         assert again.played() in ("c", "")  # it is on disk the second time
-        assert [group.task.id for group in second.to_learn] == ["c"] and [second.metrics[name] for name in names] == [1, 1, 0]
+        assert [group.task.id for group in second.to_learn] == ["c"] and [
+            second.metrics[name] for name in names
+        ] == [1, 1, 0]
     assert bench.journal.groups_of(2) == [(2, "a"), (2, "c")], "as the schedule has it"
     assert bench.source.ended == ["step_000001", "step_000002"]
-    assert [line["task"] for line in records(tmp_path / "journal.jsonl") if line["event"] == "quarantined"] == ["a"]
+    assert [
+        line["task"] for line in records(tmp_path / "journal.jsonl") if line["event"] == "quarantined"
+    ] == ["a"]
 
 
 async def test_a_strike_is_no_quarantine(tmp_path):
@@ -149,7 +177,9 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
     assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
     again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal", steps_done=8)
     assert (await again.gather(9, "ab")).metrics == (await bench.gather(9, "ab")).metrics
-    assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(9) == bench.journal.groups_of(9)
+    assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(
+        9
+    ) == bench.journal.groups_of(9)
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
@@ -163,7 +193,9 @@ async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_
         assert len(gathered.played) == len(counts)
         num_batches = int(gathered.metrics["dynamic_sampling/batches"])
         purposes = ["step", *(f"refill-{number}" for number in range(1, num_batches))]
-        assert {trial.directory.name for trial in bench.source.made} == {f"{purpose}_{step:06d}" for purpose in purposes}
+        assert {trial.directory.name for trial in bench.source.made} == {
+            f"{purpose}_{step:06d}" for purpose in purposes
+        }
     few = Bench(tmp_path / "few", "ab", task_sampling="signal", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
         await few.gather(1, "ab")
@@ -198,7 +230,10 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
         first = await bench.gather(1, "ab")
         groups = [(group.step, group.task.id) for group in first.to_learn]
         assert bench.heard == [name for _, name in groups] and "a" not in bench.heard
-        assert first.metrics["trials/retries"] == TRIALS * bench.heard.count("c") and first.metrics["groups/quarantined"] == 0
+        assert (
+            first.metrics["trials/retries"] == TRIALS * bench.heard.count("c")
+            and first.metrics["groups/quarantined"] == 0
+        )
         assert bench.journal.groups_of(1) == groups and {step for step, _ in groups} == {1, 2}
         assert bench.source.ended == ["step_000001", "step_000002"]
     again = Bench(tmp_path, cursed="c", max_staleness=1, quarantine_after=0)
@@ -232,7 +267,9 @@ async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
     async with bench.groups.played(batches, Policy(None, 0)):
         for step, each in enumerate(names, start=1):
             metrics = (await bench.gather(step, each)).metrics
-            quarantined.append((metrics["tasks/quarantined"], metrics["groups/quarantined"], metrics["trials/retries"]))
+            quarantined.append(
+                (metrics["tasks/quarantined"], metrics["groups/quarantined"], metrics["trials/retries"])
+            )
             bench.groups.update_begins()
             bench.groups.update_ended(Policy(None, step))
     assert quarantined == [(1, 0, TRIALS), (1, 0, 0), (1, 1, 0)]

@@ -72,12 +72,22 @@ def test_commands_that_reach_the_network_are_found_where_a_shell_runs_them(scrip
 
 
 def test_a_run_line_may_install_what_the_host_has_and_speak_of_what_it_has_not() -> None:
-    assert why_not_runnable("apt-get update && apt-get install -y --no-install-recommends tmux bash # and wget") is None
+    assert (
+        why_not_runnable("apt-get update && apt-get install -y --no-install-recommends tmux bash # and wget")
+        is None
+    )
     assert why_not_runnable("echo 'use curl https://example.org' > /app/README") is None
     assert why_not_runnable("apt-get install -y no-such-package-x") == "install no-such-package-x"
 
 
-def task(tmp_path: Path, name: str, *, test: str = REWARD, network: str | None = "no-network", solution: bool = True) -> Path:
+def task(
+    tmp_path: Path,
+    name: str,
+    *,
+    test: str = REWARD,
+    network: str | None = "no-network",
+    solution: bool = True,
+) -> Path:
     folder = tmp_path / name
     shutil.copytree(HELLO, folder)
     (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
@@ -89,11 +99,16 @@ def task(tmp_path: Path, name: str, *, test: str = REWARD, network: str | None =
 
 def source(tasks_dir: Path, **options: object) -> HarborTasks:
     defaults = {"environment_type": "sandbox", "eval_split": 0.0}
-    return open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(tasks_dir), **{**defaults, **options}), byte_chat())
+    return open_harbor(
+        TrainerConfig(model_name="org/model", tasks_dir=str(tasks_dir), **{**defaults, **options}),
+        byte_chat(),
+    )
 
 
 @needs_sandbox
-def test_a_run_warns_of_verifiers_that_need_an_internet_they_do_not_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_of_verifiers_that_need_an_internet_they_do_not_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("one", "two"):
         task(tmp_path, name, test=f"curl -LsSf https://example.org/install.sh | sh\n{REWARD}")
     task(tmp_path, "three")
@@ -116,7 +131,9 @@ def test_where_no_network_can_be_had_only_tasks_that_ask_for_it_are_refused(
     (line,) = [record.getMessage() for record in caplog.records if "slirp4netns" in record.getMessage()]
     assert "a, b" in line
     task(tmp_path / "asking", "c", network="public")
-    with pytest.raises(ConfigError, match=r"c: it asks for a public network.*slirp4netns.*environment_type=docker"):
+    with pytest.raises(
+        ConfigError, match=r"c: it asks for a public network.*slirp4netns.*environment_type=docker"
+    ):
         source(tmp_path / "asking")
     with pytest.raises(ConfigError, match="it asks for a public network"):
         source(tmp_path / "default", environment_kwargs=["network=true"])
@@ -124,7 +141,9 @@ def test_where_no_network_can_be_had_only_tasks_that_ask_for_it_are_refused(
 
 @pytest.mark.parametrize("environment_type", ["sandbox"])
 @needs_sandbox
-def test_tasks_of_several_steps_and_of_windows_are_refused_for_that_reason(tmp_path: Path, environment_type: str) -> None:
+def test_tasks_of_several_steps_and_of_windows_are_refused_for_that_reason(
+    tmp_path: Path, environment_type: str
+) -> None:
     steps = tmp_path / "steps"
     (steps / "steps" / "first").mkdir(parents=True)
     (steps / "task.toml").write_text('[[steps]]\nname = "first"\n')
@@ -138,8 +157,12 @@ def test_tasks_of_several_steps_and_of_windows_are_refused_for_that_reason(tmp_p
 
 
 @needs_sandbox
-def test_validate_tells_a_task_without_a_solution_from_a_bad_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graded = "[ -f /app/hello.txt ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+def test_validate_tells_a_task_without_a_solution_from_a_bad_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graded = (
+        "[ -f /app/hello.txt ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+    )
     task(tmp_path / "tasks", "no-solution", test=graded, solution=False)
     task(tmp_path / "tasks", "sound", test=graded)
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 0
@@ -153,9 +176,17 @@ def test_validate_tells_a_task_without_a_solution_from_a_bad_one(tmp_path: Path,
 
 
 @needs_sandbox
-def test_validate_names_the_internet_where_the_verifier_lacks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = task(tmp_path / "tasks", "offline", test="uvx no-such-program-x /tests; echo $((1 - ($? > 0))) > /logs/verifier/reward.txt")
+def test_validate_names_the_internet_where_the_verifier_lacks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = task(
+        tmp_path / "tasks",
+        "offline",
+        test="uvx no-such-program-x /tests; echo $((1 - ($? > 0))) > /logs/verifier/reward.txt",
+    )
     assert verifier_needs(folder) == "uvx"
     assert validate([f"tasks_dir={tmp_path / 'tasks'}", "environment_type=sandbox"]) == 1
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("BAD  offline: oracle 0.0, nop 0.0") and line.endswith("(tests/test.sh needs the internet for `uvx`)")
+    assert line.startswith("BAD  offline: oracle 0.0, nop 0.0") and line.endswith(
+        "(tests/test.sh needs the internet for `uvx`)"
+    )

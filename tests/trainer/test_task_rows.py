@@ -56,7 +56,13 @@ def home(tmp_path: Path) -> Path:
 
 
 def opened(*options: str) -> TaskSource:
-    base = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench", "context_limit=8000"]
+    base = [
+        "model_name=m",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://h:1",
+        "env=tau_bench",
+        "context_limit=8000",
+    ]
     return open_task_source(parse([*base, *options]), byte_chat())
 
 
@@ -66,7 +72,9 @@ def ids(tasks: object) -> list[str]:
 
 
 async def reward(source: TaskSource, task: Task, *answers: str) -> float:
-    found = await source.trial(task, directory=ROOT, seed=1, temperature=1.0).run(FakePolicy(byte_chat(), answers))
+    found = await source.trial(task, directory=ROOT, seed=1, temperature=1.0).run(
+        FakePolicy(byte_chat(), answers)
+    )
     assert isinstance(found, Trajectory), found
     return found.reward
 
@@ -78,16 +86,26 @@ def test_a_row_is_a_task_of_its_own_or_names_one(tmp_path: Path):
         {"data_source": "tau_bench/airline", "extra_info": {"index": 3}},
         row("retail", "8", instruction="You want it.", actions=[CANCEL], outputs=["12"]),
         row("retail", instruction="You want it.", actions="[]"),
-        {**row("retail", "9", instruction="You want it."), "reward_spec": {"ground_truth": json.dumps([CANCEL])}},
+        {
+            **row("retail", "9", instruction="You want it."),
+            "reward_spec": {"ground_truth": json.dumps([CANCEL])},
+        },
     )
     found = read_rows(path)
     gold = {"name": "cancel_order", "arguments": {"order": ORDER}}
     assert found[:3] == [
         Row(domain="retail", task="7", definition=None),
         Row(domain="airline", task="3", definition=None),
-        Row(domain="retail", task="8", definition=Definition(instruction="You want it.", actions=[gold], facts=["12"])),
+        Row(
+            domain="retail",
+            task="8",
+            definition=Definition(instruction="You want it.", actions=[gold], facts=["12"]),
+        ),
     ]
-    assert found[3].definition == Definition(instruction="You want it.", actions=[], facts=[]) and len(found[3].task) == 12
+    assert (
+        found[3].definition == Definition(instruction="You want it.", actions=[], facts=[])
+        and len(found[3].task) == 12
+    )
     assert found[4].definition is not None and found[4].definition.actions == [gold]
 
 
@@ -99,7 +117,12 @@ async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, ho
         row("retail", "new", instruction="keep it", actions=[{"name": "save", "arguments": {}}]),
     )
     test = written(tmp_path / "test.jsonl", row("toy_retail", "cancel-train-1"))
-    source = opened(f"train_data={train}", f"test_data=shop={test},airline:test", f"tau2_home={home}", "environment_kwargs=workers=1")
+    source = opened(
+        f"train_data={train}",
+        f"test_data=shop={test},airline:test",
+        f"tau2_home={home}",
+        "environment_kwargs=workers=1",
+    )
     assert ids(source.train) == ["mine", "retail/save-train", "retail/new"]
     assert [(task.id, task.domain) for task in source.eval] == [
         ("cancel-train-1", "shop"),
@@ -109,7 +132,9 @@ async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, ho
     call = json.dumps({"name": "cancel_order", "arguments": {"order": ORDER}})
     assert await reward(source, source.train[0], f"<tool_call>{call}</tool_call>", "Done.") == 1.0
     trial = source.trial(source.train[2], directory=ROOT, seed=1, temperature=1.0)
-    found = await trial.run(FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."]))
+    found = await trial.run(
+        FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
+    )
     assert isinstance(found, Trajectory) and found.reward == 1.0
     assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the customer's scenario
     await source.close()
@@ -117,13 +142,21 @@ async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, ho
 
 def test_data_beside_a_domain_adds_to_it_and_takes_the_place_of_its_held_out_tasks(tmp_path: Path):
     mine = written(tmp_path / "mine.jsonl", row("toy_retail", "mine", instruction="Hello.", actions=[]))
-    source = opened("environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test")
+    source = opened(
+        "environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test"
+    )
     assert (len(source.train), source.train[-1].id, len(source.eval)) == (41, "mine", 20)
     assert {task.domain for task in source.eval} == {"held"}
 
 
 def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
-    argv = ["model_name=m", "env=tau_bench", "test_data=held=toy_retail:test", "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
+    argv = [
+        "model_name=m",
+        "env=tau_bench",
+        "test_data=held=toy_retail:test",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://h:1",
+    ]
     source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).trials, byte_chat())
     assert (list(source.train), len(source.eval)) == ([], 20)
 
@@ -134,22 +167,38 @@ def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
     assert {task.gold_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
 
 
-def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_does_not_start(tmp_path: Path, home: Path):
+def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_does_not_start(
+    tmp_path: Path, home: Path
+):
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
-    with pytest.raises(ConfigError, match="held-out tasks are trained on: retail/save-train; leave them out of train_data or of test_data"):
+    with pytest.raises(
+        ConfigError,
+        match="held-out tasks are trained on: retail/save-train; leave them out of train_data or of test_data",
+    ):
         opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
 
 
 def test_an_action_of_a_table_has_no_argument_that_others_brought_into_its_columns():
-    table = {"extra_info": {"task_id": None, "actions": [{"name": "cancel_order", "kwargs": {"order": ORDER, "items": None}}, None]}}
+    table = {
+        "extra_info": {
+            "task_id": None,
+            "actions": [{"name": "cancel_order", "kwargs": {"order": ORDER, "items": None}}, None],
+        }
+    }
     assert without_nulls(table) == {"extra_info": {"actions": [CANCEL, None]}}
 
 
 def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: scripts/setup.sh pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    exchange = {"name": "exchange", "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]}}
-    rows = [row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]), row("retail", "9")]
+    exchange = {
+        "name": "exchange",
+        "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]},
+    }
+    rows = [
+        row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]),
+        row("retail", "9"),
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read_rows(tmp_path / "rows.parquet") == read_rows(written(tmp_path / "rows.jsonl", *rows))
 
@@ -161,9 +210,15 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
         ([{"extra_info": {"task_id": 1}}], "row 1: names no domain; give extra_info.domain or data_source"),
         ([row("retail", "1"), row("retail")], "row 2: names no task"),
         ([row("retail", "1", instruction="x", actions=[1])], "row 1: its actions are not a list of objects"),
-        ([row("healthcare", "1")], "train_data or test_data: domain=healthcare is none of toy_retail, retail"),
+        (
+            [row("healthcare", "1")],
+            "train_data or test_data: domain=healthcare is none of toy_retail, retail",
+        ),
         ([row("toy_retail", "nowhere")], "toy_retail has no task nowhere"),
-        ([row("toy_retail", "a", instruction="x", actions=[{"name": "fly"}])], "toy_retail: a: a gold action fails"),
+        (
+            [row("toy_retail", "a", instruction="x", actions=[{"name": "fly"}])],
+            "toy_retail: a: a gold action fails",
+        ),
         ([row("toy_retail", "cancel-train-1")] * 2, "two tasks are called cancel-train-1"),
     ],
 )
@@ -178,9 +233,15 @@ def test_what_is_no_row_is_refused_in_a_line(tmp_path: Path, rows: list[dict[str
         (["train_data=rows.csv"], "rows.csv is neither .jsonl nor .parquet"),
         (["train_data=nowhere.jsonl"], "nowhere.jsonl cannot be read as JSON lines"),
         (["test_data=toy_retail:dev"], "toy_retail has no split dev; it has train and test"),
-        (["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"], "train_data is for env=tau_bench, not env=harbor"),
+        (
+            ["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"],
+            "train_data is for env=tau_bench, not env=harbor",
+        ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
-        (["domain_mixture=retail=1", "task_sampling=signal"], "domain_mixture decides what each batch plays; drop task_sampling=signal"),
+        (
+            ["domain_mixture=retail=1", "task_sampling=signal"],
+            "domain_mixture decides what each batch plays; drop task_sampling=signal",
+        ),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(options: list[str], message: str):
@@ -189,12 +250,18 @@ def test_options_that_cannot_be_honoured_are_refused(options: list[str], message
 
 
 def tasks(**numbers: int) -> list[Task]:
-    return [Task(id=f"{domain}/{number}", path=ROOT, domain=domain) for domain, count in numbers.items() for number in range(count)]
+    return [
+        Task(id=f"{domain}/{number}", path=ROOT, domain=domain)
+        for domain, count in numbers.items()
+        for number in range(count)
+    ]
 
 
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
-    settings = ScheduleSettings(batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5})
+    settings = ScheduleSettings(
+        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+    )
     plan = schedule(pool, settings)
     assert len(plan) == 20 and [batch.epoch for batch in plan[::5]] == [0, 1, 2, 3]
     assert all(Counter(task.domain for task in batch.tasks) == {"airline": 2, "retail": 2} for batch in plan)
@@ -204,14 +271,18 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
     assert schedule(pool[::-1], settings) == plan  # a resumed run meets the same batches
     airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
-    assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, "each round has an order of its own"
+    assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
+        "each round has an order of its own"
+    )
     assert schedule(pool, replace(settings, seed=1)) != plan
     assert schedule(pool, replace(settings, max_steps=3)) == plan[:3]
     assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
 
 
 def test_shares_that_no_batch_can_have_are_exact_over_the_run():
-    settings = ScheduleSettings(batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75})
+    settings = ScheduleSettings(
+        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75}
+    )
     plan = schedule(tasks(airline=4, retail=8), settings)
     assert Counter(task.domain for batch in plan for task in batch.tasks) == {"airline": 30, "retail": 90}
 
@@ -224,6 +295,8 @@ def test_shares_that_no_batch_can_have_are_exact_over_the_run():
     ],
 )
 def test_a_mixture_that_the_tasks_do_not_allow_is_refused(numbers: dict[str, int], message: str):
-    settings = ScheduleSettings(batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5})
+    settings = ScheduleSettings(
+        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+    )
     with pytest.raises(ConfigError, match=message):
         schedule(tasks(**numbers), settings)

@@ -54,11 +54,20 @@ def home(tmp_path: Path) -> Path:
 
 
 def config(home: Path, *options: str, kwargs: str = "domain=retail") -> TrainerConfig:
-    base = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench", f"tau2_home={home}", "context_limit=8000"]
+    base = [
+        "model_name=m",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://h:1",
+        "env=tau_bench",
+        f"tau2_home={home}",
+        "context_limit=8000",
+    ]
     return parse([*base, f"environment_kwargs={kwargs},workers=1", *options])
 
 
-async def result(source: TaskSource, replies: Sequence[str | Exception], task: Task | None = None) -> Trajectory | TrialFailure:
+async def result(
+    source: TaskSource, replies: Sequence[str | Exception], task: Task | None = None
+) -> Trajectory | TrialFailure:
     """One episode, after which the source is closed."""
     trial = source.trial(task or source.train[0], directory=ROOT, seed=1, temperature=1.0)
     try:
@@ -67,7 +76,9 @@ async def result(source: TaskSource, replies: Sequence[str | Exception], task: T
         await source.close()
 
 
-async def played(home: Path, replies: Sequence[str | Exception], *, kwargs: str = "domain=retail") -> Trajectory:
+async def played(
+    home: Path, replies: Sequence[str | Exception], *, kwargs: str = "domain=retail"
+) -> Trajectory:
     found = await result(open_task_source(config(home, kwargs=kwargs), byte_chat()), replies)
     assert isinstance(found, Trajectory), found
     return found
@@ -81,7 +92,10 @@ async def test_an_episode_goes_from_the_policy_to_the_evaluator_and_back(home: P
     assert trajectory.conversation[2]["content"] == "save it"  # the scenario, all at once
     assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
     assert trajectory.metrics["no_write_action"] == trajectory.metrics["customer_tool_errors"] == 0.0
-    assert trajectory.conversation[-1] == {"role": "user", "content": f"Thanks. {STOP}"}  # what the customer left with
+    assert trajectory.conversation[-1] == {
+        "role": "user",
+        "content": f"Thanks. {STOP}",
+    }  # what the customer left with
 
 
 async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
@@ -97,8 +111,16 @@ async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Pa
     trajectory = await played(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
     assert trajectory.metrics["reward_env"] == 1.0 and "reward_all" not in trajectory.metrics
     source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
-    assert [task.id for task in source.train] == ["retail/save-train", "retail/judged-train", "retail/broken-train"]
-    assert [task.id for task in source.eval] == ["retail/save-test", "retail/judged-test", "retail/broken-test"]
+    assert [task.id for task in source.train] == [
+        "retail/save-train",
+        "retail/judged-train",
+        "retail/broken-train",
+    ]
+    assert [task.id for task in source.eval] == [
+        "retail/save-test",
+        "retail/judged-test",
+        "retail/broken-test",
+    ]
     assert {(task.grading, task.gold_writes) for task in source.eval} == {("env", True), ("env", False)}
     assert {task.grading for task in open_task_source(config(home), byte_chat()).train} == {""}
 
@@ -123,7 +145,9 @@ class SaysVerdict:
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("yes", 1.0), ("garbage", None)])
-async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_reward(home: Path, answer: str, reward: float | None):
+async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_reward(
+    home: Path, answer: str, reward: float | None
+):
     judge = SaysVerdict(answer)
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     task = next(task for task in tau2.official_tasks(settings, "retail", "train") if task.row["needs_judge"])
@@ -132,7 +156,11 @@ async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_rewar
     source = tau_bench.episodes(
         config(home, "eval_split=0"),
         byte_chat(),
-        tau_bench.EnvSpec(tasks=[task], make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)), close=pool.close),
+        tau_bench.EnvSpec(
+            tasks=[task],
+            make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)),
+            close=pool.close,
+        ),
     )
     found = await result(source, [SAVE, "Saved."])
     assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
@@ -161,14 +189,20 @@ async def test_what_cannot_be_evaluated_is_a_reward_of_0_and_counted(home: Path)
 
 @pytest.mark.parametrize(
     ("answer", "count", "reward"),
-    [("", "unusable_answers", 0.0), ('{"name": "save", "arguments": {"a', "parse_failures", 0.0), (called("fly"), "tool_errors", 0.0)],
+    [
+        ("", "unusable_answers", 0.0),
+        ('{"name": "save", "arguments": {"a', "parse_failures", 0.0),
+        (called("fly"), "tool_errors", 0.0),
+    ],
 )
 async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count: str, reward: float):
     trajectory = await played(home, [answer])
     assert (trajectory.reward, trajectory.metrics[count]) == (reward, 10.0)
 
 
-@pytest.mark.parametrize(("kwargs", "num_saved"), [("domain=retail", 1), ("domain=retail,parallel_tool_calls=true", 2)])
+@pytest.mark.parametrize(
+    ("kwargs", "num_saved"), [("domain=retail", 1), ("domain=retail,parallel_tool_calls=true", 2)]
+)
 async def test_of_two_calls_the_first_is_made_or_all(home: Path, kwargs: str, num_saved: int):
     trajectory = await played(home, [SAVE + SAVE, "Saved."], kwargs=kwargs)
     assert sum(message["role"] == "tool" for message in trajectory.conversation) == num_saved
@@ -195,9 +229,14 @@ async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home
         return customer
 
     task = tau2.official_tasks(settings, "retail", "train")[0]
-    env = ServiceEnv(tau2.Tau2Episode(task, 7, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
+    env = ServiceEnv(
+        tau2.Tau2Episode(task, 7, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all"))
+    )
     opening = await env.start()
-    assert [message["content"] for message in opening.messages[1:]] == ["Hi! How can I help you today?", "It says saved."]
+    assert [message["content"] for message in opening.messages[1:]] == [
+        "Hi! How can I help you today?",
+        "It says saved.",
+    ]
     assert (await env.step("Bye")).is_done
     await env.close()
     await pool.close()
@@ -213,14 +252,20 @@ async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home
         ([], "domain=retail,grading=half", "grading=half is none of all, env"),
         ([], "domain=retail,speed=3", "domain=retail has no option speed"),
         ([], "domain=retail,step_timeout_s=soon", "step_timeout_s needs a number above 0, not 'soon'"),
-        ([], "domain=retail,customer=openai", "customer=openai needs customer_model=NAME and customer_base_url"),
+        (
+            [],
+            "domain=retail,customer=openai",
+            "customer=openai needs customer_model=NAME and customer_base_url",
+        ),
         ([], "domain=telecom", "tau2 cannot list the train tasks of telecom: FileNotFoundError"),
         (["tasks_dir=x"], "domain=retail", "tasks_dir is not for domain=retail"),
         (["tau2_home=/nowhere"], "domain=retail", "/nowhere holds no tau2-bench; run scripts/setup_tau.sh"),
         (["tau2_home=None"], "domain=retail", "needs the benchmark itself: run scripts/setup_tau.sh"),
     ],
 )
-def test_what_cannot_be_played_is_refused_in_a_line(home: Path, options: list[str], kwargs: str, message: str):
+def test_what_cannot_be_played_is_refused_in_a_line(
+    home: Path, options: list[str], kwargs: str, message: str
+):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         open_task_source(config(home, *options, kwargs=kwargs), byte_chat())
 
@@ -233,7 +278,10 @@ def test_several_domains_are_trained_on_together(home: Path):
 
 def test_the_unrelated_package_of_that_name_is_depended_on_nowhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
     assert not [name for name in wanted if name.startswith(("tau2", "tau-bench"))]
     assert "tau2" not in (ROOT / "requirements.txt").read_text()
 
@@ -253,18 +301,28 @@ async def test_a_python_with_another_tau2_is_refused_by_the_worker_itself(tmp_pa
     command = [sys.executable, str(tau2_worker.__file__), "4096"]
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = {command[1:]!r}; import runpy; "
     settings = subprocess_pool.WorkerSettings(
-        command=[sys.executable, "-I", "-c", program + f"runpy.run_path({command[1]!r}, run_name='__main__')"],
+        command=[
+            sys.executable,
+            "-I",
+            "-c",
+            program + f"runpy.run_path({command[1]!r}, run_name='__main__')",
+        ],
         environment={},
         num_workers=1,
         step_timeout_s=5,
     )
-    with pytest.raises(ConfigError, match=r"has no tau2 of sierra-research/tau2-bench \(PyPI's tau2 is an unrelated package\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no tau2 of sierra-research/tau2-bench \(PyPI's tau2 is an unrelated package\)",
+    ):
         await subprocess_pool.start_worker(settings)
 
 
 # The benchmark itself
 
-needs_tau2 = pytest.mark.skipif("TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh makes the folder it names")
+needs_tau2 = pytest.mark.skipif(
+    "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh makes the folder it names"
+)
 
 
 class Script:
@@ -278,13 +336,23 @@ class Script:
 
 
 async def episode(
-    domain: str, task: str, answers: Sequence[str], *, customer: Customer, step_timeout_s: float = 60.0, judge: SaysVerdict | None = None
+    domain: str,
+    task: str,
+    answers: Sequence[str],
+    *,
+    customer: Customer,
+    step_timeout_s: float = 60.0,
+    judge: SaysVerdict | None = None,
 ) -> list[StepResult]:
     """What the real benchmark makes of the answers; the last one is repeated."""
-    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s)
+    settings = tau2.worker_settings(
+        Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s
+    )
     found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
     async with subprocess_pool.worker_pool(settings) as pool:
-        parts = tau2.Tau2Parts(pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge)
+        parts = tau2.Tau2Parts(
+            pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge
+        )
         env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
         await env.start()
         observations: list[StepResult] = []
@@ -317,18 +385,33 @@ async def test_real_tasks_may_be_defined_by_rows():
         return Script("Hello.")
 
     async with subprocess_pool.worker_pool(settings) as pool:
-        for answers, reward in (([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0), ([DECLINES], 0.0)):
-            env = ServiceEnv(tau2.Tau2Episode(task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")))
+        for answers, reward in (
+            ([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
+            ([DECLINES], 0.0),
+        ):
+            env = ServiceEnv(
+                tau2.Tau2Episode(
+                    task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")
+                )
+            )
             await env.start()
             observations = [await env.step(answer) for answer in answers]
             assert observations[-1].is_done and observations[-1].reward == reward
             await env.close()
     assert "You want a task called Tea." in instructions[0]
-    with pytest.raises(ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"):
-        tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])})
+    with pytest.raises(
+        ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"
+    ):
+        tau2.defined_tasks(
+            settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])}
+        )
     for arguments in ({"user_id": "user_1"}, {**gold["arguments"], "colour": None}):
-        with pytest.raises(ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"):
-            tau2.defined_tasks(settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])})
+        with pytest.raises(
+            ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"
+        ):
+            tau2.defined_tasks(
+                settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])}
+            )
 
 
 def test_a_gold_action_has_the_arguments_of_its_tool():
@@ -338,7 +421,9 @@ def test_a_gold_action_has_the_arguments_of_its_tool():
     with pytest.raises(ValueError, match="mine: save takes name, note, not nothing"):
         tau2_worker.require_callable({"name": "save", "arguments": {}}, tools, task="mine")
     with pytest.raises(ValueError, match="mine: save takes name, note, not name, colour"):
-        tau2_worker.require_callable({"name": "save", "arguments": {"name": "a", "colour": None}}, tools, task="mine")
+        tau2_worker.require_callable(
+            {"name": "save", "arguments": {"name": "a", "colour": None}}, tools, task="mine"
+        )
 
 
 @needs_tau2
@@ -358,5 +443,7 @@ async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: floa
     verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
     judge = SaysVerdict(json.dumps({"results": [verdict] * num_assertions}))
     answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
-    last = (await episode("retail", str(task.row["task"]), answers, customer=Script("Hello."), judge=judge))[-1]
+    last = (await episode("retail", str(task.row["task"]), answers, customer=Script("Hello."), judge=judge))[
+        -1
+    ]
     assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)

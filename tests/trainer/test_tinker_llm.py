@@ -14,7 +14,9 @@ from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
 
-def lengths(*, max_tokens: int = 100, context_limit: int = 2000, max_input_length: int | None = None) -> LengthLimits:
+def lengths(
+    *, max_tokens: int = 100, context_limit: int = 2000, max_input_length: int | None = None
+) -> LengthLimits:
     return LengthLimits(
         max_input_length=context_limit - 1 if max_input_length is None else max_input_length,
         max_generate_length=max_tokens,
@@ -44,7 +46,14 @@ async def test_a_growing_conversation_never_encodes_an_answer_again() -> None:
         assert later.prompt_ids[: len(both)] == both
     assert [turn.prompt_ids for turn in llm.turns] == [call.prompt_ids for call in policy.calls]
     assert llm.prefix_breaks == 0
-    assert [message["content"] for message in conversation.messages] == ["a", "<think>hm</think>one", "b", "two", "c", "three"]
+    assert [message["content"] for message in conversation.messages] == [
+        "a",
+        "<think>hm</think>one",
+        "b",
+        "two",
+        "c",
+        "three",
+    ]
 
 
 async def test_each_call_has_its_own_seed_and_the_same_trial_the_same_seeds() -> None:
@@ -72,8 +81,16 @@ async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() 
     with pytest.raises(EpisodeOver) as over:
         await conversation.chat("d")
     assert over.value.cause == StopReason.LENGTH
-    assert [turn.stop_reason for turn in llm.turns] == [StopReason.LENGTH, StopReason.STOP, StopReason.LENGTH, StopReason.LENGTH]
-    assert llm.turns[1].prompt_ids[: len(llm.turns[0].prompt_ids) + 100] == llm.turns[0].prompt_ids + llm.turns[0].completion_ids
+    assert [turn.stop_reason for turn in llm.turns] == [
+        StopReason.LENGTH,
+        StopReason.STOP,
+        StopReason.LENGTH,
+        StopReason.LENGTH,
+    ]
+    assert (
+        llm.turns[1].prompt_ids[: len(llm.turns[0].prompt_ids) + 100]
+        == llm.turns[0].prompt_ids + llm.turns[0].completion_ids
+    )
 
 
 class SilentPolicy(FakePolicy):
@@ -133,7 +150,9 @@ async def test_harbor_has_skyrls_limit_on_what_is_still_answered() -> None:
         await conversation.chat("a")
     second = len(policy.calls[1].prompt_ids)
     for max_input_length, num_answered in ((second, 2), (second - 1, 1)):
-        llm, policy = llm_saying("x", limits=replace(LIMITS, lengths=lengths(max_input_length=max_input_length), summarize=False))
+        llm, policy = llm_saying(
+            "x", limits=replace(LIMITS, lengths=lengths(max_input_length=max_input_length), summarize=False)
+        )
         assert llm.get_model_context_limit() == max_input_length + 1
         conversation = HarborChat(llm)
         with pytest.raises(EpisodeOver) as over:
@@ -171,7 +190,9 @@ async def test_the_ids_of_a_conversation_never_stand_for_another_as_long() -> No
     for prompt in ("c", "d"):  # the second time the other conversation is the one that is recorded
         conversation._messages = list(other)
         await conversation.chat(prompt)
-        assert policy.calls[-1].prompt_ids == byte_chat().render([*other, {"role": "user", "content": prompt}])
+        assert policy.calls[-1].prompt_ids == byte_chat().render(
+            [*other, {"role": "user", "content": prompt}]
+        )
 
 
 async def test_going_back_in_a_conversation_keeps_the_exact_ids_of_what_stays() -> None:

@@ -11,10 +11,18 @@ from tests.fakes.tokenizer import byte_chat
 def test_they_are_read_as_a_list_is():
     ids = list(range(10))
     tokens = TokenIds(ids[:6]).extended(ids[6:])
-    assert (len(tokens), list(tokens), tokens == ids, ids == tokens, tokens == ids[1:]) == (10, ids, True, True, False)
+    assert (len(tokens), list(tokens), tokens == ids, ids == tokens, tokens == ids[1:]) == (
+        10,
+        ids,
+        True,
+        True,
+        False,
+    )
     draw = random.Random(0)
     for _ in range(200):
-        cut = slice(*(draw.choice([None, *range(-12, 13)]) for _ in range(2)), draw.choice([None, 1, 2, -1, -3]))
+        cut = slice(
+            *(draw.choice([None, *range(-12, 13)]) for _ in range(2)), draw.choice([None, 1, 2, -1, -3])
+        )
         assert tokens[cut] == ids[cut]
     assert (tokens[0], tokens[-1], tokens + ids) == (0, 9, ids + ids)
     with pytest.raises(IndexError):
@@ -44,7 +52,13 @@ def test_whether_one_begins_with_another_is_known_whatever_they_are():
         (first, first),
     ]:
         assert begins_with(ids, beginning)
-    for ids, beginning in [(first, longer), ([1, 2], longer), (longer, [2]), (first.extended([4]), longer), ([], first)]:
+    for ids, beginning in [
+        (first, longer),
+        ([1, 2], longer),
+        (longer, [2]),
+        (first.extended([4]), longer),
+        ([], first),
+    ]:
         assert not begins_with(ids, beginning)
 
 
@@ -52,7 +66,15 @@ def test_a_conversation_holds_every_token_once_on_its_way_and_when_it_is_read_ag
     chat, turns = byte_chat(), []
     prompt = TokenIds.of(chat.render([{"role": "user", "content": "go"}]))
     for _ in range(20):
-        turns.append(Turn(prompt_ids=prompt, completion_ids=[65, 66], logprobs=[-1.0, -1.0], stop_reason=StopReason.STOP, policy_version=0))
+        turns.append(
+            Turn(
+                prompt_ids=prompt,
+                completion_ids=[65, 66],
+                logprobs=[-1.0, -1.0],
+                stop_reason=StopReason.STOP,
+                policy_version=0,
+            )
+        )
         prompt = chat.extend(prompt, turns[-1].completion_ids, [{"role": "user", "content": "on"}])
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     again = decoded(encoded(played))
@@ -60,4 +82,7 @@ def test_a_conversation_holds_every_token_once_on_its_way_and_when_it_is_read_ag
     for trajectory in (played, again):
         last = trajectory.turns[-1].prompt_ids
         assert isinstance(last, TokenIds)
-        assert all(isinstance(turn.prompt_ids, TokenIds) and turn.prompt_ids.shares_with(last) for turn in trajectory.turns)
+        assert all(
+            isinstance(turn.prompt_ids, TokenIds) and turn.prompt_ids.shares_with(last)
+            for turn in trajectory.turns
+        )

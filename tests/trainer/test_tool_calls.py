@@ -25,7 +25,10 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         (f"[{JSON}]", Strategy.WHOLE),
         (f"<tool_call>\n{JSON}\n</tool_call><|im_end|>", Strategy.TAGGED),
         (f"<tool_call>{JSON}", Strategy.TAGGED),  # the closing tag was cut off
-        ('<tool_call>{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\"}"}</tool_call>', Strategy.TAGGED),  # arguments as a string
+        (
+            '<tool_call>{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\"}"}</tool_call>',
+            Strategy.TAGGED,
+        ),  # arguments as a string
         ('<tool_call>{"name": "get_order", "parameters": {"id": "#1"}}</tool_call>', Strategy.TAGGED),
         (f"```json\n{JSON}\n```", Strategy.FENCED),
         (f"Let me look: {JSON}", Strategy.EMBEDDED),
@@ -35,22 +38,44 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
 )
 def test_every_form_of_a_call_is_read(answer, strategy):
     parsed = parse(answer, TOOLS)
-    assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_mended) == ([ORDER], strategy, "", 0)
+    assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_mended) == (
+        [ORDER],
+        strategy,
+        "",
+        0,
+    )
     assert parsed.counts == {"parse_attempts": 1, "parse_failures": 0, "parse_recovered": 0}
 
 
 def test_a_bare_name_is_a_call_without_arguments():
-    assert parse("list_orders", TOOLS) == Parsed(calls=[ToolCall(name="list_orders", arguments={})], strategy=Strategy.BARE_NAME)
+    assert parse("list_orders", TOOLS) == Parsed(
+        calls=[ToolCall(name="list_orders", arguments={})], strategy=Strategy.BARE_NAME
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "strategy"),
     [
-        ('{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}', Strategy.WHOLE),  # before tagged
-        (f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```', Strategy.TAGGED),  # before fenced
-        (f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```', Strategy.FENCED),  # before embedded
-        ('Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}', Strategy.EMBEDDED),  # before ReAct
-        ('Action: cancel\nAction Input: {}\nget_order(id="#1")', Strategy.REACT),  # before code; its input is not JSON alone
+        (
+            '{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}',
+            Strategy.WHOLE,
+        ),  # before tagged
+        (
+            f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```',
+            Strategy.TAGGED,
+        ),  # before fenced
+        (
+            f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```',
+            Strategy.FENCED,
+        ),  # before embedded
+        (
+            'Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}',
+            Strategy.EMBEDDED,
+        ),  # before ReAct
+        (
+            'Action: cancel\nAction Input: {}\nget_order(id="#1")',
+            Strategy.REACT,
+        ),  # before code; its input is not JSON alone
     ],
 )
 def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
@@ -60,7 +85,9 @@ def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
 
 
 @pytest.mark.parametrize("missing", [1, 2])
-@pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "<tool_call>{}</tool_call>", "```json\n{}\n```", "Well: {}"])
+@pytest.mark.parametrize(
+    "form", ["{}", "<tool_call>{}", "<tool_call>{}</tool_call>", "```json\n{}\n```", "Well: {}"]
+)
 def test_missing_last_braces_are_mended_and_counted(form, missing):
     parsed = parse(form.replace("{}", JSON[:-missing]), TOOLS)
     assert list(parsed.calls) == [ORDER]
@@ -73,15 +100,27 @@ def test_missing_last_braces_are_mended_and_counted(form, missing):
         (f"[{JSON[:-1]}", [ORDER], 1),  # a bracket of each kind, in their order
         (f"<tool_call>{JSON[:-1]}</tool_call><tool_call>{JSON[:-2]}", [ORDER, ORDER], 2),
         ('{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\""}', [ORDER], 1),  # arguments as a string
-        ('{"name": "get_order", "arguments": {"id": "C:\\\\"', [ToolCall(name="get_order", arguments={"id": "C:\\"})], 1),
-        ('{"name": "get_order", "arguments": {"a": {"b": "c"', [ToolCall(name="get_order", arguments={"a": {"b": "c"}})], 1),
+        (
+            '{"name": "get_order", "arguments": {"id": "C:\\\\"',
+            [ToolCall(name="get_order", arguments={"id": "C:\\"})],
+            1,
+        ),
+        (
+            '{"name": "get_order", "arguments": {"a": {"b": "c"',
+            [ToolCall(name="get_order", arguments={"a": {"b": "c"}})],
+            1,
+        ),
         ('{"name": "get_order", "arguments": {"a": {"b": {"c": "d"', [], 0),  # four are too many
     ],
 )
 def test_brackets_of_every_kind_are_mended_and_every_mended_call_is_counted(answer, calls, num_mended):
     parsed = parse(answer, TOOLS)
     assert list(parsed.calls) == calls
-    assert parsed.counts == {"parse_attempts": 1, "parse_failures": float(not calls), "parse_recovered": num_mended}
+    assert parsed.counts == {
+        "parse_attempts": 1,
+        "parse_failures": float(not calls),
+        "parse_recovered": num_mended,
+    }
 
 
 def test_an_object_with_a_tools_name_alone_is_a_call_and_one_with_another_is_none():
@@ -98,7 +137,9 @@ def test_nothing_is_called_that_was_cut_anywhere_else(form, cut):
     assert complete or not parsed.calls or parsed.calls == [ToolCall(name="get_order", arguments={})]
 
 
-@pytest.mark.parametrize("text", ['{"name": "cancel", "arguments": {"id": "#1', '{"name": "cancel", "arguments": {"id": 12'])
+@pytest.mark.parametrize(
+    "text", ['{"name": "cancel", "arguments": {"id": "#1', '{"name": "cancel", "arguments": {"id": 12']
+)
 def test_a_value_that_was_cut_is_a_failure(text):
     parsed = parse(f"<tool_call>{text}", TOOLS)
     assert not parsed.calls and "it ends inside a" in parsed.problem
@@ -142,11 +183,19 @@ def test_several_calls_come_in_order_and_one_bad_one_spoils_them():
 
 
 def test_an_unknown_tool_is_passed_on():
-    assert parse('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', TOOLS).calls == [ToolCall(name="fly", arguments={})]
+    assert parse('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', TOOLS).calls == [
+        ToolCall(name="fly", arguments={})
+    ]
 
 
 @pytest.mark.parametrize(
-    "answer", ["<think>who?</think>\n\nHello<|im_end|>", "<think>\n\n</think>\n\nHello", "who?</think>Hello", "Hello<think>and now"]
+    "answer",
+    [
+        "<think>who?</think>\n\nHello<|im_end|>",
+        "<think>\n\n</think>\n\nHello",
+        "who?</think>Hello",
+        "Hello<think>and now",
+    ],
 )
 def test_special_tokens_and_thoughts_are_not_shown(answer):
     assert parse(answer, TOOLS).content == "Hello"
@@ -176,7 +225,10 @@ def test_the_failure_rate_is_of_attempted_calls():
         metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}
         return replace(trajectory(turns=[turn([1], [2])] * 5), metrics=metrics)
 
-    assert parse_metrics([played(2, 1), played(1, 0)]) == {"reward/parse_failure_rate": 1 / 3, "parse/recovered": 2}
+    assert parse_metrics([played(2, 1), played(1, 0)]) == {
+        "reward/parse_failure_rate": 1 / 3,
+        "parse/recovered": 2,
+    }
     assert parse_metrics([played(0, 0)])["reward/parse_failure_rate"] == 0
     assert parse_metrics([trajectory()]) == {}
 
@@ -195,6 +247,8 @@ def test_the_failure_rate_is_of_attempted_calls():
         f'{{"name": "get_order", "arguments": {{"id": {"9" * 5000}}}}}',
     ],
 )
-def test_what_python_or_json_choke_on_is_an_unreadable_call_and_no_error_of_the_environment(answer: str) -> None:
+def test_what_python_or_json_choke_on_is_an_unreadable_call_and_no_error_of_the_environment(
+    answer: str,
+) -> None:
     parsed = parse(answer, TOOLS)
     assert parsed.problem and not parsed.calls and parsed.counts["parse_failures"] == 1

@@ -39,7 +39,9 @@ from tests.fakes.policy import FakePolicy
 DOMAIN = read_shop(FOLDER).domain()
 TASKS = [*DOMAIN.tasks, *DOMAIN.held_out]
 BASE = ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "env=tau_bench"]
-LIMITS = LengthLimits(max_input_length=1900, max_generate_length=100, max_sequence_length=2000, context_limit=2000)
+LIMITS = LengthLimits(
+    max_input_length=1900, max_generate_length=100, max_sequence_length=2000, context_limit=2000
+)
 
 DATABASE = {
     "orders": {"kala": {"status": "pending", "product": "mive", "address": "3 dopa"}},
@@ -59,7 +61,10 @@ def saying(name: str, **arguments: object) -> str:
 
 def gold(row) -> list[str]:
     """Every gold action, then all facts until the customer leaves."""
-    return [*(saying(action["name"], **action["arguments"]) for action in row["actions"]), f"Done. {' '.join(row['communicate'])}"]
+    return [
+        *(saying(action["name"], **action["arguments"]) for action in row["actions"]),
+        f"Done. {' '.join(row['communicate'])}",
+    ]
 
 
 async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
@@ -75,7 +80,9 @@ async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
 
 def service(actions=(), communicate=(), lines=("Hello.",), **options) -> ServiceEnv:
     row = {"actions": list(actions), "communicate": list(communicate)}
-    return ServiceEnv(ToyRetailEpisode(row, database=DATABASE, policy="p", customer=ScriptedCustomer(lines)), **options)
+    return ServiceEnv(
+        ToyRetailEpisode(row, database=DATABASE, policy="p", customer=ScriptedCustomer(lines)), **options
+    )
 
 
 CANCEL = {"name": "cancel_order", "arguments": {"order": "kala"}}
@@ -84,7 +91,9 @@ CANCEL = {"name": "cancel_order", "arguments": {"order": "kala"}}
 # The data
 
 
-def test_the_committed_domain_is_what_the_generator_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_domain_is_what_the_generator_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
     make_tasks.main()
     for name in ("db.json", "policy.md", "tasks.json"):
@@ -96,7 +105,13 @@ def test_sixty_tasks_of_which_twenty_are_held_out_and_share_no_name_with_the_oth
 
     def names(tasks: Sequence[Task]) -> set[str]:
         actions = [action for task in tasks for action in task.row["actions"]]  # type: ignore[attr-defined]
-        return {word for action in actions for value in action["arguments"].values() for word in value.split() if word.isalpha()}
+        return {
+            word
+            for action in actions
+            for value in action["arguments"].values()
+            for word in value.split()
+            if word.isalpha()
+        }
 
     assert all(pool_of(name) is Pool.TRAIN for name in names(DOMAIN.tasks))
     assert all(pool_of(name) is Pool.HELD_OUT for name in names(DOMAIN.held_out))
@@ -111,7 +126,10 @@ def test_gold_replay_earns_1_on_every_task_however_the_customer_puts_it():
 
 
 def test_the_do_nothing_floor():
-    solved = [[task.id for task in tasks if asyncio.run(do_nothing(DOMAIN.make(task, 0)))] for tasks in (DOMAIN.tasks, DOMAIN.held_out)]
+    solved = [
+        [task.id for task in tasks if asyncio.run(do_nothing(DOMAIN.make(task, 0)))]
+        for tasks in (DOMAIN.tasks, DOMAIN.held_out)
+    ]
     print(f"do-nothing floor: train {len(solved[0])}/40, held out {len(solved[1])}/20")
     assert [len(ids) for ids in solved] == [6, 2]
     assert all("refused" in task_id for ids in solved for task_id in ids)
@@ -130,7 +148,9 @@ def test_the_tokenizer_loses_nothing_and_is_what_the_generator_writes(chat: Chat
     for task in TASKS:
         text = json.dumps(task.row)
         ids = chat.tokenizer.encode(text, add_special_tokens=False)
-        assert chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+        assert (
+            chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+        )
     for text in fixed_texts():
         assert len(chat.tokenizer.encode(text, add_special_tokens=False)) == 1
 
@@ -161,7 +181,10 @@ def test_every_tool_has_a_schema_in_openais_form_and_the_writing_ones_write():
     for tool in TOOLS.values():
         function = tool.schema["function"]
         assert tool.schema["type"] == "function" and set(function) == {"name", "description", "parameters"}  # type: ignore[arg-type]
-        changed = after_gold(DATABASE, {"actions": [{"name": tool.name, "arguments": {k: arguments[k] for k in tool.parameters}}]})
+        changed = after_gold(
+            DATABASE,
+            {"actions": [{"name": tool.name, "arguments": {k: arguments[k] for k in tool.parameters}}]},
+        )
         assert (content_hash(changed) != content_hash(DATABASE)) == tool.writes
 
 
@@ -172,7 +195,12 @@ def test_every_tool_has_a_schema_in_openais_form_and_the_writing_ones_write():
         ([saying("cancel_order", order="kala"), "it COSTS 1042"], 1, 1, 1),
         ([saying("cancel_order", order="kala"), "It costs 1043."], 0, 1, 0),
         (["It costs 1042."], 0, 0, 1),
-        ([saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"], 0, 0, 1),  # more than was asked for
+        (
+            [saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"],
+            0,
+            0,
+            1,
+        ),  # more than was asked for
         ([f"1042 {STOP}"], 0, 0, 1),  # the agent may end it too
     ],
 )
@@ -189,7 +217,9 @@ async def test_what_is_said_beside_a_call_does_not_reach_the_customer():
 
 
 def test_facts_are_compared_without_case_and_commas():
-    assert tells(["Pending!"], "pending") and tells(["1,042 euros"], "1042") and not tells(["104", "2"], "1042")
+    assert (
+        tells(["Pending!"], "pending") and tells(["1,042 euros"], "1042") and not tells(["104", "2"], "1042")
+    )
 
 
 # A service episode
@@ -211,16 +241,28 @@ async def test_of_several_calls_the_first_is_made_or_all(is_parallel, num_calls)
 
 async def test_a_call_cut_inside_a_string_calls_nothing():
     first, last = await play(service([CANCEL]), [saying("cancel_order", order="kala")[:-20], "Done."])
-    assert first.messages[0]["content"] == "Error: the call could not be read: no JSON: it ends inside a string"
-    assert (last.reward, last.metrics["parse_failures"], last.metrics["parse_attempts"], last.metrics["tool_calls"]) == (0, 1, 1, 0)
+    assert (
+        first.messages[0]["content"] == "Error: the call could not be read: no JSON: it ends inside a string"
+    )
+    assert (
+        last.reward,
+        last.metrics["parse_failures"],
+        last.metrics["parse_attempts"],
+        last.metrics["tool_calls"],
+    ) == (0, 1, 1, 0)
 
 
 async def test_missing_braces_are_mended_and_counted():
-    *_, last = await play(service([CANCEL]), ['<tool_call>{"name": "cancel_order", "arguments": {"order": "kala"', "Done."])
+    *_, last = await play(
+        service([CANCEL]), ['<tool_call>{"name": "cancel_order", "arguments": {"order": "kala"', "Done."]
+    )
     assert (last.reward, last.metrics["parse_recovered"], last.metrics["parse_failures"]) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("answer", ["", "  ", "<think>hm", saying("fly"), '<tool_call>{"name": "get_order", "arguments": {"order": "ka'])
+@pytest.mark.parametrize(
+    "answer",
+    ["", "  ", "<think>hm", saying("fly"), '<tool_call>{"name": "get_order", "arguments": {"order": "ka'],
+)
 async def test_an_agent_that_does_no_better_is_stopped_without_a_reward(answer):
     observations = await play(service(), [answer])
     assert len(observations) == MAX_ERRORS and observations[-1].reward == 0
@@ -228,11 +270,15 @@ async def test_an_agent_that_does_no_better_is_stopped_without_a_reward(answer):
 
 
 async def test_arguments_that_are_no_object_are_a_failure_and_the_call_fails():
-    first, *_ = await play(service(), ['<tool_call>{"name": "get_order", "arguments": 3}</tool_call>', "Bye."])
+    first, *_ = await play(
+        service(), ['<tool_call>{"name": "get_order", "arguments": 3}</tool_call>', "Bye."]
+    )
     assert (first.metrics["parse_failures"], first.metrics["tool_errors"]) == (1, 1)
 
 
-@pytest.mark.parametrize(("text", "is_end"), [(f"Thanks. {STOP}", True), (TRANSFER, True), (OUT_OF_SCOPE, True), ("Stop.", False)])
+@pytest.mark.parametrize(
+    ("text", "is_end"), [(f"Thanks. {STOP}", True), (TRANSFER, True), (OUT_OF_SCOPE, True), ("Stop.", False)]
+)
 def test_a_customer_ends_the_conversation_in_tau2s_words(text, is_end):
     assert ends(text) == is_end
 
@@ -248,7 +294,9 @@ async def test_a_gold_episode_through_the_seam_shows_tools_natively_and_trains_w
     policy = FakePolicy(chat, gold(task.row))
     result = await source.trial(task, directory=FOLDER, seed=3, temperature=1.0).run(policy)
     assert isinstance(result, Trajectory) and result.reward == 1 and result.stop_reason == StopReason.STOP
-    prompt = chat.tokenizer.decode(policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    prompt = chat.tokenizer.decode(
+        policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     assert "# Tools" in prompt and all(json.dumps(tool.schema) in prompt for tool in TOOLS.values())
     roles = [message["role"] for message in result.conversation]
     assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
@@ -256,7 +304,9 @@ async def test_a_gold_episode_through_the_seam_shows_tools_natively_and_trains_w
 
 def test_the_quick_start_of_this_kind_asks_for_native_tools():
     options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
-    assert parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]).use_native_tool_calling
+    assert parse(
+        [*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]
+    ).use_native_tool_calling
 
 
 @pytest.mark.parametrize("kind", QUICKSTARTS)
@@ -270,13 +320,17 @@ async def test_in_text_mode_the_schemas_are_not_shown_and_the_task_is_solved_all
     settings = EpisodeSettings(temperature=1.0, seed=0)
     result = await run_episode(DOMAIN.make(DOMAIN.tasks[0], 0), policy, chat, LIMITS, settings, task_id="a")
     assert isinstance(result, Trajectory) and result.reward == 1
-    prompt = chat.tokenizer.decode(policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    prompt = chat.tokenizer.decode(
+        policy.calls[0].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     assert "# Tools" not in prompt and "- cancel_order(order: string): Cancel an order." in prompt
 
 
 async def test_an_episode_that_a_limit_ends_is_worth_nothing(chat):
     settings = EpisodeSettings(temperature=1.0, seed=0, max_turns=1)
-    result = await run_episode(DOMAIN.make(TASKS[0], 0), FakePolicy(chat, gold(TASKS[0].row)), chat, LIMITS, settings, task_id="a")
+    result = await run_episode(
+        DOMAIN.make(TASKS[0], 0), FakePolicy(chat, gold(TASKS[0].row)), chat, LIMITS, settings, task_id="a"
+    )
     assert isinstance(result, Trajectory) and (result.reward, result.stop_reason) == (0, StopReason.MAX_TURNS)
 
 

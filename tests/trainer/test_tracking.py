@@ -78,7 +78,13 @@ for start in (0, 2):
 
 def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(tmp_path):
     environment = {"WANDB_MODE": "offline", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", OFFLINE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     run_id = (tmp_path / "wandb_id.txt").read_text().strip()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
@@ -131,7 +137,10 @@ def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_pat
     fake = FakeWandb(is_down=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="wandb: no network; log in"), open_run_log(tmp_path, WANDB, name="n", config={}):
+        with (
+            pytest.raises(ConfigError, match="wandb: no network; log in"),
+            open_run_log(tmp_path, WANDB, name="n", config={}),
+        ):
             pass
     assert len(set(fake.ids)) == 1 and fake.ids[0]
 
@@ -167,7 +176,9 @@ class FakeTrackio(types.ModuleType):
         self.finished += 1
 
 
-def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_now(tmp_path, monkeypatch, capsys):
+def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_now(
+    tmp_path, monkeypatch, capsys
+):
     fake = FakeTrackio()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     for start, name in ((0, "monday"), (1, "tuesday")):
@@ -180,7 +191,10 @@ def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_
 
 def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ConfigError, match=r"run scripts/setup\.sh trackio"), open_run_log(tmp_path, TRACKIO, name="n", config={}):
+    with (
+        pytest.raises(ConfigError, match=r"run scripts/setup\.sh trackio"),
+        open_run_log(tmp_path, TRACKIO, name="n", config={}),
+    ):
         pass
 
 
@@ -197,7 +211,12 @@ def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
 
 
 def test_the_names_of_others_stand_beside_ours_and_never_change_them():
-    ours = {"progress/batch": 3.0, "env/all/reward/total": 0.5, "test/reward/avg_pass_at_4": 0.75, "time/total": 1.0}
+    ours = {
+        "progress/batch": 3.0,
+        "env/all/reward/total": 0.5,
+        "test/reward/avg_pass_at_4": 0.75,
+        "time/total": 1.0,
+    }
     names = with_aliases(ours)
     assert list(names)[:4] == list(ours) and names | ours == names
     assert {
@@ -211,7 +230,11 @@ def test_the_names_of_others_stand_beside_ours_and_never_change_them():
 
 def test_a_held_out_set_called_val_is_the_seeds_validation_set():
     names = with_aliases(
-        {"test/env/retail_val/positive_rate": 0.5, "test/env/retail_val/reward/total": 0.4, "test/env/all/reward/total": 1.0}
+        {
+            "test/env/retail_val/positive_rate": 0.5,
+            "test/env/retail_val/reward/total": 0.4,
+            "test/env/all/reward/total": 1.0,
+        }
     )
     assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)
     assert not any(name.startswith(("test-all", "eval-all")) for name in names)

@@ -29,7 +29,14 @@ def clean_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)
-    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL", "SKYRL_TX_URL", "TRAINER_DEBUG", "TAU2_HOME"):
+    for name in (
+        "TINKER_API_KEY",
+        "TINKER_CREDENTIAL_CMD",
+        "TINKER_BASE_URL",
+        "SKYRL_TX_URL",
+        "TRAINER_DEBUG",
+        "TAU2_HOME",
+    ):
         os.environ.pop(name, None)
     yield
     os.environ.clear()
@@ -44,8 +51,16 @@ def clean_environment(monkeypatch, tmp_path):
         (["model_name"], 2, "error: 'model_name' is not key=value; write model_name=VALUE, or --help"),
         (["model_name=m"], 2, "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
         (GOOD[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
-        (GOOD[:2], 2, "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx"),
-        (GOOD, 1, "error: no server answers at http://127.0.0.1:9 (ConnectError); start it, or correct the address"),
+        (
+            GOOD[:2],
+            2,
+            "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx",
+        ),
+        (
+            GOOD,
+            1,
+            "error: no server answers at http://127.0.0.1:9 (ConnectError); start it, or correct the address",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
@@ -83,7 +98,10 @@ def test_env_files_fill_in_and_never_override(tmp_path):
     assert "SKYRL_TX_URL" not in os.environ
     load_environment(["backend=skyrl-tx"])
     assert os.environ["TINKER_API_KEY"] == "tml-from-env"
-    assert with_server_from_environment(["backend=skyrl-tx"]) == ["backend=skyrl-tx", "skyrl_tx_url=http://own:1"]
+    assert with_server_from_environment(["backend=skyrl-tx"]) == [
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://own:1",
+    ]
     assert with_server_from_environment(GOOD) == GOOD
     assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
 
@@ -95,7 +113,10 @@ def test_the_probe_and_the_short_check_read_the_env_files_too(tmp_path):
     assert os.environ["TINKER_API_KEY"] == "tml-from-env"
     check = [sys.executable, ROOT / "scripts" / "test_skyrl_tx.py"]
     environment = {name: value for name, value in os.environ.items() if name != "SKYRL_TX_URL"}
-    assert "no server answers at http://127.0.0.1:9 " in subprocess.run(check, env=environment, capture_output=True, text=True).stderr
+    assert (
+        "no server answers at http://127.0.0.1:9 "
+        in subprocess.run(check, env=environment, capture_output=True, text=True).stderr
+    )
 
 
 def test_debugging_shows_the_traceback():
@@ -135,7 +156,9 @@ def test_the_second_signal_ends_the_process_at_once():
         asyncio.run(until_signalled(stubborn(), print))
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=os.environ | {"PYTHONPATH": root}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=os.environ | {"PYTHONPATH": root}, timeout=60
+    )
     assert done.returncode == INTERRUPTED
 
 
@@ -158,7 +181,10 @@ def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
     [
         ({}, []),
         ({"TAXONOMY_FEEDBACK": "true"}, ["taxonomy_feedback=true"]),
-        ({"TAXONOMY_FEEDBACK": "True", "TAXONOMY_ALPHA": "2"}, ["taxonomy_feedback=true", "taxonomy_alpha=2"]),
+        (
+            {"TAXONOMY_FEEDBACK": "True", "TAXONOMY_ALPHA": "2"},
+            ["taxonomy_feedback=true", "taxonomy_alpha=2"],
+        ),
         ({"TAXONOMY_FEEDBACK": "1"}, []),
         ({"TAXONOMY_FEEDBACK": "true", "SKYRL_MODE": "eval"}, []),
     ],

@@ -29,11 +29,24 @@ TOKENIZER = ROOT / "datasets" / "quickstart" / "model"
 AT_ONCE = 8
 PATIENCE_S = 60.0  # the deadlines below are of 2 to 4 s; without them a wait lasts 340 s
 OPTIONS = (
-    *("model_name=local/fake", f"tokenizer={TOKENIZER}", "env=tests.fakes.unresponsive:open_one_answer", "backend=skyrl-tx"),
+    *(
+        "model_name=local/fake",
+        f"tokenizer={TOKENIZER}",
+        "env=tests.fakes.unresponsive:open_one_answer",
+        "backend=skyrl-tx",
+    ),
     *("max_tokens=4", "context_limit=64", "trial_attempts=1", "server_timeout_sec=4", "answer_timeout_sec=3"),
 )
 TRAIN = (
-    *("reconnect_timeout_sec=0", "stop_timeout_sec=2", "batch_size=2", "group_size=2", "lora_rank=4", "max_steps=2", "save_every=1"),
+    *(
+        "reconnect_timeout_sec=0",
+        "stop_timeout_sec=2",
+        "batch_size=2",
+        "group_size=2",
+        "lora_rank=4",
+        "max_steps=2",
+        "save_every=1",
+    ),
     *("eval_split=0", "enable_summarize=false"),
 )
 
@@ -63,36 +76,66 @@ PLACES = {
     "everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS),
     "everything fails": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.FAILS),
     "everything trickles": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.TRICKLES),
-    "health trickles": Place(is_bad=path_of("/healthz"), says=r"no server answers at \S+ \(TimeoutError\)", manner=Manner.TRICKLES),
-    "opening the environment": Place(is_bad=path_of("/opening"), says="", options=("env=tests.fakes.unresponsive:open_never",)),
-    "creating the session": Place(
-        is_bad=path_of("/create_session"), says="opening the training client: no answer within answer_timeout_sec=3"
+    "health trickles": Place(
+        is_bad=path_of("/healthz"), says=r"no server answers at \S+ \(TimeoutError\)", manner=Manner.TRICKLES
     ),
-    "creating the adapter": Place(is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3"),
+    "opening the environment": Place(
+        is_bad=path_of("/opening"), says="", options=("env=tests.fakes.unresponsive:open_never",)
+    ),
+    "creating the session": Place(
+        is_bad=path_of("/create_session"),
+        says="opening the training client: no answer within answer_timeout_sec=3",
+    ),
+    "creating the adapter": Place(
+        is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3"
+    ),
     "opening fails": Place(
-        is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3", manner=Manner.FAILS
+        is_bad=all_but(*START),
+        says="opening the training client: no answer within answer_timeout_sec=3",
+        manner=Manner.FAILS,
     ),
     "sampling": Place(
         is_bad=path_of("/asample"),
         says=NO_SAMPLES,
     ),
     "forward_backward": Place(
-        is_bad=path_of("/forward_backward"), says="training step 1: no answer within answer_timeout_sec=3; start it again and resume"
+        is_bad=path_of("/forward_backward"),
+        says="training step 1: no answer within answer_timeout_sec=3; start it again and resume",
     ),
-    "saving": Place(is_bad=lambda path: path == "/save_weights", says="saving checkpoint 000001: no answer within answer_timeout_sec=3"),
+    "saving": Place(
+        is_bad=lambda path: path == "/save_weights",
+        says="saving checkpoint 000001: no answer within answer_timeout_sec=3",
+    ),
     "evaluate: everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS, module="evaluate"),
-    "evaluate: opening": Place(is_bad=all_but(*START), says="opening the policy: no answer within answer_timeout_sec=3", module="evaluate"),
+    "evaluate: opening": Place(
+        is_bad=all_but(*START),
+        says="opening the policy: no answer within answer_timeout_sec=3",
+        module="evaluate",
+    ),
     "evaluate: sampling": Place(is_bad=path_of("/asample"), says=NO_SAMPLES, module="evaluate"),
     "probe: everything hangs": Place(
-        is_bad=all_but("/healthz"), says=r"asking the server at \S+ for its models: no answer within answer_timeout_sec=3", module="probe"
+        is_bad=all_but("/healthz"),
+        says=r"asking the server at \S+ for its models: no answer within answer_timeout_sec=3",
+        module="probe",
     ),
     "probe: forward": Place(
-        is_bad=path_of("/forward"), says="check 'logprobs agree': no answer within answer_timeout_sec=3", module="probe"
+        is_bad=path_of("/forward"),
+        says="check 'logprobs agree': no answer within answer_timeout_sec=3",
+        module="probe",
     ),
 }
 ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
-WITH_SIGINT = ("everything hangs", "forward_backward", "probe: everything hangs")  # the same code handles both
-SAME_WAIT = ("everything fails", "health trickles", "opening fails", "evaluate: opening")  # as in another scenario, for a signal
+WITH_SIGINT = (
+    "everything hangs",
+    "forward_backward",
+    "probe: everything hangs",
+)  # the same code handles both
+SAME_WAIT = (
+    "everything fails",
+    "health trickles",
+    "opening fails",
+    "evaluate: opening",
+)  # as in another scenario, for a signal
 NEVER_ENDS = ("opening the environment",)  # it waits for what is not the back end
 SCENARIOS = [
     (place, end)
@@ -119,7 +162,9 @@ class Programs:
         for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "SKYRL_TX_URL"):
             environment.pop(name, None)
         command = [sys.executable, "-m", "tests.fakes.unresponsive"]
-        self._process = subprocess.Popen(command, cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._heard = threading.Condition()
         self._pids: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
@@ -160,7 +205,9 @@ class Programs:
         for line in self._process.stdout:
             told = json.loads(line)
             with self._heard:
-                (self._pids if "pid" in told else self._statuses)[told["number"]] = told.get("pid", told.get("status"))
+                (self._pids if "pid" in told else self._statuses)[told["number"]] = told.get(
+                    "pid", told.get("status")
+                )
                 self._heard.notify_all()
 
 
@@ -202,7 +249,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End
 
 
 @pytest.mark.parametrize(("place", "end"), SCENARIOS, ids=[" - ".join(scenario) for scenario in SCENARIOS])
-def test_a_wait_ends_at_its_deadline_or_at_a_signal(ended: dict[tuple[str, str], Ended | str], place: str, end: str) -> None:
+def test_a_wait_ends_at_its_deadline_or_at_a_signal(
+    ended: dict[tuple[str, str], Ended | str], place: str, end: str
+) -> None:
     found = ended[place, end]
     assert isinstance(found, Ended), found
     print(place, end, found)

@@ -40,7 +40,9 @@ async def test_answers_pass_through():
 async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
     freed = []
     async with watching(alive, SETTINGS) as watchdog:
-        with pytest.raises(BackendError, match=r"^saving: no answer within answer_timeout_sec=0.05$") as error:
+        with pytest.raises(
+            BackendError, match=r"^saving: no answer within answer_timeout_sec=0.05$"
+        ) as error:
             await watchdog.answer(for_ever(freed), "saving")
         assert not isinstance(error.value, ServerLost) and freed
         assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # has deadlines of its own
@@ -48,7 +50,10 @@ async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
 
 @pytest.mark.parametrize(
     ("check", "message"),
-    [(silent, r"the server has not answered for server_timeout_sec=0.1 \(no server answers\)"), (forgetful, "it knows us no more")],
+    [
+        (silent, r"the server has not answered for server_timeout_sec=0.1 \(no server answers\)"),
+        (forgetful, "it knows us no more"),
+    ],
 )
 @in_virtual_time
 async def test_a_server_that_is_gone_ends_every_wait(check, message):

@@ -12,7 +12,14 @@ import pytest
 
 from src.core.errors import ConfigError, SandboxError
 from src.envs.service import subprocess_pool
-from src.envs.service.subprocess_pool import Session, WorkerLost, WorkerPool, WorkerSettings, WorkerTimeout, worker_pool
+from src.envs.service.subprocess_pool import (
+    Session,
+    WorkerLost,
+    WorkerPool,
+    WorkerSettings,
+    WorkerTimeout,
+    worker_pool,
+)
 
 STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
 
@@ -20,7 +27,9 @@ STANDIN = Path(__file__).parent.parent / "fakes" / "standin_worker.py"
 @asynccontextmanager
 async def pool_of(num_workers: int = 1, *, timeout_s: float = 20.0, arguments: tuple[str, ...] = ()):
     command = [sys.executable, str(STANDIN), *arguments]
-    async with worker_pool(WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=timeout_s)) as pool:
+    async with worker_pool(
+        WorkerSettings(command=command, environment={}, num_workers=num_workers, step_timeout_s=timeout_s)
+    ) as pool:
         yield pool
 
 
@@ -53,7 +62,9 @@ async def test_a_session_goes_to_the_worker_with_the_fewest_and_is_forgotten_whe
         await counters[0].session.close()
         newest = Counter(pool, "newest")
         assert (await newest.ask("add", n=0, pid=True))["pid"] == pids[0]
-        assert (await newest.ask("known"))["episodes"] == sorted(["newest", *(str(n) for n in (1, 2, 3) if pids[n] == pids[0])])
+        assert (await newest.ask("known"))["episodes"] == sorted(
+            ["newest", *(str(n) for n in (1, 2, 3) if pids[n] == pids[0])]
+        )
 
 
 @pytest.mark.parametrize("how", ["alarm", "die", "nonsense"])
@@ -89,7 +100,9 @@ async def test_a_hung_worker_is_killed_by_the_parent_too(monkeypatch: pytest.Mon
         ("nonsense", WorkerLost, "answered nonsense: b'INFO: not a reply"),
     ],
 )
-async def test_a_request_that_costs_a_second_worker_is_a_failure_and_others_play_on(how: str, error: type, message: str):
+async def test_a_request_that_costs_a_second_worker_is_a_failure_and_others_play_on(
+    how: str, error: type, message: str
+):
     async with pool_of() as pool:
         guilty, bystander = Counter(pool, "guilty"), Counter(pool, "bystander")
         await asyncio.gather(guilty.add(1), bystander.add(3))
@@ -151,7 +164,9 @@ async def test_what_is_answered_differently_the_second_time_is_a_failure():
         counter = Counter(pool, "one")
         await counter.ask("add", n=1, pid=True)
         os.kill(pool.pids[0], signal.SIGKILL)
-        with pytest.raises(SandboxError, match="cannot go on in another worker: add was answered differently"):
+        with pytest.raises(
+            SandboxError, match="cannot go on in another worker: add was answered differently"
+        ):
             await counter.add(1)
             await counter.add(1)
 

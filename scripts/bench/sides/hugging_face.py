@@ -22,8 +22,12 @@ class HuggingFace:
         torch.set_num_threads(threads)
         self._device = torch.device(device)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").to(self._device)
-        self._model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=PROJECTIONS, lora_dropout=0.0))
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").to(
+            self._device
+        )
+        self._model = get_peft_model(
+            base, LoraConfig(r=rank, lora_alpha=rank, target_modules=PROJECTIONS, lora_dropout=0.0)
+        )
         self._model.enable_input_require_grads()
         self._optimizer = torch.optim.Adam((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
@@ -36,13 +40,17 @@ class HuggingFace:
             self._model.gradient_checkpointing_disable()
         self._model.zero_grad(set_to_none=True)
         for first in range(0, len(sequences), rows):
-            part = [torch.tensor(sequence, device=self._device) for sequence in sequences[first : first + rows]]
+            part = [
+                torch.tensor(sequence, device=self._device) for sequence in sequences[first : first + rows]
+            ]
             tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
             counts = torch.nn.utils.rnn.pad_sequence(
                 [torch.ones(len(sequence) - 1, device=self._device) for sequence in part], batch_first=True
             )
             mask = torch.nn.functional.pad(counts, (0, 1)) if not bool(counts.all()) else None
-            logits = self._model(tokens[:, :-1], attention_mask=None if mask is None else mask[:, :-1], use_cache=False).logits.float()
+            logits = self._model(
+                tokens[:, :-1], attention_mask=None if mask is None else mask[:, :-1], use_cache=False
+            ).logits.float()
             logprobs = logits.gather(-1, tokens[:, 1:, None])[..., 0] - torch.logsumexp(logits, -1)
             (-(logprobs * counts).sum()).backward()
 
@@ -73,7 +81,12 @@ class HuggingFace:
 def main(model_dir: str, rank: str, threads: str, device: str = "cpu") -> None:
     def start() -> dict[str, Callable[..., object]]:
         side = HuggingFace(model_dir, rank=int(rank), threads=int(threads), device=device)
-        return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": lambda: None}
+        return {
+            "train": side.train,
+            "optim_step": side.optim_step,
+            "sample": side.sample,
+            "save": lambda: None,
+        }
 
     serve(start)
 

@@ -26,5 +26,7 @@ def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
         result = methods[call["method"]](**call["arguments"])
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        answers.write(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "peak_mib": peak_mib, "result": result}) + "\n")
+        answers.write(
+            json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "peak_mib": peak_mib, "result": result}) + "\n"
+        )
         answers.flush()

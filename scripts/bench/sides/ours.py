@@ -51,12 +51,16 @@ class Ours:
 
     def train(self, sequences: Sequence[Sequence[int]]) -> None:
         data = tuple(datum(sequence) for sequence in sequences)
-        self.engine.submit(ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY)).result()
+        self.engine.submit(
+            ForwardBackward(model_id="model", data=data, loss_fn=LossFn.CROSS_ENTROPY)
+        ).result()
 
     def optim_step(self) -> None:
         self.engine.submit(OptimStep(model_id="model", adam=AdamSettings())).result()
 
-    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_samples: int = 1) -> list[list[int]]:
+    def sample(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_samples: int = 1
+    ) -> list[list[int]]:
         """All prompts at once; the completions in their order."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         results = self.sample_each(prompts, limits, num_samples=num_samples)
@@ -134,12 +138,20 @@ def settings(model_dir: Path, folder: Path, **given: object) -> EngineSettings:
 
 def main(argv: Sequence[str]) -> None:
     given = dict(argument.split("=", 1) for argument in argv[1:])
-    parsed = {name: value == "true" if value in ("true", "false") else int(value) for name, value in given.items()}
+    parsed = {
+        name: value == "true" if value in ("true", "false") else int(value) for name, value in given.items()
+    }
     with contextlib.ExitStack() as stack:
 
         def start() -> dict[str, Callable[..., object]]:
             ours = stack.enter_context(running(Path(argv[0]), **parsed))  # type: ignore[arg-type]
-            return {"train": ours.train, "optim_step": ours.optim_step, "sample": ours.sample, "save": ours.save, "stat": ours.stat}
+            return {
+                "train": ours.train,
+                "optim_step": ours.optim_step,
+                "sample": ours.sample,
+                "save": ours.save,
+                "stat": ours.stat,
+            }
 
         serve(start)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # skyrl 0.3.0 does not import under Python 3.11 with today's pydantic otherwise
+typing.TypedDict = (
+    typing_extensions.TypedDict
+)  # skyrl 0.3.0 does not import under Python 3.11 with today's pydantic otherwise
 
 from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl  # noqa: E402  # pyright: ignore[reportMissingImports]
 from skyrl.tinker import types  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -26,7 +28,10 @@ class SkyrlTx:
 
     def __init__(self, model_dir: str, *, rank: int, slots: int, recompute: bool, rows: int) -> None:
         config = JaxBackendConfig(
-            max_lora_adapters=slots, max_lora_rank=rank, gradient_checkpointing=recompute, train_micro_batch_size=rows
+            max_lora_adapters=slots,
+            max_lora_rank=rank,
+            gradient_checkpointing=recompute,
+            train_micro_batch_size=rows,
         )
         self._backend = JaxBackendImpl(model_dir, config, 0)
         self._backend.create_model("model", types.LoraConfig(rank=rank, alpha=32.0, seed=0))
@@ -61,13 +66,18 @@ class SkyrlTx:
         adam = types.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0)
         self._backend.optim_step("model", types.OptimStepInput(adam_params=adam))
 
-    def sample(self, prompts: list[list[int]], max_tokens: int | list[int], num_samples: int = 1) -> list[list[int]]:
+    def sample(
+        self, prompts: list[list[int]], max_tokens: int | list[int], num_samples: int = 1
+    ) -> list[list[int]]:
         """`num_samples` completions of each prompt, all in one batch, as its engine would make it."""
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         limits = [max_tokens] * len(rows) if isinstance(max_tokens, int) else max_tokens
         batch = types.PreparedSampleBatch(
             all_model_inputs=[_model_input(tokens) for tokens in rows],
-            all_sampling_params=[types.SamplingParams(temperature=1.0, max_tokens=limit, seed=row) for row, limit in enumerate(limits)],
+            all_sampling_params=[
+                types.SamplingParams(temperature=1.0, max_tokens=limit, seed=row)
+                for row, limit in enumerate(limits)
+            ],
             all_model_ids=["model"] * len(rows),
             all_checkpoint_ids=[str(self._saved)] * len(rows),
             all_checkpoint_paths=[f"{self._folder.name}/{self._saved}.tar.gz"] * len(rows),
@@ -84,7 +94,9 @@ def _model_input(tokens: list[int]) -> types.ModelInput:
 
 def main(model_dir: str, rank: str, slots: str, recompute: str, rows: str) -> None:
     def start() -> dict[str, Callable[..., object]]:
-        side = SkyrlTx(model_dir, rank=int(rank), slots=int(slots), recompute=recompute == "true", rows=int(rows))
+        side = SkyrlTx(
+            model_dir, rank=int(rank), slots=int(slots), recompute=recompute == "true", rows=int(rows)
+        )
         return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": side.save}
 
     serve(start)

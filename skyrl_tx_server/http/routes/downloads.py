@@ -59,28 +59,41 @@ async def save_weights_external(context: AppState, request: Request) -> Reply:
     model = context.registry.model(model_id)
     path = named(model_id, CheckpointKind.EXTERNAL, name)
     op = SaveExternal(model_id=model_id, name=name)
-    return save_named(context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds)
+    return save_named(
+        context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds
+    )
 
 
 async def external_weights_urls(context: AppState, request: Request) -> Reply:
-    path = checkpoint_path(request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"])
+    path = checkpoint_path(
+        request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"]
+    )
     info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
-    return {"urls": {file: _url(request, info, file, expires) for file in FILES}, "expires": expires.isoformat()}
+    return {
+        "urls": {file: _url(request, info, file, expires) for file in FILES},
+        "expires": expires.isoformat(),
+    }
 
 
 async def archive(context: AppState, request: Request) -> Reply:
     """A redirect to the tar, whatever the kind of checkpoint."""
     info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
-    return RedirectResponse(_url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)})
+    return RedirectResponse(
+        _url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)}
+    )
 
 
 async def download(context: AppState, request: Request) -> Reply:
     path, file = path_of(request), request.path_params["file"]
-    ends, generation, signature = (request.query_params.get(name, "") for name in ("ends", "generation", "signature"))
+    ends, generation, signature = (
+        request.query_params.get(name, "") for name in ("ends", "generation", "signature")
+    )
     is_time = re.fullmatch("[0-9]{1,12}", ends) is not None
-    if not is_time or not hmac.compare_digest(signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()):
+    if not is_time or not hmac.compare_digest(
+        signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()
+    ):
         raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
     if int(ends) < datetime.now(UTC).timestamp():
         raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
@@ -118,7 +131,9 @@ def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -
 
 
 def _signature(path: str, file: str, generation: str, ends: int) -> str:
-    return hmac.new(_SECRET, f"{path}/{file}/{generation}/{ends}".encode(*_ANY_TEXT), hashlib.sha256).hexdigest()
+    return hmac.new(
+        _SECRET, f"{path}/{file}/{generation}/{ends}".encode(*_ANY_TEXT), hashlib.sha256
+    ).hexdigest()
 
 
 def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
@@ -144,13 +159,29 @@ def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, n
 
 
 def _plain(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
-    member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = int(created_at.timestamp()), 0, 0, "", "", 0o644
+    member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = (
+        int(created_at.timestamp()),
+        0,
+        0,
+        "",
+        "",
+        0o644,
+    )
     return member
 
 
 ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/save_weights_external", handler=save_weights_external),
-    Endpoint(method="GET", path=RUN + "/checkpoints/external_weights/{name}/external_weights_urls", handler=external_weights_urls),
+    Endpoint(
+        method="GET",
+        path=RUN + "/checkpoints/external_weights/{name}/external_weights_urls",
+        handler=external_weights_urls,
+    ),
     Endpoint(method="GET", path=CHECKPOINT + "/archive", handler=archive),
-    Endpoint(method="GET", path="/api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}", handler=download, needs_key=False),
+    Endpoint(
+        method="GET",
+        path="/api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}",
+        handler=download,
+        needs_key=False,
+    ),
 )

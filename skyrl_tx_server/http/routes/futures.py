@@ -24,7 +24,9 @@ async def retrieve_future(context: AppState, request: Request) -> Reply:
     outcome = await context.futures.wait(request_id)
     if outcome is None:
         # The SDK asks again at once, which is why `wait` has held the request as long as the SDK lets it.
-        return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408)
+        return JSONResponse(
+            {"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408
+        )
     return _reply(outcome, accepts_proto=MEDIA_TYPE in request.headers.get("accept", ""))
 
 

@@ -29,7 +29,9 @@ class Metric:
 
 
 METRICS = (
-    Metric(name="ops_pending", kind="gauge", help="Operations accepted and not finished", source="ops_pending"),
+    Metric(
+        name="ops_pending", kind="gauge", help="Operations accepted and not finished", source="ops_pending"
+    ),
     Metric(
         name="queue_depth",
         kind="gauge",
@@ -53,7 +55,12 @@ METRICS = (
         label="kind",
         source={"all": "cache_pages", "free": "cache_pages_free", "remembered": "cache_pages_remembered"},
     ),
-    Metric(name="preemptions_total", kind="counter", help="Sequences set aside for want of pages", source="preemptions"),
+    Metric(
+        name="preemptions_total",
+        kind="counter",
+        help="Sequences set aside for want of pages",
+        source="preemptions",
+    ),
     Metric(name="decode_blocks_total", kind="counter", help="Decode blocks run", source="decode_blocks"),
     Metric(
         name="decode_blocks_ahead_total",
@@ -61,7 +68,13 @@ METRICS = (
         help="Decode blocks begun before the host looked at the one before",
         source="decode_blocks_ahead",
     ),
-    Metric(name="turn_seconds_total", kind="counter", help="Time the engine has spent, by what on", label="turn", source="turn_seconds"),
+    Metric(
+        name="turn_seconds_total",
+        kind="counter",
+        help="Time the engine has spent, by what on",
+        label="turn",
+        source="turn_seconds",
+    ),
     Metric(
         name="tokens_total",
         kind="counter",
@@ -91,7 +104,12 @@ METRICS = (
         label="outcome",
         source={"ok": "sampler_ok", "failed": "sampler_failed"},
     ),
-    Metric(name="sampler_adapters", kind="gauge", help="Adapters loaded into the external sampler", source="sampler_adapters"),
+    Metric(
+        name="sampler_adapters",
+        kind="gauge",
+        help="Adapters loaded into the external sampler",
+        source="sampler_adapters",
+    ),
     Metric(
         name="sampler_tokens_compared_total",
         kind="counter",
@@ -103,11 +121,32 @@ METRICS = (
         kind="gauge",
         help="The external sampler's log-probabilities against ours, per token over the last compared samples",
         label="kind",
-        source={"mean": "sampler_difference_mean", "kl": "sampler_difference_kl", "max": "sampler_difference_max"},
+        source={
+            "mean": "sampler_difference_mean",
+            "kl": "sampler_difference_kl",
+            "max": "sampler_difference_max",
+        },
     ),
-    Metric(name="programs_total", kind="counter", help="XLA programs made ready, by name", label="program", source="programs"),
-    Metric(name="program_seconds_total", kind="counter", help="Time spent making them ready", label="program", source="program_seconds"),
-    Metric(name="programs_from_cache_total", kind="counter", help="Programs found in the persistent cache", source="programs_from_cache"),
+    Metric(
+        name="programs_total",
+        kind="counter",
+        help="XLA programs made ready, by name",
+        label="program",
+        source="programs",
+    ),
+    Metric(
+        name="program_seconds_total",
+        kind="counter",
+        help="Time spent making them ready",
+        label="program",
+        source="program_seconds",
+    ),
+    Metric(
+        name="programs_from_cache_total",
+        kind="counter",
+        help="Programs found in the persistent cache",
+        source="programs_from_cache",
+    ),
     Metric(
         name="device_memory_bytes",
         kind="gauge",
@@ -122,10 +161,18 @@ async def metrics(context: AppState, request: Request) -> Reply:
     statistics = context.engine.stats()
     lines = [line for metric in METRICS for line in _lines(metric, statistics)]
     for name, value in context.registry.stats().items():
-        lines += _described(Metric(name=f"registry_{name}", kind="gauge", help="Known to the HTTP side", source=""), {"": value})
-    memory = Metric(name="resident_memory_bytes", kind="gauge", help="The server process's resident memory", source="")
+        lines += _described(
+            Metric(name=f"registry_{name}", kind="gauge", help="Known to the HTTP side", source=""),
+            {"": value},
+        )
+    memory = Metric(
+        name="resident_memory_bytes", kind="gauge", help="The server process's resident memory", source=""
+    )
     lines += _described(memory, {"": _resident_bytes()})
-    lines += [f"# HELP {PREFIX}requests_total HTTP requests answered", f"# TYPE {PREFIX}requests_total counter"]
+    lines += [
+        f"# HELP {PREFIX}requests_total HTTP requests answered",
+        f"# TYPE {PREFIX}requests_total counter",
+    ]
     for (method, route, status), count in sorted(context.requests.items()):
         lines.append(f'{PREFIX}requests_total{{method="{method}",route="{route}",status="{status}"}} {count}')
     return Response("\n".join(lines) + "\n", media_type=MEDIA_TYPE)
@@ -137,7 +184,9 @@ def _lines(metric: Metric, statistics: Mapping[str, object]) -> Iterable[str]:
         values = found if isinstance(found, dict) else {"": found}
     else:
         values = {value: statistics.get(key) for value, key in metric.source.items()}
-    return _described(metric, {label: value for label, value in values.items() if isinstance(value, int | float)})
+    return _described(
+        metric, {label: value for label, value in values.items() if isinstance(value, int | float)}
+    )
 
 
 def _described(metric: Metric, values: Mapping[str, int | float]) -> list[str]:
@@ -145,7 +194,10 @@ def _described(metric: Metric, values: Mapping[str, int | float]) -> list[str]:
     if not values:
         return []
     name = PREFIX + metric.name
-    samples = [f'{name}{{{metric.label}="{_escaped(label)}"}} {value}' if label else f"{name} {value}" for label, value in values.items()]
+    samples = [
+        f'{name}{{{metric.label}="{_escaped(label)}"}} {value}' if label else f"{name} {value}"
+        for label, value in values.items()
+    ]
     return [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *samples]
 
 
@@ -158,4 +210,6 @@ def _resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-ENDPOINTS = (Endpoint(method="GET", path="/metrics", handler=metrics, for_operator=True, log_level=logging.DEBUG),)
+ENDPOINTS = (
+    Endpoint(method="GET", path="/metrics", handler=metrics, for_operator=True, log_level=logging.DEBUG),
+)

@@ -25,13 +25,24 @@ from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, R
 from skyrl_tx_server.http.streaming import follow, results_of
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
-from skyrl_tx_server.http.wire.openai_replies import ChatDoor, Choices, CompletionFormat, Header, TextDoor, error_json, new_header, usage
+from skyrl_tx_server.http.wire.openai_replies import (
+    ChatDoor,
+    Choices,
+    CompletionFormat,
+    Header,
+    TextDoor,
+    error_json,
+    new_header,
+    usage,
+)
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
 from skyrl_tx_server.http.wire.requests import check_tokens
 
 
 async def chat_completions(context: AppState, request: Request) -> Reply:
-    chat = await read_parsed(context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits))
+    chat = await read_parsed(
+        context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits)
+    )
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
     settings = _ending_turns(chat.ask.settings, tokenizer)
@@ -40,11 +51,17 @@ async def chat_completions(context: AppState, request: Request) -> Reply:
 
 
 async def completions(context: AppState, request: Request) -> Reply:
-    completion = await read_parsed(context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits))
+    completion = await read_parsed(
+        context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits)
+    )
     tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
 
     def ids_of(prompt: str | np.ndarray) -> np.ndarray:
-        return np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32) if isinstance(prompt, str) else prompt
+        return (
+            np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32)
+            if isinstance(prompt, str)
+            else prompt
+        )
 
     prompts = await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in completion.prompts])
     ops = [await _sample(context, completion.ask, completion.ask.settings, prompt) for prompt in prompts]
@@ -52,7 +69,10 @@ async def completions(context: AppState, request: Request) -> Reply:
 
 
 async def list_models(context: AppState, request: Request) -> Reply:
-    return {"object": "list", "data": [_model_json(name, created) for name, created in (await _models(context)).items()]}
+    return {
+        "object": "list",
+        "data": [_model_json(name, created) for name, created in (await _models(context)).items()],
+    }
 
 
 async def get_model(context: AppState, request: Request) -> Reply:
@@ -91,13 +111,17 @@ async def _weights(context: AppState, name: str) -> str | None:
     if is_on_disk(name):
         info = await asyncio.to_thread(context.checkpoints.info, name)
         if info.kind is not CheckpointKind.SAMPLER:
-            raise UserError(f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns")
+            raise UserError(
+                f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns"
+            )
         context.check_base_model(info.base_model)
         return name
     sampler = context.registry.find_sampler(name)
     if sampler is not None:
         if sampler.model_path is not None:
-            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
+            context.checkpoints.check_readable(
+                sampler.model_path
+            )  # it may have been public when the sampler was made
         return sampler.weights
     raise NotFoundError(_no_such_model(context, name))
 
@@ -112,7 +136,9 @@ def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingS
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
 
 
-async def _sample(context: AppState, ask: SamplingRequest, settings: SamplingSettings, prompt: np.ndarray) -> Sample:
+async def _sample(
+    context: AppState, ask: SamplingRequest, settings: SamplingSettings, prompt: np.ndarray
+) -> Sample:
     limit = context.limits.max_context_length
     wanted = 1 if settings.max_tokens is None else settings.max_tokens
     if len(prompt) + wanted > limit:
@@ -123,7 +149,12 @@ async def _sample(context: AppState, ask: SamplingRequest, settings: SamplingSet
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
     check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may know more tokens than the model has
-    return Sample(weights=await _weights(context, ask.model), prompt=prompt, settings=settings, num_samples=ask.num_samples)
+    return Sample(
+        weights=await _weights(context, ask.model),
+        prompt=prompt,
+        settings=settings,
+        num_samples=ask.num_samples,
+    )
 
 
 # --- replies ----------------------------------------------------------------------------------------------------
@@ -146,7 +177,9 @@ async def _whole(context: AppState, request: Request, door: CompletionFormat, op
                 {
                     "index": len(choices),
                     **door.whole(answer.finish(ids, sequence.stop_reason)),
-                    "logprobs": door.logprobs()(ids, sequence.logprobs.tolist()) if door.ask.logprobs else None,
+                    "logprobs": door.logprobs()(ids, sequence.logprobs.tolist())
+                    if door.ask.logprobs
+                    else None,
                     "finish_reason": answer.finish_reason(sequence.stop_reason),
                     **({"token_ids": ids} if door.ask.token_ids else {}),
                 }

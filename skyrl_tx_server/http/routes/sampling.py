@@ -43,27 +43,44 @@ def _weights(context: AppState, *, base_model: str | None, model_path: str | Non
         return None
     info = context.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
-        raise UserError(f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns")
+        raise UserError(
+            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns"
+        )
     context.check_base_model(info.base_model)
     return model_path
 
 
 async def get_sampler(context: AppState, request: Request) -> Reply:
     sampler = context.registry.sampler(request.path_params["sampler_id"])
-    return {"sampler_id": sampler.sampler_id, "base_model": context.base_model, "model_path": sampler.model_path}
+    return {
+        "sampler_id": sampler.sampler_id,
+        "base_model": context.base_model,
+        "model_path": sampler.model_path,
+    }
 
 
 async def asample(context: AppState, request: Request) -> Reply:
-    sample = await read_parsed(context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits))
+    sample = await read_parsed(
+        context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits)
+    )
     if sample.sampler_id is not None:
         sampler = context.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:
-            context.checkpoints.check_readable(sampler.model_path)  # it may have been public when the sampler was made
+            context.checkpoints.check_readable(
+                sampler.model_path
+            )  # it may have been public when the sampler was made
         return _submit(context, sample, weights=sampler.weights, session_id=sampler.session_id)
-    return _submit(context, sample, weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path), session_id=None)
+    return _submit(
+        context,
+        sample,
+        weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path),
+        session_id=None,
+    )
 
 
-def _submit(context: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
+def _submit(
+    context: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None
+) -> Reply:
     op = replace(sample.op, weights=weights)
     key = None
     name = f"sample-{uuid.uuid4().hex}"
@@ -72,9 +89,16 @@ def _submit(context: AppState, sample: SampleRequest, *, weights: str | None, se
         name = f"{sample.sampler_id}:{sample.seq_id}"
     listener = StreamWatcher(follows=False)
     request_id = context.futures.submit(
-        lambda: context.engine.submit(op, listener), kind="sample", key=key, session_id=session_id, withdraw=listener.leave
+        lambda: context.engine.submit(op, listener),
+        kind="sample",
+        key=key,
+        session_id=session_id,
+        withdraw=listener.leave,
     )
-    return {"request_id": request_id, "sample_sequence_ids": [f"{name}:{index}" for index in range(op.num_samples)]}
+    return {
+        "request_id": request_id,
+        "sample_sequence_ids": [f"{name}:{index}" for index in range(op.num_samples)],
+    }
 
 
 ENDPOINTS = (

@@ -49,14 +49,23 @@ async def capabilities(context: AppState, request: Request) -> Reply:
     info = context.engine.info
     return {
         "supported_models": [
-            {"model_name": info.base_model, "max_context_length": info.max_context_length, "trainable": True, "sampleable": True}
+            {
+                "model_name": info.base_model,
+                "max_context_length": info.max_context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
         ]
     }
 
 
 async def stats(context: AppState, request: Request) -> Reply:
     """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
-    return {"engine": context.engine.stats(), "registry": context.registry.stats(), "futures": context.futures.stats()}
+    return {
+        "engine": context.engine.stats(),
+        "registry": context.registry.stats(),
+        "futures": context.futures.stats(),
+    }
 
 
 ENDPOINTS = (

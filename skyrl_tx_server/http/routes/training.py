@@ -10,7 +10,14 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.futures import Outcome, RequestKey
 from skyrl_tx_server.engine.model_registry import Model
-from skyrl_tx_server.engine.operations import CreateModel, LoadWeights, LoraSpec, OpResult, OptimStep, UnloadModel
+from skyrl_tx_server.engine.operations import (
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    OpResult,
+    OptimStep,
+    UnloadModel,
+)
 from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
@@ -19,7 +26,13 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_p
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
-from skyrl_tx_server.http.wire.requests import TrainRequest, check_optimizer_config, parse_adam, parse_lora, parse_training_json
+from skyrl_tx_server.http.wire.requests import (
+    TrainRequest,
+    check_optimizer_config,
+    parse_adam,
+    parse_lora,
+    parse_training_json,
+)
 
 LOOPBACK = ("127.0.0.1", "::1")
 
@@ -58,7 +71,11 @@ def begin_model(
 ) -> Reply:
     """Enter a new model in the books and have the engine make it; if that fails it never was."""
     run = TrainingRun(
-        run_id=op.model_id, base_model=context.base_model, lora=lora, created_at=datetime.now(UTC), user_metadata=user_metadata
+        run_id=op.model_id,
+        base_model=context.base_model,
+        lora=lora,
+        created_at=datetime.now(UTC),
+        user_metadata=user_metadata,
     )
 
     def start() -> Future[OpResult]:
@@ -79,7 +96,9 @@ def begin_model(
             ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
-    request_id = context.futures.submit(start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done)
+    request_id = context.futures.submit(
+        start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done
+    )
     return {"request_id": request_id, "model_id": op.model_id}
 
 
@@ -106,7 +125,10 @@ async def get_info(context: AppState, request: Request) -> Reply:
 async def forward_backward(context: AppState, request: Request) -> Reply:
     """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
-        return _train(context, await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)))
+        return _train(
+            context,
+            await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)),
+        )
     return await _train_json(context, request, forward_only=False)
 
 
@@ -116,7 +138,9 @@ async def forward(context: AppState, request: Request) -> Reply:
 
 async def _train_json(context: AppState, request: Request, *, forward_only: bool) -> Reply:
     def parse(body: bytes) -> TrainRequest:
-        return parse_training_json(parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only)
+        return parse_training_json(
+            parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only
+        )
 
     return _train(context, await read_parsed(context, request, parse, TRAINING_JSON_BODY))
 
@@ -139,7 +163,9 @@ def submit(
 ) -> Reply:
     """Have `start` begin an operation of `model`, once for each `seq_id`; the reply names the request."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
-    request_id = context.futures.submit(start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done)
+    request_id = context.futures.submit(
+        start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done
+    )
     return {"request_id": request_id, "model_id": model.model_id}
 
 
@@ -161,7 +187,9 @@ async def unload_model(context: AppState, request: Request) -> Reply:
     model = context.registry.model(fields.text("model_id"))
     context.registry.forget_model(model.model_id)
     op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}
-    return submit(context, model, lambda: context.engine.submit(op), kind="unload_model", seq_id=None, extra=extra)
+    return submit(
+        context, model, lambda: context.engine.submit(op), kind="unload_model", seq_id=None, extra=extra
+    )
 
 
 ENDPOINTS = (

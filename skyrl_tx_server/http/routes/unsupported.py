@@ -24,9 +24,15 @@ ENDPOINTS = (
     Endpoint(
         method="POST",
         path="/api/v1/copy_weights",
-        handler=_refuse(f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory from its checkpoints_dir"),
+        handler=_refuse(
+            f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory from its checkpoints_dir"
+        ),
     ),
-    Endpoint(method="GET", path="/api/v1/audit", handler=_refuse(f"audit: {_ACCOUNTS}; its log has one line for each request")),
+    Endpoint(
+        method="GET",
+        path="/api/v1/audit",
+        handler=_refuse(f"audit: {_ACCOUNTS}; its log has one line for each request"),
+    ),
     Endpoint(
         method="GET",
         path="/api/v1/billing/usage/events",
@@ -35,7 +41,9 @@ ENDPOINTS = (
     Endpoint(
         method="GET",
         path="/api/v1/billing/usage/checkpoints/current",
-        handler=_refuse(f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the size of every checkpoint"),
+        handler=_refuse(
+            f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the size of every checkpoint"
+        ),
     ),
     Endpoint(
         method="PUT",
@@ -45,7 +53,9 @@ ENDPOINTS = (
     Endpoint(
         method="GET",
         path="/api/v1/sessions/{session_id}/trace_export",
-        handler=_refuse("trace_export: this server keeps no traces and does not implement this call; see GET /api/v1/stats"),
+        handler=_refuse(
+            "trace_export: this server keeps no traces and does not implement this call; see GET /api/v1/stats"
+        ),
     ),
     Endpoint(
         method="POST",
@@ -53,15 +63,27 @@ ENDPOINTS = (
         handler=_refuse("search_sessions: this server does not implement this call; use list_sessions"),
     ),
     Endpoint(
-        method="POST", path="/api/v1/create_custom_loss", handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom")
+        method="POST",
+        path="/api/v1/create_custom_loss",
+        handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom"),
     ),
-    Endpoint(method="POST", path="/api/v1/retrieve_futures", handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future")),
-    Endpoint(method="POST", path="/api/v1/join_sampling_session", handler=_refuse(f"join_sampling_session: {_FLAG}")),
+    Endpoint(
+        method="POST",
+        path="/api/v1/retrieve_futures",
+        handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future"),
+    ),
+    Endpoint(
+        method="POST",
+        path="/api/v1/join_sampling_session",
+        handler=_refuse(f"join_sampling_session: {_FLAG}"),
+    ),
     Endpoint(method="GET", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
     Endpoint(method="DELETE", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
     Endpoint(
         method="POST",
         path="/api/v1/auth/token",
-        handler=_refuse(f"auth/token: {_ACCOUNTS}; any API key that begins with tml- will do where the server has none"),
+        handler=_refuse(
+            f"auth/token: {_ACCOUNTS}; any API key that begins with tml- will do where the server has none"
+        ),
     ),
 )

@@ -12,7 +12,14 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.futures import Outcome, RequestKey
 from skyrl_tx_server.engine.model_registry import Model
-from skyrl_tx_server.engine.operations import LoadWeights, LoraSpec, OpResult, SaveExternal, SaveSampler, SaveWeights
+from skyrl_tx_server.engine.operations import (
+    LoadWeights,
+    LoraSpec,
+    OpResult,
+    SaveExternal,
+    SaveSampler,
+    SaveWeights,
+)
 from skyrl_tx_server.errors import NotFoundError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
 from skyrl_tx_server.files.run_index import TrainingRun
@@ -22,7 +29,11 @@ from skyrl_tx_server.http.routes.training import begin_model, submit
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
 
-CHECKPOINT_TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
+CHECKPOINT_TYPES = {
+    CheckpointKind.TRAINING: "training",
+    CheckpointKind.SAMPLER: "sampler",
+    CheckpointKind.EXTERNAL: "external",
+}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------
@@ -41,7 +52,16 @@ async def save_weights(context: AppState, request: Request) -> Reply:
     model = context.registry.model(model_id)
     path = named(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
-    return save_named(context, model, op, path, kind="save_weights", seq_id=seq_id, ttl_seconds=ttl_seconds, overwrite=overwrite)
+    return save_named(
+        context,
+        model,
+        op,
+        path,
+        kind="save_weights",
+        seq_id=seq_id,
+        ttl_seconds=ttl_seconds,
+        overwrite=overwrite,
+    )
 
 
 async def save_weights_for_sampler(context: AppState, request: Request) -> Reply:
@@ -63,14 +83,22 @@ async def save_weights_for_sampler(context: AppState, request: Request) -> Reply
     if name is not None:
         path = named(model_id, CheckpointKind.SAMPLER, name)
         op = SaveSampler(model_id=model_id, weights=path, user_metadata=user_metadata)
-        return save_named(context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds)
+        return save_named(
+            context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds
+        )
     if sampling_session_seq_id is None:
-        raise UserError("save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id")
+        raise UserError(
+            "save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id"
+        )
     return _save_snapshot(context, model, sampling_session_seq_id, seq_id, user_metadata)
 
 
 def _save_snapshot(
-    context: AppState, model: Model, sampling_session_seq_id: int, seq_id: int | None, user_metadata: dict[str, str]
+    context: AppState,
+    model: Model,
+    sampling_session_seq_id: int,
+    seq_id: int | None,
+    user_metadata: dict[str, str],
 ) -> Reply:
     sampler_id = context.registry.sampler_id(model.session_id, sampling_session_seq_id)
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
@@ -86,7 +114,15 @@ def _save_snapshot(
             context.registry.forget_sampler(sampler_id)
 
     extra = {"sampling_session_id": sampler_id}
-    return submit(context, model, start, kind="save_weights_for_sampler", seq_id=seq_id, extra=extra, when_done=when_done)
+    return submit(
+        context,
+        model,
+        start,
+        kind="save_weights_for_sampler",
+        seq_id=seq_id,
+        extra=extra,
+        when_done=when_done,
+    )
 
 
 def named(model_id: str, kind: CheckpointKind, name: str) -> str:
@@ -112,8 +148,12 @@ def save_named(
 
     def start() -> Future[OpResult]:
         if not overwrite and context.checkpoints.exists(path):
-            raise UserError(f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)")
-        if not context.checkpoints.exists(path):  # a mark that a server which was killed has left of an earlier checkpoint of this name
+            raise UserError(
+                f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
+            )
+        if not context.checkpoints.exists(
+            path
+        ):  # a mark that a server which was killed has left of an earlier checkpoint of this name
             context.ledger.forget(path)
         return context.engine.submit(op)
 
@@ -146,13 +186,17 @@ async def load_weights(context: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore("type", "weights_access_token")  # there are no accounts here whose weights a token could open
+    fields.ignore(
+        "type", "weights_access_token"
+    )  # there are no accounts here whose weights a token could open
     fields.finish()
     if base_model is not None:
         context.check_base_model(base_model)
     lora = _training_checkpoint(context, path)
     if model_id is not None:
-        return _load_into(context, context.registry.model(model_id), path, lora, optimizer=optimizer, seq_id=seq_id)
+        return _load_into(
+            context, context.registry.model(model_id), path, lora, optimizer=optimizer, seq_id=seq_id
+        )
     if session_id is None or model_seq_id is None:
         raise UserError("load_weights: pass model_id, or session_id and model_seq_id")
     new_model_id = context.registry.model_id(session_id, model_seq_id)
@@ -171,7 +215,9 @@ def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
     """The LoRA of a checkpoint that this server can train on."""
     info = context.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
-        raise UserError(f"{path} holds weights without optimizer state; load the path that save_state returned")
+        raise UserError(
+            f"{path} holds weights without optimizer state; load the path that save_state returned"
+        )
     context.check_base_model(info.base_model)
     if info.lora.rank > context.limits.max_lora_rank:
         raise UserError(
@@ -181,16 +227,27 @@ def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
     return info.lora
 
 
-def _load_into(context: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None) -> Reply:
+def _load_into(
+    context: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None
+) -> Reply:
     if (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) != (
         model.lora.rank,
         model.lora.train_attn,
         model.lora.train_mlp,
         model.lora.train_unembed,
     ):
-        raise UserError(f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state")
+        raise UserError(
+            f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state"
+        )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
-    return submit(context, model, lambda: context.engine.submit(op), kind="load_weights", seq_id=seq_id, extra={"path": path})
+    return submit(
+        context,
+        model,
+        lambda: context.engine.submit(op),
+        kind="load_weights",
+        seq_id=seq_id,
+        extra={"path": path},
+    )
 
 
 async def weights_info(context: AppState, request: Request) -> Reply:
@@ -225,7 +282,9 @@ def _runs(context: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[Tr
 
 
 def _run_of(info: CheckpointInfo) -> TrainingRun:
-    return TrainingRun(run_id=info.run_id, base_model=info.base_model, lora=info.lora, created_at=info.created_at)
+    return TrainingRun(
+        run_id=info.run_id, base_model=info.base_model, lora=info.lora, created_at=info.created_at
+    )
 
 
 async def get_training_run(context: AppState, request: Request) -> Reply:
@@ -238,8 +297,12 @@ async def get_training_run(context: AppState, request: Request) -> Reply:
 
 
 def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # oldest first, so the newest stays
-    last_request = context.registry.last_request_at.get(run.run_id) or max([run.created_at, *(info.created_at for info in infos)])
+    last: dict[CheckpointKind, CheckpointInfo] = {
+        info.kind: info for info in infos
+    }  # oldest first, so the newest stays
+    last_request = context.registry.last_request_at.get(run.run_id) or max(
+        [run.created_at, *(info.created_at for info in infos)]
+    )
     training, sampler = last.get(CheckpointKind.TRAINING), last.get(CheckpointKind.SAMPLER)
     return {
         "training_run_id": run.run_id,

@@ -25,12 +25,20 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, object]], *, tools: object, tokenize: bool, add_generation_prompt: bool, **kwargs: object
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        tools: object,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **kwargs: object,
     ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +58,9 @@ def load_tokenizer(model_dir: Path | None) -> Tokenizer:
 @cache
 def _loaded(model_dir: Path | None) -> Tokenizer:
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
-        raise UserError("text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample")
+        raise UserError(
+            "text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample"
+        )
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -58,7 +68,10 @@ def _loaded(model_dir: Path | None) -> Tokenizer:
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], tools: Sequence[object], template_kwargs: Mapping[str, object]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[object],
+    template_kwargs: Mapping[str, object],
 ) -> Rendered:
     """The whole conversation with the generation prompt. UserError for what the chat template has no place for."""
     if not tokenizer.chat_template:
@@ -66,13 +79,20 @@ def render(
     _check_template_kwargs(tokenizer, template_kwargs)
     text = _apply(tokenizer, messages, tools, template_kwargs)
     if tools and text == _apply(tokenizer, messages, (), template_kwargs):
-        raise UserError("tools: this model's chat template has no place for them; use a model whose template takes tools")
-    return Rendered(token_ids=list(tokenizer.encode(text, add_special_tokens=False)), opens_reasoning=text.rstrip().endswith(THINK_OPEN))
+        raise UserError(
+            "tools: this model's chat template has no place for them; use a model whose template takes tools"
+        )
+    return Rendered(
+        token_ids=list(tokenizer.encode(text, add_special_tokens=False)),
+        opens_reasoning=text.rstrip().endswith(THINK_OPEN),
+    )
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, nothing skipped and nothing tidied."""
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return lambda ids: tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 class TextPieces:
@@ -101,20 +121,36 @@ class TextPieces:
 
 
 def _apply(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], tools: Sequence[object], template_kwargs: Mapping[str, object]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[object],
+    template_kwargs: Mapping[str, object],
 ) -> str:
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **template_kwargs
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **template_kwargs,
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"messages: the model's chat template refuses them: {error}") from None
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, object]) -> None:
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else " ".join((tokenizer.chat_template or {}).values())
+    template = (
+        tokenizer.chat_template
+        if isinstance(tokenizer.chat_template, str)
+        else " ".join((tokenizer.chat_template or {}).values())
+    )
     for name in template_kwargs:
-        if name in ("tools", "tokenize", "add_generation_prompt", "conversation", "messages") or name not in template:
-            raise UserError(f"chat_template_kwargs: this model's chat template has no {name[:80]!r}; leave it out")
+        if (
+            name in ("tools", "tokenize", "add_generation_prompt", "conversation", "messages")
+            or name not in template
+        ):
+            raise UserError(
+                f"chat_template_kwargs: this model's chat template has no {name[:80]!r}; leave it out"
+            )

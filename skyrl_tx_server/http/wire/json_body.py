@@ -14,7 +14,9 @@ import orjson
 
 from skyrl_tx_server.errors import UserError
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, so that the scan is linear for every input
+_STRING = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
+)  # possessive, so that the scan is linear for every input
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _STEPS = np.zeros(256, np.int8)
@@ -48,7 +50,9 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
 
 
 def _check(body: bytes, bounds: JsonBounds) -> None:
-    num_quotes = body.count(b'"') - body.count(b'\\"')  # at least half of the strings' ends, whatever stands in them
+    num_quotes = body.count(b'"') - body.count(
+        b'\\"'
+    )  # at least half of the strings' ends, whatever stands in them
     brackets = body.translate(None, _NOT_BRACKETS)
     if body.count(b",") < bounds.values and num_quotes <= bounds.strings and len(brackets) <= bounds.depth:
         return
@@ -65,4 +69,6 @@ def _check(body: bytes, bounds: JsonBounds) -> None:
 
 
 def _exceeds(what: str, bound: int) -> UserError:
-    return UserError(f"the JSON body has more than {bound} {what}, which is this route's limit; send less in one request")
+    return UserError(
+        f"the JSON body has more than {bound} {what}, which is this route's limit; send less in one request"
+    )

@@ -22,7 +22,9 @@ class JsonReader:
     def __init__(self, body: object, where: str) -> None:
         if not isinstance(body, dict):
             raise UserError(f"{where}: expected a JSON object, got {type(body).__name__}")
-        self._values: dict[str, object] = {str(name): value for name, value in body.items() if value is not None}
+        self._values: dict[str, object] = {
+            str(name): value for name, value in body.items() if value is not None
+        }
         self._where = where
         self._read: set[str] = set()
 
@@ -43,7 +45,9 @@ class JsonReader:
         if value is not None and not isinstance(value, str):
             raise self._wrong(name, "a string", value)
         if value is not None and max_length is not None and len(value) > max_length:
-            raise UserError(f"{self._where}: {name} has {len(value)} characters; at most {max_length} are accepted")
+            raise UserError(
+                f"{self._where}: {name} has {len(value)} characters; at most {max_length} are accepted"
+            )
         return value
 
     def text(self, name: str) -> str:
@@ -104,7 +108,9 @@ class JsonReader:
         made: dict[str, str] = {}
         for key, value in values.items():
             if len(key) > MAX_METADATA_NAME_LENGTH:
-                raise UserError(f"{where}: {quoted(key)} is too long a name; at most {MAX_METADATA_NAME_LENGTH} characters are accepted")
+                raise UserError(
+                    f"{where}: {quoted(key)} is too long a name; at most {MAX_METADATA_NAME_LENGTH} characters are accepted"
+                )
             if isinstance(value, dict | list):
                 raise UserError(f"{where}: the value of {quoted(key)} must be a string")
             made[key] = value if isinstance(value, str) else str(value)
@@ -136,7 +142,9 @@ class JsonReader:
         """Refuse what nobody read: it might have changed the result."""
         unknown = sorted(set(self._values) - self._read)
         if unknown:
-            raise UserError(f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave it out")
+            raise UserError(
+                f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave it out"
+            )
 
 
 def is_finite_number(value: object) -> bool:
@@ -155,7 +163,9 @@ def quoted(value: object) -> str:
         return repr(value[:MAX_QUOTED_LENGTH])
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return f"an object of {len(value)} members" if isinstance(value, dict) else repr(value)[:MAX_QUOTED_LENGTH]
+    return (
+        f"an object of {len(value)} members" if isinstance(value, dict) else repr(value)[:MAX_QUOTED_LENGTH]
+    )
 
 
 def named(names: list[str]) -> str:

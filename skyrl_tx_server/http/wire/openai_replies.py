@@ -12,7 +12,15 @@ from skyrl_tx_server.engine.operations import Sample, StopReason
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UnauthorizedError, UserError
 from skyrl_tx_server.http.wire.chat_format import Rendered, TextPieces, Tokenizer, decoder
 from skyrl_tx_server.http.wire.openai_requests import ChatRequest, CompletionRequest
-from skyrl_tx_server.http.wire.output_parser import Answer, AnswerParser, Content, ParsedDelta, Part, ReasoningText, ToolCall
+from skyrl_tx_server.http.wire.output_parser import (
+    Answer,
+    AnswerParser,
+    Content,
+    ParsedDelta,
+    Part,
+    ReasoningText,
+    ToolCall,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +45,9 @@ class ChatDoor:
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
-        return Answer(self._decode, self.ask.settings.stop_strings, AnswerParser(calls=self._calls, part=self._part))
+        return Answer(
+            self._decode, self.ask.settings.stop_strings, AnswerParser(calls=self._calls, part=self._part)
+        )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"message": message_json(pieces)}
@@ -98,12 +108,16 @@ class Choices:
             yield self._chunk(
                 index,
                 self._door.delta(pieces, self._calls[index]),
-                logprobs=self._logprobs[index](news.tokens, news.logprobs) if self._door.ask.logprobs else None,
+                logprobs=self._logprobs[index](news.tokens, news.logprobs)
+                if self._door.ask.logprobs
+                else None,
                 **({"token_ids": list(news.tokens)} if self._door.ask.token_ids else {}),
             )
         self._calls[index] += sum(isinstance(piece, ToolCall) for piece in pieces)
         if news.ended is not None:
-            yield self._chunk(index, self._door.delta((), 0), logprobs=None, finish_reason=answer.finish_reason(news.ended))
+            yield self._chunk(
+                index, self._door.delta((), 0), logprobs=None, finish_reason=answer.finish_reason(news.ended)
+            )
 
     def _chunk(self, index: int, delta: Mapping[str, object], **more: object) -> dict[str, object]:
         return self._header.with_choices([{"index": index, **delta, "finish_reason": None, **more}])
@@ -119,7 +133,13 @@ class Header:
     model: str
 
     def with_choices(self, choices: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": list(choices)}
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
 
 
 def new_header(prefix: str, kind: str, model: str) -> Header:
@@ -158,11 +178,15 @@ def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, ob
         delta["reasoning_content"] = reasoning
     calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
     if calls:
-        delta["tool_calls"] = [{"index": calls_before + at, **_call_json(call)} for at, call in enumerate(calls)]
+        delta["tool_calls"] = [
+            {"index": calls_before + at, **_call_json(call)} for at, call in enumerate(calls)
+        ]
     return delta
 
 
-def chat_logprobs(ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]) -> dict[str, object]:
+def chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]
+) -> dict[str, object]:
     """Of every sampled token, the one that ended the answer included."""
     tokens = [decode([token]) for token in ids]
     return {
@@ -199,6 +223,23 @@ def _call_json(call: ToolCall) -> dict[str, object]:
 
 def error_json(error: ServerError, message: str | None = None) -> dict[str, object]:
     """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the error's own."""
-    kind = "invalid_request_error" if isinstance(error, UserError) else "rate_limit_error" if error.status == 429 else "server_error"
-    code = {NotFoundError: "model_not_found", TooLongError: "context_length_exceeded", UnauthorizedError: "invalid_api_key"}
-    return {"error": {"message": message or str(error), "type": kind, "param": None, "code": code.get(type(error))}}
+    kind = (
+        "invalid_request_error"
+        if isinstance(error, UserError)
+        else "rate_limit_error"
+        if error.status == 429
+        else "server_error"
+    )
+    code = {
+        NotFoundError: "model_not_found",
+        TooLongError: "context_length_exceeded",
+        UnauthorizedError: "invalid_api_key",
+    }
+    return {
+        "error": {
+            "message": message or str(error),
+            "type": kind,
+            "param": None,
+            "code": code.get(type(error)),
+        }
+    }

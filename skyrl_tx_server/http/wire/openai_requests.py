@@ -17,7 +17,15 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
 from skyrl_tx_server.http.wire.requests import Limits, check_tokens, integers, parse_sampling_params
 
 MAX_CHOICES = 128
-HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+HARMLESS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
 ECHOED = ("annotations", "provider_specific_fields")
 """What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on the provider's answer."""
 _NOT_SAMPLED_SO = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
@@ -57,7 +65,9 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     fields = JsonReader(body, "chat/completions")
     logprobs = fields.flag("logprobs", False)
     if fields.optional_integer("top_logprobs"):
-        raise UserError("chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled tokens")
+        raise UserError(
+            "chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled tokens"
+        )
     for name, alternative in (
         ("functions", "use tools"),
         ("function_call", "use tools"),
@@ -77,12 +87,20 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
         case "none":
             tools = ()
         case _:
-            raise UserError("chat/completions: tool_choice must be 'auto' or 'none'; this server cannot force a call")
+            raise UserError(
+                "chat/completions: tool_choice must be 'auto' or 'none'; this server cannot force a call"
+            )
     if tools and not fields.flag("parallel_tool_calls", True):
         raise UserError("chat/completions: parallel_tool_calls=false is not supported; leave it out")
     for tool in tools:
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise UserError(f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}")
+        if (
+            not isinstance(tool, dict)
+            or tool.get("type") != "function"
+            or not isinstance(tool.get("function"), dict)
+        ):
+            raise UserError(
+                f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}"
+            )
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
@@ -97,7 +115,9 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     fields = JsonReader(body, "completions")
     count = fields.optional_integer("logprobs")
     if count:
-        raise UserError("completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the sampled tokens'")
+        raise UserError(
+            "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the sampled tokens'"
+        )
     fields.refuse("echo", "the prompt is yours already")
     fields.refuse("suffix", "this model continues a text, it does not fill gaps")
     ask = _ask(fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens"))
@@ -122,10 +142,16 @@ def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int 
     if fields.mapping("logit_bias"):
         raise UserError(f"logit_bias is not supported by this server; {_NOT_SAMPLED_SO}")
     if fields.mapping("response_format").get("type", "text") != "text":
-        raise UserError("response_format: only {'type': 'text'}; this server does not constrain what a model writes")
-    params = {"max_tokens": max_tokens} | {name: fields.anything(name) for name in ("temperature", "top_p", "top_k", "seed")}
+        raise UserError(
+            "response_format: only {'type': 'text'}; this server does not constrain what a model writes"
+        )
+    params = {"max_tokens": max_tokens} | {
+        name: fields.anything(name) for name in ("temperature", "top_p", "top_k", "seed")
+    }
     settings = parse_sampling_params(params, limits)
-    stop_token_ids = check_tokens(integers(fields.items("stop_token_ids"), "stop_token_ids"), "stop_token_ids", limits)
+    stop_token_ids = check_tokens(
+        integers(fields.items("stop_token_ids"), "stop_token_ids"), "stop_token_ids", limits
+    )
     num_samples = 1 if (n := fields.optional_integer("n")) is None else n
     if not 1 <= num_samples <= MAX_CHOICES:
         raise UserError(f"n={num_samples} must lie between 1 and {MAX_CHOICES}")
@@ -137,7 +163,11 @@ def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int 
     return SamplingRequest(
         model=fields.text("model"),
         # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
-        settings=replace(settings, stop_strings=tuple(str(text) for text in stops), stop_token_ids=tuple(stop_token_ids.tolist())),
+        settings=replace(
+            settings,
+            stop_strings=tuple(str(text) for text in stops),
+            stop_token_ids=tuple(stop_token_ids.tolist()),
+        ),
         num_samples=num_samples,
         stream=fields.flag("stream", False),
         include_usage=include_usage,
@@ -149,7 +179,9 @@ def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int 
 def _max_tokens(fields: JsonReader) -> int | None:
     old, new = fields.optional_integer("max_tokens"), fields.optional_integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
-        raise UserError(f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one")
+        raise UserError(
+            f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one"
+        )
     return old if new is None else new
 
 
@@ -159,8 +191,13 @@ def _message(index: int, message: object) -> dict[str, object]:
     fields = JsonReader(message, where)
     role = fields.text("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise UserError(f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool")
-    made: dict[str, object] = {"role": "system" if role == "developer" else role, "content": _content(fields.anything("content"), where)}
+        raise UserError(
+            f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool"
+        )
+    made: dict[str, object] = {
+        "role": "system" if role == "developer" else role,
+        "content": _content(fields.anything("content"), where),
+    }
     for name in ("name", "tool_call_id"):
         if (text := fields.optional_text(name)) is not None:
             made[name] = text
@@ -184,8 +221,12 @@ def _reasoning(fields: JsonReader, where: str) -> str | None:
     if text is not None and same is not None and text != same:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
     text = same if text is None else text
-    if fields.items("thinking_blocks") and not text:  # LiteLLM sends the same text as reasoning_content as well
-        raise UserError(f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content")
+    if (
+        fields.items("thinking_blocks") and not text
+    ):  # LiteLLM sends the same text as reasoning_content as well
+        raise UserError(
+            f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"
+        )
     return text
 
 
@@ -197,7 +238,9 @@ def _content(content: object, where: str) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only")
+            raise UserError(
+                f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only"
+            )
         texts.append(part["text"])
     return "".join(texts)
 
@@ -208,7 +251,10 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was
             arguments = parse_json(arguments.encode())
-    made: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": {} if arguments is None else arguments}}
+    made: dict[str, object] = {
+        "type": "function",
+        "function": {"name": name, "arguments": {} if arguments is None else arguments},
+    }
     if isinstance(call, dict) and isinstance(call.get("id"), str):
         made["id"] = call["id"]
     return made
@@ -226,4 +272,7 @@ def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:
         raise UserError(f"completions: {len(prompt)} prompts; at most {MAX_CHOICES} in one request")
     if not all(isinstance(item, str | list) and item for item in prompt):
         raise wrong
-    return tuple(item if isinstance(item, str) else check_tokens(integers(item, "prompt"), "prompt", limits) for item in prompt)
+    return tuple(
+        item if isinstance(item, str) else check_tokens(integers(item, "prompt"), "prompt", limits)
+        for item in prompt
+    )

@@ -103,7 +103,9 @@ class AnswerParser:
             case Part.AFTER_REASONING:
                 return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
             case Part.CONTENT:
-                before, opened, after = self._held.partition(CALL_OPEN) if self._calls else (self._held, "", "")
+                before, opened, after = (
+                    self._held.partition(CALL_OPEN) if self._calls else (self._held, "", "")
+                )
                 if opened:
                     text = before.rstrip()
                     self._opening = before[len(text) :] + CALL_OPEN
@@ -124,7 +126,9 @@ class AnswerParser:
         self._part, self._held = part, held
         return [] if piece is None or (not isinstance(piece, ToolCall) and not piece.text) else [piece]
 
-    def _release(self, kind: type[ReasoningText] | type[Content], tags: Sequence[str]) -> list[ParsedDelta] | None:
+    def _release(
+        self, kind: type[ReasoningText] | type[Content], tags: Sequence[str]
+    ) -> list[ParsedDelta] | None:
         """Let go of what no tag can begin in; the white space before a tag belongs to the tag."""
         safe = len(self._held) - longest_beginning(self._held, tags)
         text = self._held[:safe].rstrip() if tags else self._held
@@ -167,7 +171,9 @@ class StopCutter:
 class Answer:
     """One sample on its way from token ids to pieces; the token that ended it leaves no text."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None
+    ) -> None:
         self._text = TextPieces(decode)
         self._cutter = StopCutter(stop_strings)
         self._parser = parser
@@ -207,7 +213,12 @@ def longest_beginning(text: str, tags: Sequence[str]) -> int:
     >>> longest_beginning("see </thi", ["</think>"])
     5
     """
-    lengths = [length for tag in tags for length in range(1, min(len(tag) - 1, len(text)) + 1) if text.endswith(tag[:length])]
+    lengths = [
+        length
+        for tag in tags
+        for length in range(1, min(len(tag) - 1, len(text)) + 1)
+        if text.endswith(tag[:length])
+    ]
     return max(lengths, default=0)
 
 
@@ -220,4 +231,7 @@ def _tool_call(body: str) -> ToolCall | None:
         return None
     if not isinstance(name, str):
         return None
-    return ToolCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(
+        name=name,
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+    )

@@ -69,7 +69,8 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
     loss_fn = parse_loss_fn(request.loss_fn)
     config: dict[str, object] = dict(request.loss_fn_config)
     config |= {
-        name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in request.loss_fn_config_v2.items()
+        name: value.number if value.WhichOneof("value") == "number" else value.text
+        for name, value in request.loss_fn_config_v2.items()
     }
     if not request.model_id:
         raise UserError("forward_backward: model_id is missing")
@@ -88,7 +89,9 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         data=tuple(data),
         forward_only=request.forward_only,
     )
-    return TrainRequest(seq_id=request.seq_id or None, op=op)  # proto3 cannot tell 0 from unset; the SDK counts from 1
+    return TrainRequest(
+        seq_id=request.seq_id or None, op=op
+    )  # proto3 cannot tell 0 from unset; the SDK counts from 1
 
 
 def _check_fields(body: bytes) -> None:
@@ -103,7 +106,9 @@ def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: in
     while at < end:
         count += 1
         if count > MAX_FIELDS:
-            raise UserError(f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums at once")
+            raise UserError(
+                f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums at once"
+            )
         tag, at = _varint(body, at)
         match tag & 7:
             case 0:
@@ -143,9 +148,13 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise UserError(f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send encoded_text tokens")
+            raise UserError(
+                f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send encoded_text tokens"
+            )
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
-    tokens = check_tokens(np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits)
+    tokens = check_tokens(
+        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), f"{where}: model_input", limits
+    )
     inputs = {name: _tensor(tensor, f"{where}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
     return check_datum(index, tokens, inputs, loss_fn, limits)
 
@@ -182,7 +191,9 @@ def _refuse_unknown(message: Message, where: str) -> None:
     """A field number we do not know is a feature of a newer SDK that this server would ignore."""
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
-        raise UserError(f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38")
+        raise UserError(
+            f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38"
+        )
 
 
 def has_proto_form(result: OpResult) -> bool:
@@ -221,7 +232,10 @@ def _sample(result: SampleResult) -> pb.SampleResponse:
 def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
     length, k = topk.token_ids.shape
     return pb.TopkLogprobs(
-        token_ids=topk.token_ids.astype("<i4").tobytes(), logprobs=topk.logprobs.astype("<f4").tobytes(), k=k, length=length
+        token_ids=topk.token_ids.astype("<i4").tobytes(),
+        logprobs=topk.logprobs.astype("<f4").tobytes(),
+        k=k,
+        length=length,
     )
 
 
@@ -231,8 +245,12 @@ def _float_cells(cells: CsrMatrix) -> pb.Tensor:
     if cells.crow_indices is None or cells.col_indices is None:
         tensor.dense = values
     else:
-        crow_indices, col_indices = (indices.astype("<i8").tobytes() for indices in (cells.crow_indices, cells.col_indices))
-        tensor.sparse_csr.CopyFrom(pb.SparseCsr(values=values, crow_indices=crow_indices, col_indices=col_indices))
+        crow_indices, col_indices = (
+            indices.astype("<i8").tobytes() for indices in (cells.crow_indices, cells.col_indices)
+        )
+        tensor.sparse_csr.CopyFrom(
+            pb.SparseCsr(values=values, crow_indices=crow_indices, col_indices=col_indices)
+        )
     return tensor
 
 

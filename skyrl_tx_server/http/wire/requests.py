@@ -93,7 +93,9 @@ class SampleRequest:
 
 def check_ttl(ttl_seconds: int | None) -> int | None:
     if ttl_seconds is not None and not 1 <= ttl_seconds <= TEN_YEARS_S:
-        raise UserError(f"ttl_seconds={ttl_seconds} must lie between 1 and {TEN_YEARS_S} (ten years); leave it out to keep the checkpoint")
+        raise UserError(
+            f"ttl_seconds={ttl_seconds} must lie between 1 and {TEN_YEARS_S} (ten years); leave it out to keep the checkpoint"
+        )
     return ttl_seconds
 
 
@@ -127,7 +129,9 @@ def parse_lora(body: object, limits: Limits) -> LoraSpec:
     if not 0 <= spec.seed <= MAX_SEED:
         raise UserError(f"lora_config: seed={spec.seed} must lie between 0 and 2**63 - 1")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
-        raise UserError("lora_config: nothing to train; at least one of train_attn, train_mlp, train_unembed must be true")
+        raise UserError(
+            "lora_config: nothing to train; at least one of train_attn, train_mlp, train_unembed must be true"
+        )
     return spec
 
 
@@ -135,7 +139,9 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
     """The optimizer settings of an optim_step body."""
     other = fields.mapping("optimizer_params")
     if other:
-        raise UserError(f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW (tinker.AdamParams)")
+        raise UserError(
+            f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW (tinker.AdamParams)"
+        )
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
     default = AdamSettings()
     adam = AdamSettings(
@@ -181,7 +187,9 @@ def integers(values: list[object], where: str) -> np.ndarray:
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise UserError(f"{where}: expected a flat list of integers, got {array.ndim} dimension(s) of {array.dtype}")
+        raise UserError(
+            f"{where}: expected a flat list of integers, got {array.ndim} dimension(s) of {array.dtype}"
+        )
     return array.astype(np.int64)
 
 
@@ -203,7 +211,9 @@ def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
         chunk = JsonReader(chunk_body, f"{where} chunk")
         kind = chunk.optional_text("type") or "encoded_text"
         if kind != "encoded_text":
-            raise UserError(f"{where}: {kind} chunks are not supported by this text-only server; send encoded_text tokens")
+            raise UserError(
+                f"{where}: {kind} chunks are not supported by this text-only server; send encoded_text tokens"
+            )
         parts.append(integers(chunk.items("tokens"), where))
         chunk.finish()
     fields.finish()
@@ -212,20 +222,28 @@ def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
 
 def parse_stop(stop: object) -> SamplingSettings:
     """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
-    wrong = UserError(f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {quoted(stop)}")
+    wrong = UserError(
+        f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {quoted(stop)}"
+    )
     if stop is None:
         return SamplingSettings()
     values = [stop] if isinstance(stop, str) else stop
     if not isinstance(values, list):
         raise wrong
-    if len(values) > MAX_STOPS or any(isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values):
-        raise UserError(f"sampling_params: stop takes at most {MAX_STOPS} entries of at most {MAX_STOP_LENGTH} characters")
+    if len(values) > MAX_STOPS or any(
+        isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values
+    ):
+        raise UserError(
+            f"sampling_params: stop takes at most {MAX_STOPS} entries of at most {MAX_STOP_LENGTH} characters"
+        )
     strings = tuple(value for value in values if isinstance(value, str))
     token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
     if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
         raise wrong
     if "" in strings:
-        raise UserError("sampling_params: an empty stop string would stop before the first token; leave it out")
+        raise UserError(
+            "sampling_params: an empty stop string would stop before the first token; leave it out"
+        )
     return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
 
 
@@ -243,14 +261,18 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     if settings.max_tokens is not None and settings.max_tokens < 1:
         raise UserError(f"sampling_params: max_tokens={settings.max_tokens} must be at least 1")
     if settings.temperature < 0:
-        raise UserError(f"sampling_params: temperature={settings.temperature} must not be negative (0 is greedy)")
+        raise UserError(
+            f"sampling_params: temperature={settings.temperature} must not be negative (0 is greedy)"
+        )
     if settings.top_k != -1 and settings.top_k < 1:
         raise UserError(f"sampling_params: top_k={settings.top_k} must be -1 (off) or at least 1")
     if not 0 < settings.top_p <= 1:
         raise UserError(f"sampling_params: top_p={settings.top_p} must lie in (0, 1]")
     for token_id in settings.stop_token_ids:
         if token_id >= limits.vocab_size:
-            raise UserError(f"sampling_params: stop token {token_id} is outside this model's vocabulary of {limits.vocab_size}")
+            raise UserError(
+                f"sampling_params: stop token {token_id} is outside this model's vocabulary of {limits.vocab_size}"
+            )
     if settings.seed is not None and not 0 <= settings.seed <= MAX_SEED:
         raise UserError(f"sampling_params: seed={settings.seed} must lie between 0 and 2**63 - 1")
     return settings
@@ -278,7 +300,9 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     )
     fields.finish()
     if not 1 <= op.num_samples <= MAX_SAMPLES_PER_REQUEST:
-        raise UserError(f"asample: num_samples={op.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}")
+        raise UserError(
+            f"asample: num_samples={op.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}"
+        )
     if op.prompt.size == 0:
         raise UserError("asample: the prompt is empty; send at least one token")
     wanted = op.settings.max_tokens or 1
@@ -286,22 +310,33 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         raise UserError(
             f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} > {limits.max_context_length}"
         )
-    for name, k in (("topk_prompt_logprobs", op.topk_prompt_logprobs), ("topk_sample_logprobs", op.topk_sample_logprobs)):
+    for name, k in (
+        ("topk_prompt_logprobs", op.topk_prompt_logprobs),
+        ("topk_sample_logprobs", op.topk_sample_logprobs),
+    ):
         if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size):
             raise UserError(f"asample: {name}={k} must lie between 0 and {min(MAX_TOP_K, limits.vocab_size)}")
     last_n = op.prompt_logprobs_last_n
     if last_n is not None and not (op.prompt_logprobs and 1 <= last_n < op.prompt.size):
-        raise UserError(f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and len(prompt) - 1")
+        raise UserError(
+            f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and len(prompt) - 1"
+        )
     if op.target_prompt_tokens is not None:
-        op = replace(op, target_prompt_tokens=_check_prompt_targets(op.target_prompt_tokens, op.prompt.size, limits))
-    return SampleRequest(sampler_id=sampler_id, seq_id=seq_id, base_model=base_model, model_path=model_path, op=op)
+        op = replace(
+            op, target_prompt_tokens=_check_prompt_targets(op.target_prompt_tokens, op.prompt.size, limits)
+        )
+    return SampleRequest(
+        sampler_id=sampler_id, seq_id=seq_id, base_model=base_model, model_path=model_path, op=op
+    )
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
     """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is asked."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
-        raise UserError(f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token after the first")
+        raise UserError(
+            f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token after the first"
+        )
     if targets.values.dtype.kind not in "iu":
         raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
     asked = targets.values[targets.values != -1]
@@ -322,7 +357,9 @@ def parse_loss_fn(name: str) -> LossFn:
     except ValueError:
         known = ", ".join(loss.value for loss in LossFn)
         if name == "custom":
-            raise UserError(f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}") from None
+            raise UserError(
+                f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}"
+            ) from None
         raise UserError(f"loss {quoted(name)} is not supported by this server; use one of: {known}") from None
 
 
@@ -333,8 +370,12 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
             allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
         if not is_finite_number(value) or not isinstance(value, int | float) or value < 0:
-            raise UserError(f"loss_fn_config: {name} must be a finite number, not negative, got {quoted(value)}")
-    settings = LossSettings(**{name: float(value) for name, value in config.items() if isinstance(value, int | float)})
+            raise UserError(
+                f"loss_fn_config: {name} must be a finite number, not negative, got {quoted(value)}"
+            )
+    settings = LossSettings(
+        **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
+    )
     low, high = settings.clip_low_threshold, settings.clip_high_threshold
     if low > high:
         raise UserError(
@@ -343,7 +384,9 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
     return settings
 
 
-def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits) -> TrainDatum:
+def check_datum(
+    index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits
+) -> TrainDatum:
     """One datum from its decoded arrays, with every property the loss relies on checked."""
     where = f"datum {index}"
     expected = LOSS_INPUTS[loss_fn]
@@ -352,17 +395,25 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
             hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
             raise UserError(f"{where}: loss {loss_fn.value} does not use the input {quoted(name)}; {hint}")
         if array.ndim != 1 and (array.ndim != 2 or loss_fn is not LossFn.CROSS_ENTROPY):
-            takes = "[N] or [N, K]" if loss_fn is LossFn.CROSS_ENTROPY else "[N]: only cross_entropy takes several targets per position"
+            takes = (
+                "[N] or [N, K]"
+                if loss_fn is LossFn.CROSS_ENTROPY
+                else "[N]: only cross_entropy takes several targets per position"
+            )
             raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
         if len(array) != tokens.size:
-            raise UserError(f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must be equal")
+            raise UserError(
+                f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must be equal"
+            )
     missing = expected - set(inputs) - {"weights"}
     if missing:
         raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
     if tokens.size == 0:
         raise UserError(f"{where}: model_input is empty")
     if tokens.size > limits.max_context_length:
-        raise UserError(f"{where}: {tokens.size} tokens exceed the model's context window of {limits.max_context_length}")
+        raise UserError(
+            f"{where}: {tokens.size} tokens exceed the model's context window of {limits.max_context_length}"
+        )
     targets = inputs["target_tokens"]
     if targets.dtype.kind not in "iu":
         raise UserError(f"{where}: target_tokens must be int64, got {targets.dtype}")
@@ -381,7 +432,9 @@ def check_datum(index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray]
         sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
     if loss_fn is LossFn.GSPO and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
-        raise UserError(f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion")
+        raise UserError(
+            f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion"
+        )
     return made
 
 
@@ -398,20 +451,42 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
 def check_request_cells(num_targets: int) -> None:
     """Of all datums so far; called after each, before the next one is unfolded."""
     if num_targets > MAX_REQUEST_CELLS:
-        raise UserError(f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once")
+        raise UserError(
+            f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once"
+        )
 
 
-def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str) -> CsrMatrix:
+def cells_from_csr(
+    values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str
+) -> CsrMatrix:
     """A checked sparse matrix; crow_indices and col_indices are int64."""
-    wrong = UserError(f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape {list(shape)}")
-    if len(shape) != 2 or min(shape) < 0 or shape[1] >= 1 << 31 or crow_indices.ndim != 1 or len(crow_indices) != shape[0] + 1:
+    wrong = UserError(
+        f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape {list(shape)}"
+    )
+    if (
+        len(shape) != 2
+        or min(shape) < 0
+        or shape[1] >= 1 << 31
+        or crow_indices.ndim != 1
+        or len(crow_indices) != shape[0] + 1
+    ):
         raise wrong
     counts = np.diff(crow_indices)
-    if crow_indices[0] != 0 or crow_indices[-1] != len(values) or len(col_indices) != len(values) or (counts < 0).any():
+    if (
+        crow_indices[0] != 0
+        or crow_indices[-1] != len(values)
+        or len(col_indices) != len(values)
+        or (counts < 0).any()
+    ):
         raise wrong
     if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
         raise wrong
-    cells = CsrMatrix(values=values, shape=(int(shape[0]), int(shape[1])), crow_indices=crow_indices, col_indices=col_indices)
+    cells = CsrMatrix(
+        values=values,
+        shape=(int(shape[0]), int(shape[1])),
+        crow_indices=crow_indices,
+        col_indices=col_indices,
+    )
     places = cells.rows() * shape[1] + col_indices
     if len(np.unique(places)) != len(places):
         raise UserError(f"{where}: a cell is listed twice")
@@ -420,7 +495,9 @@ def cells_from_csr(values: np.ndarray, crow_indices: np.ndarray, col_indices: np
 
 def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
-        raise UserError(f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a smaller one")
+        raise UserError(
+            f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a smaller one"
+        )
     return cells.dense()
 
 
@@ -467,13 +544,19 @@ def _parse_dense_tensor(body: object, where: str) -> np.ndarray:
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
     """The JSON body of forward_backward and forward, as SDK 0.24 and older send it."""
     fields = JsonReader(body, "forward" if forward_only else "forward_backward")
-    inner = JsonReader(fields.mapping("forward_input" if forward_only else "forward_backward_input"), "forward_backward_input")
+    inner = JsonReader(
+        fields.mapping("forward_input" if forward_only else "forward_backward_input"),
+        "forward_backward_input",
+    )
     loss_fn = parse_loss_fn(inner.text("loss_fn"))
     data, num_targets = [], 0
     for index, datum_body in enumerate(inner.items("data")):
         datum = JsonReader(datum_body, f"datum {index}")
         tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
-        inputs = {name: _parse_dense_tensor(value, f"datum {index}: {name}") for name, value in datum.mapping("loss_fn_inputs").items()}
+        inputs = {
+            name: _parse_dense_tensor(value, f"datum {index}: {name}")
+            for name, value in datum.mapping("loss_fn_inputs").items()
+        }
         datum.finish()
         data.append(check_datum(index, tokens, inputs, loss_fn, limits))
         num_targets += data[-1].target_tokens.size

@@ -36,16 +36,28 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
                     }
                     for sequence in result.sequences
                 ],
-                "prompt_logprobs": None if result.prompt_logprobs is None else _nullable(result.prompt_logprobs),
-                "topk_prompt_logprobs": None if result.topk_prompt_logprobs is None else _json_topk(result.topk_prompt_logprobs),
-                "target_prompt_logprobs": None if result.target_prompt_logprobs is None else _json_cells(result.target_prompt_logprobs),
+                "prompt_logprobs": None
+                if result.prompt_logprobs is None
+                else _nullable(result.prompt_logprobs),
+                "topk_prompt_logprobs": None
+                if result.topk_prompt_logprobs is None
+                else _json_topk(result.topk_prompt_logprobs),
+                "target_prompt_logprobs": None
+                if result.target_prompt_logprobs is None
+                else _json_cells(result.target_prompt_logprobs),
                 "prompt_cache_hit_tokens": result.prompt_cache_hit_tokens,
             }
         case ForwardBackwardResult():
             return {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
-                    {"logprobs": {"data": _json_floats(logprobs.reshape(-1)), "dtype": "float32", "shape": list(logprobs.shape)}}
+                    {
+                        "logprobs": {
+                            "data": _json_floats(logprobs.reshape(-1)),
+                            "dtype": "float32",
+                            "shape": list(logprobs.shape),
+                        }
+                    }
                     for logprobs in result.logprobs
                 ],
                 "metrics": _json_metrics(result.metrics),
@@ -90,5 +102,8 @@ def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]
 def _json_cells(cells: CsrMatrix) -> dict[str, object]:
     sparse: dict[str, object] = {}
     if cells.crow_indices is not None and cells.col_indices is not None:
-        sparse = {"sparse_crow_indices": cells.crow_indices.tolist(), "sparse_col_indices": cells.col_indices.tolist()}
+        sparse = {
+            "sparse_crow_indices": cells.crow_indices.tolist(),
+            "sparse_col_indices": cells.col_indices.tolist(),
+        }
     return {"data": _json_floats(cells.values), "dtype": "float32", "shape": list(cells.shape), **sparse}

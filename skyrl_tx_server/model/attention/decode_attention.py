@@ -31,7 +31,9 @@ def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Seque
     total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(
         (
-            jnp.einsum("bkgs,bksh->bkgh", weight.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
+            jnp.einsum(
+                "bkgs,bksh->bkgh", weight.astype(q.dtype), segment.values, preferred_element_type=jnp.float32
+            )
             for weight, segment in zip(weights, segments, strict=True)
         ),
         start=jnp.zeros((), jnp.float32),
@@ -72,8 +74,12 @@ def _attend_over_own_pages(
     visible: jax.Array,
 ) -> jax.Array:
     pages, _ = own_pages(config, cache, tables_BW)
-    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
-    past = paged_attention(q[:, 0], keys, values, pages + layer * cache.keys.shape[1], stretches, interpret=interpret)
+    keys, values = (
+        leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
+    )  # of every layer: a slice would be copied
+    past = paged_attention(
+        q[:, 0], keys, values, pages + layer * cache.keys.shape[1], stretches, interpret=interpret
+    )
     own = _recent(q, recent, visible)
     whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, own))
     return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]
@@ -85,9 +91,13 @@ def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     scores = _scores(grouped, recent, visible)
     highest = ceil_max(scores)
     weights = jnp.exp2(scores - highest[..., None])
-    out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkgs,bksh->bkgh", weights.astype(q.dtype), recent.values, preferred_element_type=jnp.float32
+    )
     by_head = (batch, heads)
-    return Attended(out.reshape(*by_head, head_dim), highest.reshape(by_head), weights.sum(axis=-1).reshape(by_head))
+    return Attended(
+        out.reshape(*by_head, head_dim), highest.reshape(by_head), weights.sum(axis=-1).reshape(by_head)
+    )
 
 
 def _scores(grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:

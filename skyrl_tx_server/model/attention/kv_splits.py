@@ -62,7 +62,9 @@ def max_parts(pages: int) -> int:
     return min(MAX_PARTS, -(-pages // MIN_PART))
 
 
-def stretches_of(tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE) -> KVSplits:
+def stretches_of(
+    tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE
+) -> KVSplits:
     """The stretches of rows with these pages and positions, an equal share of the rows on each device; `group` queries per key-value head.
 
     >>> found = stretches_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
@@ -71,7 +73,12 @@ def stretches_of(tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, de
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
     each = [_on_one_device(tables, lengths, rows_together(group), page) for tables, lengths in shares]
-    return KVSplits(**{field.name: np.concatenate([getattr(own, field.name) for own in each]) for field in fields(KVSplits)})
+    return KVSplits(
+        **{
+            field.name: np.concatenate([getattr(own, field.name) for own in each])
+            for field in fields(KVSplits)
+        }
+    )
 
 
 def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, page: int) -> KVSplits:
@@ -89,11 +96,21 @@ def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, 
         for (part, first, end, _), rows in readers.items()
         for begin in range(0, len(rows), together)
     ]
-    rows, spans = np.full((batch * max_parts(width), together), -1, np.int32), np.zeros((3, batch * max_parts(width)), np.int32)
+    rows, spans = (
+        np.full((batch * max_parts(width), together), -1, np.int32),
+        np.zeros((3, batch * max_parts(width)), np.int32),
+    )
     for at, (*span, own) in enumerate(found):
         rows[at, : len(own)], spans[:, at] = own, span
     part, first, end = spans
-    return KVSplits(rows=rows, part=part, first=first, end=end, counts=np.array([len(found)], np.int32), num_parts=num_parts)
+    return KVSplits(
+        rows=rows,
+        part=part,
+        first=first,
+        end=end,
+        counts=np.array([len(found)], np.int32),
+        num_parts=num_parts,
+    )
 
 
 def _pages_of_part(pages: int) -> int:

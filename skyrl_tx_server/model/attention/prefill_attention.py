@@ -34,20 +34,31 @@ class Blocks:
     tables: ArrayLike  # [N, W] int32, the pages of its prompt
 
 
-def attend_to_pages(config: ModelConfig, cache: KVCache, layer: ArrayLike, blocks: Blocks, q: jax.Array) -> jax.Array:
+def attend_to_pages(
+    config: ModelConfig, cache: KVCache, layer: ArrayLike, blocks: Blocks, q: jax.Array
+) -> jax.Array:
     """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
     if config.mesh is None:
         return _attend_here(cache, jnp.asarray(layer), blocks, q)
     heads = PartitionSpec(None, None, "tensor")
-    attend = shard_map_over(config, partial(_attend_where_pages_lie, config), (PAGES, PartitionSpec(), PartitionSpec(), heads), heads)
+    attend = shard_map_over(
+        config,
+        partial(_attend_where_pages_lie, config),
+        (PAGES, PartitionSpec(), PartitionSpec(), heads),
+        heads,
+    )
     return attend(cache, jnp.asarray(layer), blocks, q)
 
 
-def _attend_where_pages_lie(config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+def _attend_where_pages_lie(
+    config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array
+) -> jax.Array:
     """Every device attends for the blocks whose pages it has, all of a block's; to the others it is as if they had none."""
     tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
     mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
-    own = Blocks(starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables)
+    own = Blocks(
+        starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables
+    )
     return jax.lax.psum(jnp.where(mine[:, None, None, None], _attend_here(cache, layer, own, q), 0), BATCH)
 
 
@@ -58,26 +69,40 @@ def _attend_here(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array)
     return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=by_kernel, default=_by_loop)
 
 
-def by_kernel(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False) -> jax.Array:
-    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))  # of every layer: a slice would be copied
+def by_kernel(
+    cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    keys, values = (
+        leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
+    )  # of every layer: a slice would be copied
     tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
-    return prefill_attention(q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret)
+    return prefill_attention(
+        q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret
+    )
 
 
 def _by_loop(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
-    last_seen = jnp.minimum(blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1)  # padding sees what is there
+    last_seen = jnp.minimum(
+        blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1
+    )  # padding sees what is there
 
     def of(rows: int) -> jax.Array:
         """The queries of each block, or where one prompt has them all those of all blocks, read their pages together."""
         own = q.reshape(rows, -1, *q.shape[2:])
-        return _attend(cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()).reshape(q.shape)
+        return _attend(cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()).reshape(
+            q.shape
+        )
 
-    return of(1) if count == 1 else jax.lax.cond((tables == tables[0]).all(), lambda: of(1), lambda: of(count))
+    return (
+        of(1) if count == 1 else jax.lax.cond((tables == tables[0]).all(), lambda: of(1), lambda: of(count))
+    )
 
 
-def _attend(cache: KVCache, layer: jax.Array, q: jax.Array, tables: jax.Array, last_seen: jax.Array, end: jax.Array) -> jax.Array:
+def _attend(
+    cache: KVCache, layer: jax.Array, q: jax.Array, tables: jax.Array, last_seen: jax.Array, end: jax.Array
+) -> jax.Array:
     """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
@@ -90,7 +115,11 @@ def _attend(cache: KVCache, layer: jax.Array, q: jax.Array, tables: jax.Array, l
         return state.with_segment(grouped, read_pages(cache, layer, pages), visible[:, None, :, None])
 
     per_query = jnp.zeros(grouped.shape[:-1], jnp.float32)
-    nothing = _Attended(highest=jnp.full_like(per_query, MASKED), total=per_query, values=jnp.zeros(grouped.shape, jnp.float32))
+    nothing = _Attended(
+        highest=jnp.full_like(per_query, MASKED),
+        total=per_query,
+        values=jnp.zeros(grouped.shape, jnp.float32),
+    )
     whole = jax.lax.fori_loop(0, -(-end // at_once), add, nothing)
     attended = whole.values / whole.total[..., None]
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
@@ -111,5 +140,11 @@ class _Attended:
         scores = jnp.where(visible, scores * (q.shape[-1] ** -0.5 * LOG2E), MASKED)
         highest = jnp.maximum(self.highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - highest[..., None]), jnp.exp2(self.highest - highest)
-        new = jnp.einsum("mktgs,mksh->mktgh", weights.astype(q.dtype), segment.values, preferred_element_type=jnp.float32)
-        return _Attended(highest=highest, total=shrink * self.total + weights.sum(axis=-1), values=shrink[..., None] * self.values + new)
+        new = jnp.einsum(
+            "mktgs,mksh->mktgh", weights.astype(q.dtype), segment.values, preferred_element_type=jnp.float32
+        )
+        return _Attended(
+            highest=highest,
+            total=shrink * self.total + weights.sum(axis=-1),
+            values=shrink[..., None] * self.values + new,
+        )

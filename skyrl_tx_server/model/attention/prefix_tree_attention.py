@@ -33,7 +33,9 @@ class _Heads:
     v: jax.Array
 
 
-def tree_attention(config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def tree_attention(
+    config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
     """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own streams and heads."""
     if config.mesh is None:
         return _attend(layout, q, k, v)
@@ -68,11 +70,15 @@ def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[None, jax.Array, jax.Ar
 _attend.defvjp(_forward_kept, _backward)
 
 
-def _by_platform[Output](kernel: Callable[..., Output], loop: Callable[..., Output], layout: TreeLayout, *arrays: jax.Array) -> Output:
+def _by_platform[Output](
+    kernel: Callable[..., Output], loop: Callable[..., Output], layout: TreeLayout, *arrays: jax.Array
+) -> Output:
     """The kernel on NVIDIA's devices, elsewhere and for the widest heads the loop, one stream after the other."""
 
     def each_stream(*stacked: object) -> Output:
-        streams = [loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked)) for r in range(layout.ends.shape[0])]
+        streams = [
+            loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked)) for r in range(layout.ends.shape[0])
+        ]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *streams)
 
     if arrays[0].shape[-1] > prefix_tree_kernel.MAX_HEAD_DIM:
@@ -83,14 +89,18 @@ def _by_platform[Output](kernel: Callable[..., Output], loop: Callable[..., Outp
 # --- the loop over pairs of blocks ------------------------------------------------------------------------------------
 
 
-def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _stream_forward(
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(outputs [T, H, hd], log2 of each softmax's denominator [H, T] float32)."""
     heads = _heads(layout, q, k, v)
 
     def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         q = heads.q[i]
 
-        def add_keys(at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def add_keys(
+            at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             highest, total, attended = state
             j = layout.key_blocks[i, at]
             scores = _scores(layout, q, heads.k[j], i, j)
@@ -102,7 +112,9 @@ def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
         start = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
         highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_keys, start)
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a block of padding sees nothing
-        return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(highest + jnp.log2(total))
+        return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(
+            highest + jnp.log2(total)
+        )
 
     empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
     out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
@@ -110,33 +122,50 @@ def _stream_forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
 
 
 def _stream_backward(
-    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_total: jax.Array, grad_out: jax.Array
+    layout: TreeLayout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_total: jax.Array,
+    grad_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     heads = _heads(layout, q, k, v)
     out, log_total, grad_out = (_cut(layout, k, array) for array in (out, log_total.T[..., None], grad_out))
     log_total = log_total[..., 0]
-    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)  # what the softmax's gradient takes off, per query
+    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(
+        axis=-1
+    )  # what the softmax's gradient takes off, per query
 
     def of_queries(i: jax.Array, grads: _Heads) -> _Heads:
         q, grad = heads.q[i], grad_out[i]
 
-        def of_keys(at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def of_keys(
+            at: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             grad_q, grads_k, grads_v = state
             j = layout.key_blocks[i, at]
             k, v = heads.k[j], heads.v[j]
             weights = jnp.exp2(_scores(layout, q, k, i, j) - log_total[i][..., None])
-            grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(q.dtype)
+            grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(
+                q.dtype
+            )
             grads_k = grads_k.at[j].add(_product("kgqs,kgqh->ksh", grad_scores, q))
             grads_v = grads_v.at[j].add(_product("kgqs,kgqh->ksh", weights.astype(q.dtype), grad))
             return grad_q + _product("kgqs,ksh->kgqh", grad_scores, k), grads_k, grads_v
 
-        grad_q, grads_k, grads_v = jax.lax.fori_loop(0, layout.num_key_blocks[i], of_keys, (jnp.zeros(q.shape), grads.k, grads.v))
+        grad_q, grads_k, grads_v = jax.lax.fori_loop(
+            0, layout.num_key_blocks[i], of_keys, (jnp.zeros(q.shape), grads.k, grads.v)
+        )
         return _Heads(q=grads.q.at[i].set(grad_q), k=grads_k, v=grads_v)
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
     scale = q.shape[-1] ** -0.5
-    grad_q, grad_k = _uncut((grads.q * scale).astype(q.dtype)), _uncut((grads.k[:, :, None] * scale).astype(k.dtype))
+    grad_q, grad_k = (
+        _uncut((grads.q * scale).astype(q.dtype)),
+        _uncut((grads.k[:, :, None] * scale).astype(k.dtype)),
+    )
     return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
 
 
@@ -147,7 +176,9 @@ def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Hea
 def _cut(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
     """[T, heads, hd] as [N, K, heads / K, n, hd]."""
     blocks = layout.num_key_blocks.shape[0]
-    return array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1]).transpose(0, 2, 3, 1, 4)
+    return array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1]).transpose(
+        0, 2, 3, 1, 4
+    )
 
 
 def _uncut(array: jax.Array) -> jax.Array:

@@ -33,7 +33,14 @@ from skyrl_tx_server.model.families.layer_spec import (
 from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights, apply_lora, project
 from skyrl_tx_server.model.mesh import shard_batch
-from skyrl_tx_server.model.model_config import ExpertGroups, Experts, LatentAttention, ModelConfig, YarnScaling, yarn_mscale
+from skyrl_tx_server.model.model_config import (
+    ExpertGroups,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    YarnScaling,
+    yarn_mscale,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +66,16 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     first = "q_proj" if latent.query_rank is None else "q_a_proj"
     fields = {
         "attention_norm": norm("input_layernorm", hidden),
-        "q_kv": matrix(first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=ShardAxis.OUTPUTS),
+        "q_kv": matrix(
+            first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=ShardAxis.OUTPUTS
+        ),
         "latent_norm": norm("self_attn.kv_a_layernorm", latent.width),
-        "kv_b": matrix("kv_b_proj", inputs=latent.width, widths=(heads * (latent.plain_dim + latent.value_dim),), split=ShardAxis.INPUTS),
+        "kv_b": matrix(
+            "kv_b_proj",
+            inputs=latent.width,
+            widths=(heads * (latent.plain_dim + latent.value_dim),),
+            split=ShardAxis.INPUTS,
+        ),
         "o": matrix("o_proj", inputs=heads * latent.value_dim, widths=(hidden,), split=ShardAxis.INPUTS),
     }
     if latent.query_rank is not None:
@@ -72,27 +86,40 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def add_latent_attention[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its heads attend to."""
     latent = _latent(config)
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    query, compressed = project(config, normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"), by="tensor")
+    query, compressed = project(
+        config, normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"), by="tensor"
+    )
     if latent.query_rank is not None:
         query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
         (query,) = project(config, query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
     query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotated = jnp.split(query, [latent.plain_dim], axis=-1)
     vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.width], axis=-1)
-    key = jnp.concatenate([rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS), _rotate(latent, shared, rope)], axis=-1)
-    query = jnp.concatenate([_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1)
+    key = jnp.concatenate(
+        [rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS), _rotate(latent, shared, rope)], axis=-1
+    )
+    query = jnp.concatenate(
+        [_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1
+    )
     attended, aux = attend(query * _score_scale(config), key, key)
     values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
     added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
     return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
-def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
+def _key_side(
+    config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+) -> jax.Array:
     """Queries [B, T, H, plain_dim] in the latent space [B, T, H, width]: each head's part of `kv_b` that makes keys, transposed."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.plain_dim])
@@ -100,13 +127,17 @@ def _key_side(config: ModelConfig, plain: jax.Array, params: LayerParams, adapte
         return out
 
     def delta(own: LoraWeights) -> tuple[jax.Array]:
-        inner = jnp.einsum("bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype))
+        inner = jnp.einsum(
+            "bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype)
+        )
         return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
 
     return out + apply_lora(module, delta)[0]
 
 
-def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
+def _value_side(
+    config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+) -> jax.Array:
     """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, width]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.plain_dim :])
@@ -115,7 +146,13 @@ def _value_side(config: ModelConfig, attended: jax.Array, params: LayerParams, a
 
     def delta(own: LoraWeights) -> tuple[jax.Array]:
         inner = jnp.einsum("bthc,cr->bthr", attended, own.a.astype(attended.dtype)) * _scale(own, attended)
-        return (jnp.einsum("bthr,rhv->bthv", inner, _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype)),)
+        return (
+            jnp.einsum(
+                "bthr,rhv->bthv",
+                inner,
+                _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype),
+            ),
+        )
 
     return out + apply_lora(module, delta)[0]
 
@@ -144,7 +181,9 @@ def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
 def _score_scale(config: ModelConfig) -> float:
     """`attend` divides by the root of the key-value head's width, Hugging Face by that of a head's query."""
     latent, scaling = _latent(config), config.rope_scaling
-    sharper = yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2 if isinstance(scaling, YarnScaling) else 1.0
+    sharper = (
+        yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2 if isinstance(scaling, YarnScaling) else 1.0
+    )
     return sharper * math.sqrt(config.head_dim / (latent.plain_dim + latent.rope_dim))
 
 
@@ -156,7 +195,9 @@ def _latent(config: ModelConfig) -> LatentAttention:
 def _widths(config: ModelConfig) -> tuple[int, int]:
     """Output widths of the fused first projections: of queries, of the latent vector with the rotated key."""
     latent = _latent(config)
-    return latent.query_rank or config.num_heads * (latent.plain_dim + latent.rope_dim), latent.width + latent.rope_dim
+    return latent.query_rank or config.num_heads * (
+        latent.plain_dim + latent.rope_dim
+    ), latent.width + latent.rope_dim
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
@@ -169,7 +210,12 @@ def first_weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_latent_attention(config, x, params, adapter, rope, attend)
     return (add_experts if "router" in params else add_mlp)(config, x, params, adapter), aux
@@ -181,7 +227,10 @@ def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
             f"num_key_value_heads={usual.num_kv_heads}: latent attention has as many as num_attention_heads={usual.num_heads}"
         )
     if raw.get("num_nextn_predict_layers"):
-        logger.info("num_nextn_predict_layers=%s: the layers that predict more tokens ahead are left out", raw["num_nextn_predict_layers"])
+        logger.info(
+            "num_nextn_predict_layers=%s: the layers that predict more tokens ahead are left out",
+            raw["num_nextn_predict_layers"],
+        )
     latent = LatentAttention(
         query_rank=None if raw["q_lora_rank"] is None else int(raw["q_lora_rank"]),
         width=int(raw["kv_lora_rank"]),
@@ -201,7 +250,9 @@ def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
 
 
 def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
-    groups = ExpertGroups(count=int(raw["n_group"]), per_token=int(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]))
+    groups = ExpertGroups(
+        count=int(raw["n_group"]), per_token=int(raw["topk_group"]), scale=float(raw["routed_scaling_factor"])
+    )
     experts = Experts(
         count=int(raw["n_routed_experts"]),
         per_token=int(raw["num_experts_per_tok"]),
@@ -212,13 +263,20 @@ def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
         dense_width=usual.intermediate_size,
     )
     size = experts.count // groups.count
-    if experts.count % groups.count or size < 2 or not 1 <= groups.per_token <= groups.count or experts.per_token > groups.per_token * size:
+    if (
+        experts.count % groups.count
+        or size < 2
+        or not 1 <= groups.per_token <= groups.count
+        or experts.per_token > groups.per_token * size
+    ):
         raise ConfigError(
             f"{experts.per_token} of {experts.count} experts in topk_group={groups.per_token} of n_group={groups.count}: "
             "groups must be equal, of two experts or more, and those chosen must hold enough"
         )
     if not 0 <= experts.dense_layers < usual.num_layers:
-        raise ConfigError(f"first_k_dense_replace={experts.dense_layers} of {usual.num_layers} layers leaves no mixture of experts")
+        raise ConfigError(
+            f"first_k_dense_replace={experts.dense_layers} of {usual.num_layers} layers leaves no mixture of experts"
+        )
     return experts
 
 

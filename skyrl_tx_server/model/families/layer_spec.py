@@ -109,8 +109,12 @@ class Family:
     layer: Layer
     expected: Mapping[str, Any]
     default_head_dim: int | None = None  # None: hidden size / heads
-    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None  # of the first layers, where `Experts.dense_layers` differ
-    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, usual: usual  # what config.json says beyond the usual
+    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = (
+        None  # of the first layers, where `Experts.dense_layers` differ
+    )
+    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, usual: (
+        usual
+    )  # what config.json says beyond the usual
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
 
 
@@ -143,15 +147,26 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
 def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, Weight]:
     """`width` is the perceptron's where it is not `intermediate_size`."""
     norm = Weight(names=("post_attention_layernorm.weight",), widths=(config.hidden_size,))
-    return {"mlp_norm": norm, **mlp_layer_weights(config.hidden_size, width or config.intermediate_size, module="mlp")}
+    return {
+        "mlp_norm": norm,
+        **mlp_layer_weights(config.hidden_size, width or config.intermediate_size, module="mlp"),
+    }
 
 
 def mlp_layer_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
     """Of Hugging Face's `module`; its fields begin with `prefix`."""
     gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
-        f"{prefix}gate_up": Weight(names=(gate, up), inputs=hidden, widths=(width, width), switch=LoraTarget.MLP, split=ShardAxis.OUTPUTS),
-        f"{prefix}down": Weight(names=(down,), inputs=width, widths=(hidden,), switch=LoraTarget.MLP, split=ShardAxis.INPUTS),
+        f"{prefix}gate_up": Weight(
+            names=(gate, up),
+            inputs=hidden,
+            widths=(width, width),
+            switch=LoraTarget.MLP,
+            split=ShardAxis.OUTPUTS,
+        ),
+        f"{prefix}down": Weight(
+            names=(down,), inputs=width, widths=(hidden,), switch=LoraTarget.MLP, split=ShardAxis.INPUTS
+        ),
     }
 
 
@@ -160,11 +175,18 @@ def module_of(adapter: Mapping[str, LoraWeights] | None, field: str) -> LoraWeig
 
 
 def qkv_proj(
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, *, bias: jax.Array | None = None
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    *,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normed nor rotated."""
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    parts = project(config, normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, by="tensor")
+    parts = project(
+        config, normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, by="tensor"
+    )
     q, k, v = (checkpoint_name(part, "qkv").reshape(*x.shape[:2], -1, config.head_dim) for part in parts)
     return q, k, v
 
@@ -179,21 +201,38 @@ def add_attention[Aux](
 ) -> tuple[jax.Array, Aux]:
     """x [B, T, D] plus what its rotated heads attend to."""
     attended, aux = attend(*heads)
-    added = project(config, attended.reshape(*x.shape[:2], -1), params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
+    added = project(
+        config,
+        attended.reshape(*x.shape[:2], -1),
+        params["o"],
+        (config.hidden_size,),
+        module_of(adapter, "o"),
+    )[0]
     return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
-def add_mlp(config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None) -> jax.Array:
+def add_mlp(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+) -> jax.Array:
     """x [B, T, D] plus its gated perceptron."""
-    return shard_batch(config, x + mlp(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter))
+    return shard_batch(
+        config, x + mlp(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter)
+    )
 
 
 def mlp(
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, *, prefix: str = ""
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    *,
+    prefix: str = "",
 ) -> jax.Array:
     """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     widths = (params[down].shape[1],) * 2
     parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")
     gate, up = (checkpoint_name(part, "gate_up") for part in parts)
-    return project(config, jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down))[0]
+    return project(
+        config, jax.nn.silu(gate) * up, params[down], (config.hidden_size,), module_of(adapter, down)
+    )[0]

@@ -27,7 +27,12 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     q, k, v = qkv_proj(config, x, params, adapter)
     x, aux = add_attention(config, x, params, adapter, (rotate(q, rope), rotate(k, rope), v), attend)

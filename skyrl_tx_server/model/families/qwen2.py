@@ -30,11 +30,21 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     q, k, v = qkv_proj(config, x, params, adapter, bias=params["qkv_bias"])
     x, aux = add_attention(config, x, params, adapter, (rotate(q, rope), rotate(k, rope), v), attend)
     return add_mlp(config, x, params, adapter), aux
 
 
-FAMILY = Family(architecture="Qwen2ForCausalLM", weights=weights, layer=layer, expected={"use_sliding_window": False, "hidden_act": "silu"})
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    weights=weights,
+    layer=layer,
+    expected={"use_sliding_window": False, "hidden_act": "silu"},
+)

@@ -26,12 +26,20 @@ HEAD_DIM = 128
 
 
 def normed_attention_weights(config: ModelConfig) -> dict[str, Weight]:
-    norms = {f"{name}_norm": Weight(names=(f"self_attn.{name}_norm.weight",), widths=(config.head_dim,)) for name in "qk"}
+    norms = {
+        f"{name}_norm": Weight(names=(f"self_attn.{name}_norm.weight",), widths=(config.head_dim,))
+        for name in "qk"
+    }
     return attention_weights(config, heads=norms)
 
 
 def add_normed_attention[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     q, k, v = qkv_proj(config, x, params, adapter)
     q = rotate(rms_norm(q, params["q_norm"], config.rms_norm_eps), rope)
@@ -44,10 +52,21 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
     return add_mlp(config, x, params, adapter), aux
 
 
-FAMILY = Family(architecture="Qwen3ForCausalLM", weights=weights, layer=layer, expected=EXPECTED, default_head_dim=HEAD_DIM)
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    weights=weights,
+    layer=layer,
+    expected=EXPECTED,
+    default_head_dim=HEAD_DIM,
+)

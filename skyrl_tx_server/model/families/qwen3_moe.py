@@ -10,7 +10,12 @@ import jax
 
 from skyrl_tx_server.model.experts import add_experts, expert_weights
 from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Weight
-from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, add_normed_attention, normed_attention_weights
+from skyrl_tx_server.model.families.qwen3 import (
+    EXPECTED,
+    HEAD_DIM,
+    add_normed_attention,
+    normed_attention_weights,
+)
 from skyrl_tx_server.model.layers import Rope
 from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
@@ -21,15 +26,26 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def layer[Aux](
-    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None, rope: Rope, attend: Attend[Aux]
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
     x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
     return add_experts(config, x, params, adapter), aux
 
 
 def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
-    count = int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])  # transformers 5 and before
-    experts = Experts(count=count, per_token=int(raw["num_experts_per_tok"]), normalized=bool(raw.get("norm_topk_prob", False)))
+    count = int(
+        raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
+    )  # transformers 5 and before
+    experts = Experts(
+        count=count,
+        per_token=int(raw["num_experts_per_tok"]),
+        normalized=bool(raw.get("norm_topk_prob", False)),
+    )
     return replace(usual, intermediate_size=int(raw["moe_intermediate_size"]), experts=experts)
 
 

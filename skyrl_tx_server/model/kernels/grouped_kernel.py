@@ -22,13 +22,23 @@ def fits(blocks: jax.Array, weight: jax.Array) -> bool:
 
 
 def grouped_products(
-    blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool = False, interpret: bool = False
+    blocks: jax.Array,
+    weight: jax.Array,
+    experts: jax.Array,
+    used: jax.Array,
+    *,
+    transposed: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """blocks [n, block, in] through weight[experts] [n, out, in], or `transposed` [n, block, out] back through it, for the first `used`
     blocks; zeros beyond. Adds up in float32."""
     count, rows, _ = blocks.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
-    height, width, depth = max(MIN_DIM, pl.next_power_of_2(rows)), _tile(outputs, OUTPUTS), _tile(inputs, INPUTS)
+    height, width, depth = (
+        max(MIN_DIM, pl.next_power_of_2(rows)),
+        _tile(outputs, OUTPUTS),
+        _tile(inputs, INPUTS),
+    )
     blocks = jnp.pad(blocks, ((0, 0), (0, height - rows), (0, 0)))
     of_weight = pl.BlockSpec((weight.shape[0], width, inputs), lambda block, tile: (0, tile, 0))
     if transposed:
@@ -52,7 +62,9 @@ def grouped_products(
     return out[:, :rows]
 
 
-def _kernel(experts: Any, used: Any, blocks: Any, weight: Any, out: Any, *, depth: int, transposed: bool) -> None:
+def _kernel(
+    experts: Any, used: Any, blocks: Any, weight: Any, out: Any, *, depth: int, transposed: bool
+) -> None:
     expert = experts[0]
 
     def add(index: jax.Array, total: jax.Array) -> jax.Array:

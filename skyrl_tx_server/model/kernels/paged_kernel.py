@@ -21,14 +21,22 @@ from jax.experimental.pallas import triton
 
 from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_row
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.prefix_tree_kernel import MAX_HEAD_DIM, MIN_DIM, compiler_params, padded_heads, product
+from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
+    MAX_HEAD_DIM,
+    MIN_DIM,
+    compiler_params,
+    padded_heads,
+    product,
+)
 
 
 class Attended(NamedTuple):
     """Attention over some of a softmax's keys, to be merged with the others'."""
 
     out: jax.Array  # [..., H, hd] float32, the values summed with weights 2^(score - highest)
-    highest: jax.Array  # [..., H] float32, the highest score to the base of two, rounded up; -1e30 where there is no key
+    highest: (
+        jax.Array
+    )  # [..., H] float32, the highest score to the base of two, rounded up; -1e30 where there is no key
     total: jax.Array  # [..., H] float32, the sum of those weights
 
 
@@ -49,12 +57,20 @@ def reads_as_they_lie(head_dim: int) -> bool:
 
 
 def paged_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, stretches: KVSplits, *, interpret: bool = False
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tables: jax.Array,
+    stretches: KVSplits,
+    *,
+    interpret: bool = False,
 ) -> Attended:
     """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values [N, K, P, hd]; P is a power
     of two, 64 or more for speed. What lies beyond a row's length may be anything, NaN too."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
-    assert page >= MIN_DIM and page & (page - 1) == 0, f"pages of {page} positions: a power of two from {MIN_DIM} on"
+    assert page >= MIN_DIM and page & (page - 1) == 0, (
+        f"pages of {page} positions: a power of two from {MIN_DIM} on"
+    )
     q, values = padded_heads(q), padded_heads(values)
     width, parts = q.shape[-1], max_parts(tables.shape[1])
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
@@ -69,11 +85,23 @@ def paged_attention(
             pl.BlockSpec((values.shape[0], None, page, width), lambda head, program: (0, head, 0, 0)),
         ),
         out_specs=(whole, whole, whole),
-        out_shape=tuple(jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((parts, batch, heads, *last), jnp.float32) for last in ((width,), (), ())
+        ),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(stretches.counts, stretches.rows, stretches.part, stretches.first, stretches.end, tables, q, keys, values)
+    )(
+        stretches.counts,
+        stretches.rows,
+        stretches.part,
+        stretches.first,
+        stretches.end,
+        tables,
+        q,
+        keys,
+        values,
+    )
     own = jnp.arange(parts)[:, None, None] < jnp.asarray(stretches.num_parts)[:, None]
     out, highest, total = (
         jnp.where(own.reshape(*own.shape, *[1] * (part.ndim - 3)), part, absent)
@@ -86,7 +114,9 @@ def merge(parts: Attended) -> Attended:
     """Parts stacked along a leading axis as one."""
     highest = parts.highest.max(axis=0)
     weights = jnp.exp2(parts.highest - highest)
-    return Attended((parts.out * weights[..., None]).sum(axis=0), highest, (parts.total * weights).sum(axis=0))
+    return Attended(
+        (parts.out * weights[..., None]).sum(axis=0), highest, (parts.total * weights).sum(axis=0)
+    )
 
 
 def _decode_kernel(
@@ -121,7 +151,9 @@ def _decode_kernel(
         queries = triton.load(q.at[row[:, None], own[:, None], column], mask=wide, other=0.0)
 
         limit = jnp.full(len(query), last)
-        state = _over_pages(queries, limit, (first[at], last), lambda index: tables[leader, index], keys, values, scale)
+        state = _over_pages(
+            queries, limit, (first[at], last), lambda index: tables[leader, index], keys, values, scale
+        )
         number = part[at]
         triton.store(highest.at[number, row, own], state[0], mask=real)
         triton.store(total.at[number, row, own], state[1], mask=real)
@@ -149,7 +181,11 @@ def prefill_attention(
     q, values = padded_heads(q), padded_heads(values)
     width = q.shape[-1]
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
-    tiles = q.reshape(blocks, length, heads // each, each, width).transpose(0, 2, 3, 1, 4).reshape(blocks, heads // each, -1, width)
+    tiles = (
+        q.reshape(blocks, length, heads // each, each, width)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(blocks, heads // each, -1, width)
+    )
     own = pl.BlockSpec((None, None, each * length, width), lambda head, block: (block, head, 0, 0))
     number = pl.BlockSpec((1,), lambda head, block: (block,))
     of_head = heads // each // kv_heads
@@ -162,7 +198,9 @@ def prefill_attention(
             pl.BlockSpec((None, tables.shape[1]), lambda head, block: (block, 0)),
             own,
             pl.BlockSpec((keys.shape[0], None, width, page), lambda head, block: (0, head // of_head, 0, 0)),
-            pl.BlockSpec((values.shape[0], None, page, width), lambda head, block: (0, head // of_head, 0, 0)),
+            pl.BlockSpec(
+                (values.shape[0], None, page, width), lambda head, block: (0, head // of_head, 0, 0)
+            ),
         ),
         out_specs=own,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
@@ -174,11 +212,24 @@ def prefill_attention(
     return out.reshape(blocks, length, heads, width)[..., :head_dim]
 
 
-def _prefill_kernel(starts: Any, lengths: Any, tables: Any, q: Any, keys: Any, values: Any, out: Any, *, length: int, scale: float) -> None:
+def _prefill_kernel(
+    starts: Any,
+    lengths: Any,
+    tables: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    *,
+    length: int,
+    scale: float,
+) -> None:
     queries, end = q[...], starts[0] + lengths[0]
     position = starts[0] + jnp.arange(len(queries)) % length
     limit = jnp.minimum(position + 1, end)  # padding sees what is there
-    _, total, attended = _over_pages(queries, limit, (0, end), lambda index: tables[index], keys, values, scale)
+    _, total, attended = _over_pages(
+        queries, limit, (0, end), lambda index: tables[index], keys, values, scale
+    )
     out[...] = (attended / jnp.where(total > 0, total, 1.0)[:, None]).astype(out.dtype)
 
 

@@ -25,7 +25,9 @@ QUERY_TILE, TILE = 128, 64
 """Tokens: the forward pass holds so many queries while keys pass by in tiles of the other; the backward pass takes the other of both."""
 
 
-def forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """q [R, T, H, hd] over k, v [R, T, K, hd] -> (outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
     rows, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
@@ -36,7 +38,10 @@ def forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, int
         grid=(length // tile, heads, rows),
         in_specs=(*looks, own, keys, keys),
         out_specs=(own, numbers),
-        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
+        ),
         compiler_params=compiler_params(q),
         interpret=interpret,
         name="tree_attention_forward",
@@ -57,7 +62,9 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients on q, k and v, from what the forward pass took and made and the gradient on its outputs."""
     rows, length, heads, head_dim = q.shape
-    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)  # [R, H, T], the softmax's own part
+    along = (
+        (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
+    )  # [R, H, T], the softmax's own part
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
     options = {"compiler_params": compiler_params(q), "interpret": interpret}
@@ -90,12 +97,16 @@ def backward(
 def padded_heads(array: jax.Array) -> jax.Array:
     """The last axis filled up with zeros to a power of two that a matrix product takes."""
     width = array.shape[-1]
-    return jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, max(MIN_DIM, pl.next_power_of_2(width)) - width),))
+    return jnp.pad(
+        array, ((0, 0),) * (array.ndim - 1) + ((0, max(MIN_DIM, pl.next_power_of_2(width)) - width),)
+    )
 
 
 def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)) -> jax.Array:
     """Inside a kernel: two matrices multiplied over one axis of each, in float32."""
-    return jax.lax.dot_general(left, right, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        left, right, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def compiler_params(q: jax.Array) -> triton.CompilerParams:
@@ -121,11 +132,23 @@ def _query_specs(
 
 
 def _forward_kernel(
-    ends: Any, key_blocks: Any, num_key_blocks: Any, q: Any, k: Any, v: Any, out: Any, log_total: Any, *, tile: int, scale: float
+    ends: Any,
+    key_blocks: Any,
+    num_key_blocks: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    log_total: Any,
+    *,
+    tile: int,
+    scale: float,
 ) -> None:
     queries = q[...]
 
-    def add_keys(here: Any, seen: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def add_keys(
+        here: Any, seen: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, attended = state
         scores = jnp.where(seen, product(queries, k[here], over=(1, 1)) * (scale * LOG2E), MASKED)
         higher = jnp.maximum(highest, ceil_max(scores))
@@ -171,7 +194,18 @@ def _query_gradient_kernel(
 
 
 def _key_gradient_kernel(
-    ends: Any, q: Any, k: Any, v: Any, grad_out: Any, log_total: Any, along: Any, grad_k: Any, grad_v: Any, *, tile: int, scale: float
+    ends: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    grad_out: Any,
+    log_total: Any,
+    along: Any,
+    grad_k: Any,
+    grad_v: Any,
+    *,
+    tile: int,
+    scale: float,
 ) -> None:
     """Those who see a key lie between it and its end, so that no list of them is needed."""
     group, keys, values, last_seen = log_total.shape[0], k[...], v[...], ends[...]
@@ -196,7 +230,12 @@ def _key_gradient_kernel(
 
 
 def _over_keys[State](
-    ends: Any, key_blocks: Any, num_key_blocks: Any, tile: int, add: Callable[[Any, jax.Array, State], State], start: State
+    ends: Any,
+    key_blocks: Any,
+    num_key_blocks: Any,
+    tile: int,
+    add: Callable[[Any, jax.Array, State], State],
+    start: State,
 ) -> State:
     """`add(where a tile of keys lies, seen [queries, keys], state)` over the blocks that a tile of queries looks at."""
     queries = pl.program_id(0) * tile + jnp.arange(tile)

@@ -40,7 +40,10 @@ class Adapter:
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
     """The family's stacks with their adapted projections alone, by field of `LayerAdapter`."""
     return tuple(
-        replace(stack, weights={field: weight for field, weight in stack.weights.items() if weight.switch is not None})
+        replace(
+            stack,
+            weights={field: weight for field, weight in stack.weights.items() if weight.switch is not None},
+        )
         for stack in stacks_of(config)
     )
 
@@ -55,12 +58,19 @@ def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Wei
 
 def head_weight(config: ModelConfig) -> Weight:
     """The output head as an adapted projection; in memory its weight is [vocabulary, hidden]."""
-    return Weight(names=("lm_head.weight",), inputs=config.hidden_size, widths=(config.vocab_size,), switch=LoraTarget.UNEMBED)
+    return Weight(
+        names=("lm_head.weight",),
+        inputs=config.hidden_size,
+        widths=(config.vocab_size,),
+        switch=LoraTarget.UNEMBED,
+    )
 
 
 def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
     """The rank of one projection's factors where the adapter's is `rank`."""
-    return rank if config.experts is None or not weight.experts else expert_rank(rank, config.experts.per_token)
+    return (
+        rank if config.experts is None or not weight.experts else expert_rank(rank, config.experts.per_token)
+    )
 
 
 def is_trained(spec: LoraSpec, weight: Weight) -> bool:
@@ -90,7 +100,9 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
         if is_trained(spec, weight):
             bound = weight.inputs**-0.5
             a[..., :rank] = np.random.default_rng(stream).uniform(-bound, bound, (*a.shape[:-1], rank))
-        return replace(nothing, a=a.reshape(nothing.a.shape), scale=np.full(stack, spec.alpha / rank, np.float32))
+        return replace(
+            nothing, a=a.reshape(nothing.a.shape), scale=np.full(stack, spec.alpha / rank, np.float32)
+        )
 
     return _made(config, draw)
 
@@ -124,7 +136,11 @@ def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
 
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Inside a program: `adapter` lies where `place_adapter` puts one."""
-    return adapter if config.mesh is None else jax.lax.with_sharding_constraint(adapter, adapter_shardings(config, adapter))
+    return (
+        adapter
+        if config.mesh is None
+        else jax.lax.with_sharding_constraint(adapter, adapter_shardings(config, adapter))
+    )
 
 
 def adapter_size(config: ModelConfig, max_rank: int) -> int:
@@ -133,7 +149,11 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
     shardings = adapter_shardings(config, adapter)
     if shardings is None:
         return sum(leaf.size for leaf in jax.tree.leaves(adapter))
-    return sum(jax.tree.leaves(jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)))
+    return sum(
+        jax.tree.leaves(
+            jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)
+        )
+    )
 
 
 def bank_layers(bank: Adapter, users: LoraIndices) -> list[LayerAdapter]:
@@ -154,20 +174,29 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
 
     def of(leaf: ArrayLike, experts: int) -> NamedSharding:
         divided = experts and leaf.ndim > 3 and leaf.shape[-3] == experts
-        return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None)) if divided else everywhere
+        return (
+            NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None))
+            if divided
+            else everywhere
+        )
 
-    return _mapped(config, lambda weight, module: jax.tree.map(partial(of, experts=weight.experts), module), adapter)
+    return _mapped(
+        config, lambda weight, module: jax.tree.map(partial(of, experts=weight.experts), module), adapter
+    )
 
 
 def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
     """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has none, comes last."""
     layers = tuple(
-        {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()} for stack in adapted_stacks(config)
+        {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
+        for stack in adapted_stacks(config)
     )
     return Adapter(layers=layers, head=make(head_weight(config), ()))
 
 
-def _mapped(config: ModelConfig, change: Callable[[Weight, LoraWeights], LoraWeights], adapter: Adapter) -> Adapter:
+def _mapped(
+    config: ModelConfig, change: Callable[[Weight, LoraWeights], LoraWeights], adapter: Adapter
+) -> Adapter:
     layers = tuple(
         {field: change(weight, modules[field]) for field, weight in stack.weights.items()}
         for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True)

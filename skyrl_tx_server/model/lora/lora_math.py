@@ -33,7 +33,9 @@ class LoraIndices:
     entries: ArrayLike  # [B] int32, by row
     distinct: ArrayLike  # [B] int32, every entry in use once; the first `count` count
     count: ArrayLike  # [] int32
-    most: int | None = field(default=None, metadata={"static": True})  # what a program is compiled for; None: any number
+    most: int | None = field(
+        default=None, metadata={"static": True}
+    )  # what a program is compiled for; None: any number
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +61,14 @@ def lora_indices(entries_B: np.ndarray, *, bank: int | None = None) -> LoraIndic
     """
     found = np.unique(entries_B).astype(np.int32)
     distinct = np.pad(found, (0, len(entries_B) - len(found)), mode="edge")
-    most = next(size for size in adapter_count_buckets(bank, rows=len(entries_B)) if size is None or size >= len(found))
-    return LoraIndices(entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32), most=most)
+    most = next(
+        size
+        for size in adapter_count_buckets(bank, rows=len(entries_B))
+        if size is None or size >= len(found)
+    )
+    return LoraIndices(
+        entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32), most=most
+    )
 
 
 def adapter_count_buckets(bank: int | None, *, rows: int) -> Sequence[int | None]:
@@ -72,7 +80,9 @@ def adapter_count_buckets(bank: int | None, *, rows: int) -> Sequence[int | None
     return [None] if bank is None else sorted({1, min(SEVERAL, bank, rows), min(bank, rows)})
 
 
-def apply_lora(module: LoraWeights, of: Callable[[LoraWeights], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+def apply_lora(
+    module: LoraWeights, of: Callable[[LoraWeights], tuple[jax.Array, ...]]
+) -> tuple[jax.Array, ...]:
     """`of` the module, which makes arrays [B, ...] of the whole batch; of a bank, each row's part of what its own entry makes."""
     users = module.users
     if users is None:
@@ -82,7 +92,8 @@ def apply_lora(module: LoraWeights, of: Callable[[LoraWeights], tuple[jax.Array,
         entry = jnp.asarray(users.distinct)[index]
         own = jnp.asarray(users.entries) == entry
         return tuple(
-            jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old) for new, old in zip(of(_entry(module, entry)), chosen, strict=True)
+            jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(of(_entry(module, entry)), chosen, strict=True)
         )
 
     # the first outside the loop: all decode steps of a block then read one copy of it, and mostly there is no other
@@ -96,7 +107,11 @@ def apply_lora(module: LoraWeights, of: Callable[[LoraWeights], tuple[jax.Array,
 
 def _entry(bank: LoraWeights, entry: jax.Array) -> LoraWeights:
     at = (entry,) if bank.layer is None else (entry, bank.layer)
-    return LoraWeights(a=jnp.asarray(bank.a)[at], b=tuple(jnp.asarray(b)[at] for b in bank.b), scale=jnp.asarray(bank.scale)[at])
+    return LoraWeights(
+        a=jnp.asarray(bank.a)[at],
+        b=tuple(jnp.asarray(b)[at] for b in bank.b),
+        scale=jnp.asarray(bank.scale)[at],
+    )
 
 
 def project(
@@ -114,9 +129,13 @@ def project(
     `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `by` is the axis that divides each part
     on a mesh; the weight's outputs are arranged for it (see `family.Weight`).
     """
-    x = shard_batch(config, x, features="tensor" if by is None else None)  # or an adapter's rows would lie elsewhere than its matrix's
+    x = shard_batch(
+        config, x, features="tensor" if by is None else None
+    )  # or an adapter's rows would lie elsewhere than its matrix's
     fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
-    outputs = split_parts(fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards)
+    outputs = split_parts(
+        fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards
+    )
     if module is None:
         return outputs
     return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))
@@ -152,7 +171,10 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, users: LoraIndices) ->
 def _deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
     product = _product if module.a.ndim == 2 else jax.vmap(_product)
     inner = product(x, module.a.astype(x.dtype)) * jax.lax.stop_gradient(module.scale).astype(x.dtype)
-    return tuple(product(part, b.astype(x.dtype)) for part, b in zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True))
+    return tuple(
+        product(part, b.astype(x.dtype))
+        for part, b in zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
+    )
 
 
 @jax.custom_vjp

@@ -81,7 +81,9 @@ class TrainingTerminus2(Terminus2):
     async def _handle_llm_interaction(self, *args: Any, **kwargs: Any) -> Any:
         interaction = await super()._handle_llm_interaction(*args, **kwargs)
         commands, is_task_complete, feedback, *_ = interaction
-        for command in commands:  # half of a surrogate pair, which JSON can name, is nothing that can be typed
+        for (
+            command
+        ) in commands:  # half of a surrogate pair, which JSON can name, is nothing that can be typed
             command.keystrokes = str(command.keystrokes).encode("utf-8", "replace").decode()
         self.session.num_commands += len(commands)
         self.session.num_parse_failures += feedback.startswith("ERROR")
@@ -96,7 +98,10 @@ class TrainingTerminus2(Terminus2):
             return super()._limit_output_length(output, max_bytes)
         first, last = (
             part.encode()[where].decode(errors="ignore")
-            for part, where in ((output[:max_bytes], slice(max_bytes // 2)), (output[-max_bytes:], slice(-(max_bytes // 2), None)))
+            for part, where in (
+                (output[:max_bytes], slice(max_bytes // 2)),
+                (output[-max_bytes:], slice(-(max_bytes // 2), None)),
+            )
         )
         omitted = len(output.encode()) - len(first.encode()) - len(last.encode())
         return f"{first}\n[... output limited to {max_bytes} bytes; {omitted} interior bytes omitted ...]\n{last}"
@@ -139,10 +144,14 @@ class TrainingTerminus2(Terminus2):
         try:
             probe = await environment.exec("true", timeout_sec=PROBE_TIMEOUT_S)
             if not is_infrastructure_failure(probe.return_code, environment):
-                raise SandboxError(" ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200])
+                raise SandboxError(
+                    " ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200]
+                )
         except Exception as dead:
             self.session.error = SandboxError(f"the sandbox stopped answering: {dead}")
             raise self.session.error from error
-        if not isinstance(error, RuntimeError):  # Harbor reports a dead terminal as a RuntimeError; anything else is a fault
+        if not isinstance(
+            error, RuntimeError
+        ):  # Harbor reports a dead terminal as a RuntimeError; anything else is a fault
             raise error
         self.session.stop_reason = StopReason.SESSION_CLOSED

@@ -24,29 +24,99 @@ MAX_NAME_BYTES = 4096
 
 # Nothing at or below these paths is taken. `*` stands for any characters but a slash.
 SEARCHED = (  # programs, shared libraries, modules of interpreters
-    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr", "/snap", "/etc/alternatives", "/node_modules"),
+    *(
+        "/bin",
+        "/sbin",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/libx32",
+        "/usr",
+        "/snap",
+        "/etc/alternatives",
+        "/node_modules",
+    ),
     *("/home/*/bin", "/root/bin", "/home/*/node_modules", "/root/node_modules"),
 )
 STARTUP = (  # files that programs read when they start
-    *("/etc/ld.so.*", "/etc/environment", "/etc/profile", "/etc/profile.d", "/etc/bash*", "/etc/z*", "/etc/csh*", "/etc/fish"),
-    *("/etc/security", "/etc/pam.d", "/etc/nsswitch.conf", "/etc/cron*", "/etc/init.d", "/etc/rc*", "/etc/systemd", "/var/spool/cron"),
-    *("/etc/perl", "/etc/python*", "/etc/node*", "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv"),
-    *("/etc/gitconfig", "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc"),
+    *(
+        "/etc/ld.so.*",
+        "/etc/environment",
+        "/etc/profile",
+        "/etc/profile.d",
+        "/etc/bash*",
+        "/etc/z*",
+        "/etc/csh*",
+        "/etc/fish",
+    ),
+    *(
+        "/etc/security",
+        "/etc/pam.d",
+        "/etc/nsswitch.conf",
+        "/etc/cron*",
+        "/etc/init.d",
+        "/etc/rc*",
+        "/etc/systemd",
+        "/var/spool/cron",
+    ),
+    *(
+        "/etc/perl",
+        "/etc/python*",
+        "/etc/node*",
+        "/etc/npmrc",
+        "/etc/ruby*",
+        "/etc/php*",
+        "/etc/R",
+        "/etc/pip.conf",
+        "/etc/uv",
+    ),
+    *(
+        "/etc/gitconfig",
+        "/etc/ssl/openssl.cnf",
+        "/etc/ssh",
+        "/etc/tmux.conf",
+        "/etc/screenrc",
+        "/etc/vim",
+        "/etc/inputrc",
+    ),
     *("/etc/wgetrc", "/etc/curlrc"),
-    *("/home/*/.*", "/root/.*"),  # every hidden file of a home directory: shells, git, pip, ~/.local with its interpreters' modules
+    *(
+        "/home/*/.*",
+        "/root/.*",
+    ),  # every hidden file of a home directory: shells, git, pip, ~/.local with its interpreters' modules
     *(
         f"{place}/{name}"  # pytest looks for these from its tests upwards
         for place in ("", "/root", "/home/*")
         for name in ("conftest.py", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
     ),
 )
-NEVER_FILES = ("/tests", "/logs/verifier", "/proc", "/sys", "/dev", "/.sandbox", "/.dockerenv", "/etc/hosts", "/etc/hostname")
+NEVER_FILES = (
+    "/tests",
+    "/logs/verifier",
+    "/proc",
+    "/sys",
+    "/dev",
+    "/.sandbox",
+    "/.dockerenv",
+    "/etc/hosts",
+    "/etc/hostname",
+)
 NEVER_FILES += ("/etc/resolv.conf", "/etc/mtab", "/var/lib/apt", "/var/cache/apt")
 # Exceptions to the above: no program loads code from them.
 TAKEN = ("/usr/local/share", "/usr/local/src", "/dev/shm")
 NOT_TAKEN_AFTER_ALL = ("/usr/local/share/perl", "/usr/local/share/python*", "/usr/local/share/sandbox")
 # Where no symbolic link of the agent's may lead: the verifier would read the expected answer, or its own input, in place of a file.
-VERIFIER_PLACES = ("/tests", "/logs/verifier", "/proc", "/sys", "/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/.sandbox")
+VERIFIER_PLACES = (
+    "/tests",
+    "/logs/verifier",
+    "/proc",
+    "/sys",
+    "/dev/fd",
+    "/dev/stdin",
+    "/dev/stdout",
+    "/dev/stderr",
+    "/.sandbox",
+)
 PROBE_FILE = "/var/tmp/grading-probe"
 MODULE_DIRECTORIES = ("site-packages", "dist-packages")  # where they existed before the agent acted
 ANYWHERE = re.compile(r"/(?:site|user)customize(?:[./]|$)|/__pycache__/(?:site|user)customize\.")
@@ -86,7 +156,9 @@ class CarryRules:
     def __init__(self, environment: Mapping[str, str], modules: Iterable[str] = ()) -> None:
         """`modules` are directories of interpreters' modules that were there before the agent."""
         own = [path for path in environment.get("PATH", "").split(":") if path.startswith("/")]
-        libraries = [path for path in environment.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")]
+        libraries = [
+            path for path in environment.get("LD_LIBRARY_PATH", "").split(":") if path.startswith("/")
+        ]
         home = environment.get("HOME", "/root").rstrip("/")
         homes = [f"{home}/.*", f"{home}/bin"] if home else []
         patterns = [*SEARCHED, *STARTUP, *NEVER_FILES, *homes, *map(_plain, [*libraries, *modules])]
@@ -101,14 +173,20 @@ class CarryRules:
         """Whether the agent's version of `path` is taken."""
         if entry.kind not in "fdl" or not self._is_free(path):
             return False
-        if entry.kind != "d" and (path in self._above or (entry.kind == "l" and re.fullmatch(r"/home/[^/]+", path))):
+        if entry.kind != "d" and (
+            path in self._above or (entry.kind == "l" and re.fullmatch(r"/home/[^/]+", path))
+        ):
             return False  # it would stand in for a directory in which programs look
         in_path = str(PurePosixPath(path).parent) in self._programs
         return not (in_path and (entry.kind == "l" or (entry.kind == "f" and entry.mode & 0o111)))
 
     def removes(self, path: str) -> bool:
         """Whether `path` is removed where the agent removed it."""
-        return self._is_free(path) and path not in self._above and str(PurePosixPath(path).parent) not in self._programs
+        return (
+            self._is_free(path)
+            and path not in self._above
+            and str(PurePosixPath(path).parent) not in self._programs
+        )
 
     def _is_free(self, path: str) -> bool:
         if ANYWHERE.search(path) or path == "/":
@@ -121,14 +199,18 @@ class CarryRules:
 def parse_listing(listing: bytes) -> dict[str, Entry]:
     """The records of `LISTING_FORMAT`, each ended by a NUL. AgentFault for anything else."""
     if len(listing) >= MAX_LISTING_BYTES:
-        raise AgentFault(ZeroReason.FILES_TOO_LARGE, f"the agent left more files than {MAX_LISTING_BYTES} bytes can list")
+        raise AgentFault(
+            ZeroReason.FILES_TOO_LARGE, f"the agent left more files than {MAX_LISTING_BYTES} bytes can list"
+        )
     found: dict[str, Entry] = {}
     try:
         for record in listing.decode("utf-8", "surrogateescape").split("\0")[:-1]:
             kind, mode, size, stamp, path = record.split(" ", 4)
             found[path] = Entry(kind=kind, mode=int(mode, 8), size=int(size), stamp=stamp)
     except ValueError as error:
-        raise AgentFault(ZeroReason.FILES_UNREADABLE, "the listing of the agent's files cannot be read") from error
+        raise AgentFault(
+            ZeroReason.FILES_UNREADABLE, "the listing of the agent's files cannot be read"
+        ) from error
     return found
 
 
@@ -153,16 +235,24 @@ def changes_between(before: Mapping[str, Entry], after: Mapping[str, Entry], rul
 
 def check_bounds(num_members: int, num_bytes: int) -> None:
     if num_members > MAX_MEMBERS:
-        raise AgentFault(ZeroReason.FILES_TOO_LARGE, f"the agent left {num_members} changed files; at most {MAX_MEMBERS} are graded")
+        raise AgentFault(
+            ZeroReason.FILES_TOO_LARGE,
+            f"the agent left {num_members} changed files; at most {MAX_MEMBERS} are graded",
+        )
     if num_bytes > MAX_BYTES:
-        raise AgentFault(ZeroReason.FILES_TOO_LARGE, f"the agent left {num_bytes} bytes of changed files; at most {MAX_BYTES} are graded")
+        raise AgentFault(
+            ZeroReason.FILES_TOO_LARGE,
+            f"the agent left {num_bytes} bytes of changed files; at most {MAX_BYTES} are graded",
+        )
 
 
 class CleanArchive:
     """An archive that holds nothing but what the rules take. Blocking: fill it in a thread."""
 
     def __init__(self, target: IO[bytes], rules: CarryRules, changes: Changes) -> None:
-        self._archive = tarfile.TarFile(fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape")
+        self._archive = tarfile.TarFile(
+            fileobj=target, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape"
+        )
         self._rules = rules
         self._changes = changes
         self._links = set(changes.symlinks)
@@ -173,18 +263,30 @@ class CleanArchive:
     def add(self, source: IO[bytes], place: str = "/", *, stream: bool = False) -> None:
         """Every member of an archive that lies below `place` and is taken. AgentFault where it is no archive, or too large."""
         try:
-            with tarfile.open(fileobj=source, mode="r|" if stream else "r:", errors="surrogateescape") as archive:
+            with tarfile.open(
+                fileobj=source, mode="r|" if stream else "r:", errors="surrogateescape"
+            ) as archive:
                 for member in archive:
                     self._add(archive, member, place)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-            raise AgentFault(ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be read: {error}") from error
+            raise AgentFault(
+                ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be read: {error}"
+            ) from error
 
     def close(self) -> None:
         self._archive.close()
 
     def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
         path = _plain(f"{place}/{member.name}")
-        kind = "d" if member.isdir() else "l" if member.issym() else "f" if member.isreg() or member.islnk() else "?"
+        kind = (
+            "d"
+            if member.isdir()
+            else "l"
+            if member.issym()
+            else "f"
+            if member.isreg() or member.islnk()
+            else "?"
+        )
         listed = self._changes.taken.get(path)
         mode = member.mode if listed is None else listed.mode
         if ".." in path.split("/") or len(path.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES:
@@ -194,7 +296,12 @@ class CleanArchive:
         if any(str(parent) in self._links for parent in PurePosixPath(path).parents):
             return  # unpacking would follow the link
         clean = tarfile.TarInfo(path.lstrip("/"))
-        clean.mode, clean.uid, clean.gid, clean.mtime = mode & 0o7777, member.uid, member.gid, int(member.mtime)
+        clean.mode, clean.uid, clean.gid, clean.mtime = (
+            mode & 0o7777,
+            member.uid,
+            member.gid,
+            int(member.mtime),
+        )
         if member.islnk():
             target = _plain(f"{place}/{member.linkname}")
             if target not in self._files:
@@ -237,7 +344,10 @@ def leads_to_the_verifier(path: str, target: str) -> bool:
             parts.append(part)
     place = f"/{'/'.join(parts)}"
     below = f"{place.rstrip('/')}/"
-    return any(place == other or place.startswith(f"{other}/") or other.startswith(below) for other in VERIFIER_PLACES)
+    return any(
+        place == other or place.startswith(f"{other}/") or other.startswith(below)
+        for other in VERIFIER_PLACES
+    )
 
 
 def one_empty_file(archive: IO[bytes]) -> Changes:

@@ -19,7 +19,15 @@ from requests.exceptions import RequestException
 
 from src.core.errors import AgentFault, SandboxError, boundary
 from src.core.trajectory import ZeroReason
-from src.envs.harbor.carried_files import MAX_BYTES, MODULE_DIRECTORIES, CarryRules, Changes, CleanArchive, Entry, check_bounds
+from src.envs.harbor.carried_files import (
+    MAX_BYTES,
+    MODULE_DIRECTORIES,
+    CarryRules,
+    Changes,
+    CleanArchive,
+    Entry,
+    check_bounds,
+)
 
 ENGINE_TIMEOUT_S = 120
 MODIFIED, ADDED, REMOVED = 0, 1, 2  # of a container's difference to its image
@@ -74,7 +82,11 @@ class DockerFiles:
         variables = dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
         difference = {item["Path"]: item["Kind"] for item in container.diff() or []}
-        modules = [path for path, kind in difference.items() if kind == MODIFIED and path.endswith(MODULE_DIRECTORIES)]
+        modules = [
+            path
+            for path, kind in difference.items()
+            if kind == MODIFIED and path.endswith(MODULE_DIRECTORIES)
+        ]
         modules += [
             str(parent)
             for path in difference
@@ -82,9 +94,15 @@ class DockerFiles:
             if parent.name in MODULE_DIRECTORIES and difference.get(str(parent), MODIFIED) == MODIFIED
         ]
         rules = CarryRules(variables, set(modules))
-        removed = [path for path, kind in difference.items() if kind == REMOVED and rules.removes(path) and self._is_inside(path)]
+        removed = [
+            path
+            for path, kind in difference.items()
+            if kind == REMOVED and rules.removes(path) and self._is_inside(path)
+        ]
         anything = Entry(kind="d", mode=0, size=0)
-        wanted = {path: kind for path, kind in difference.items() if kind != REMOVED and rules.takes(path, anything)}
+        wanted = {
+            path: kind for path, kind in difference.items() if kind != REMOVED and rules.takes(path, anything)
+        }
         wanted = {path: kind for path, kind in wanted.items() if self._is_inside(path)}
         check_bounds(len(wanted), 0)
         clean = CleanArchive(archive, rules, Changes())
@@ -99,7 +117,10 @@ class DockerFiles:
 
     def _is_inside(self, path: str) -> bool:
         """Whether it lies in the container itself, and not in a directory of the host that every container of the trial shares."""
-        return not any(path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/") for mount in self._mounts)
+        return not any(
+            path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
+            for mount in self._mounts
+        )
 
     def _add(self, clean: CleanArchive, container: Any, path: str, *, is_new: bool) -> bool:
         """Whether everything below `path` was added with it."""
@@ -115,7 +136,9 @@ class DockerFiles:
                 packed.write(chunk)
                 size += len(chunk)
                 if size > 2 * MAX_BYTES:
-                    raise AgentFault(ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes")
+                    raise AgentFault(
+                        ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
+                    )
                 if not is_new and _begins_with_directory(packed):
                     break
             if not is_new and _begins_with_directory(packed):
@@ -137,7 +160,8 @@ class DockerFiles:
                 if error.is_server_error() and _is_full(error):
                     raise
                 raise AgentFault(
-                    ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be laid down again: {error.explanation}"
+                    ZeroReason.FILES_UNREADABLE,
+                    f"the agent's files cannot be laid down again: {error.explanation}",
                 ) from error
 
 

@@ -63,7 +63,14 @@ def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
         run_label=new_run_label(),
     )
     tasks_dir = Path(config.tasks_dir).expanduser()
-    return HarborTasks(settings, chat, tasks_dir, eval_tasks=config.eval_tasks or (), eval_split=config.eval_split, seed=config.seed)
+    return HarborTasks(
+        settings,
+        chat,
+        tasks_dir,
+        eval_tasks=config.eval_tasks or (),
+        eval_split=config.eval_split,
+        seed=config.seed,
+    )
 
 
 class HarborTasks:
@@ -100,7 +107,9 @@ class HarborTasks:
         taken = {task.id for task in tasks}
         for folder in folders:
             found = task_folders.load_tasks(folder, check=check)
-            held_out += [replace(task, id=f"{folder.name}/{task.id}") if task.id in taken else task for task in found]
+            held_out += [
+                replace(task, id=f"{folder.name}/{task.id}") if task.id in taken else task for task in found
+            ]
         outside = {task.path for task in held_out}  # a folder of held-out tasks may lie within tasks_dir
         self.train: Sequence[Task] = [task for task in train if task.path not in outside]
         self.eval: Sequence[Task] = held_out
@@ -153,13 +162,17 @@ class HarborTasks:
         write_job(directory, n_parallel_envs=self.settings.n_parallel_envs)
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
-        return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False)
+        return self._chat.tokenizer.decode(
+            list(token_ids), skip_special_tokens=clean, clean_up_tokenization_spaces=False
+        )
 
 
 @cache
 def load_harbor() -> None:
     """Import Harbor without downloads, telemetry or chatter, all of it at once: later it would stall the trials that run already."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise litellm fetches a price list at import
+    os.environ.setdefault(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # otherwise litellm fetches a price list at import
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
     import src.envs.harbor.agent
     import src.envs.harbor.trial  # noqa: F401
@@ -180,10 +193,14 @@ def resolve_environment_type(name: str) -> str:
         name = "sandbox" if why_no_engine() else "docker"
     if name == "sandbox":
         if reason := why_no_sandbox():
-            raise ConfigError(f"environment_type=sandbox: {reason}; mend that, or use environment_type=docker")
+            raise ConfigError(
+                f"environment_type=sandbox: {reason}; mend that, or use environment_type=docker"
+            )
     elif name == "docker":
         if reason := why_no_engine():
-            raise ConfigError(f"environment_type=docker: {reason}; start Docker, or use environment_type=sandbox")
+            raise ConfigError(
+                f"environment_type=docker: {reason}; start Docker, or use environment_type=sandbox"
+            )
     else:
         known = sorted(kind.value for kind in EnvironmentType)
         if name not in known:
@@ -195,7 +212,9 @@ def resolve_environment_type(name: str) -> str:
     return name
 
 
-def trial_environment(environment_type: str, given: Mapping[str, str], *, run_label: str, n_parallel: int) -> dict[str, object]:
+def trial_environment(
+    environment_type: str, given: Mapping[str, str], *, run_label: str, n_parallel: int
+) -> dict[str, object]:
     """The fields of Harbor's EnvironmentConfig for every trial of a run. Opens the run's directory where trials need one."""
     options = environment_options(given)
     kwargs = options["kwargs"]

@@ -45,7 +45,12 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 30
-VERIFIER_REASONS = (ZeroReason.VERIFIER_TIMEOUT, ZeroReason.NO_REWARD, ZeroReason.UNREADABLE_REWARD, ZeroReason.VERIFIER_ERROR)
+VERIFIER_REASONS = (
+    ZeroReason.VERIFIER_TIMEOUT,
+    ZeroReason.NO_REWARD,
+    ZeroReason.UNREADABLE_REWARD,
+    ZeroReason.VERIFIER_ERROR,
+)
 MIN_FREE_BYTES = 64 * 2**20  # with less room the host's disk counts as full
 
 
@@ -111,7 +116,10 @@ class Grading:
             return None
         if isinstance(environment, SandboxEnvironment):
             return SandboxFiles(environment)
-        if str(getattr(environment.type(), "value", environment.type())) == "docker" and why_no_files(environment) is None:
+        if (
+            str(getattr(environment.type(), "value", environment.type())) == "docker"
+            and why_no_files(environment) is None
+        ):
             return DockerFiles(environment)
         return None
 
@@ -135,7 +143,9 @@ class Grading:
             try:
                 await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)
             except SandboxError as error:
-                self.fault = AgentFault(ZeroReason.SANDBOX_BROKEN, f"the agent's sandbox does not answer: {error}")
+                self.fault = AgentFault(
+                    ZeroReason.SANDBOX_BROKEN, f"the agent's sandbox does not answer: {error}"
+                )
                 await environment.stop(delete=True)
                 return
         if self._files is not None and self._fresh is None:
@@ -163,8 +173,12 @@ class Grading:
                 await files.freeze()
                 changes = await files.take(archive)
             except SandboxError as error:
-                raise AgentFault(ZeroReason.SANDBOX_BROKEN, f"the agent's files cannot be taken: {error}") from error
-            _empty(self._trial.paths.verifier_dir)  # a container's directory on the host; nobody writes to it any more
+                raise AgentFault(
+                    ZeroReason.SANDBOX_BROKEN, f"the agent's files cannot be taken: {error}"
+                ) from error
+            _empty(
+                self._trial.paths.verifier_dir
+            )  # a container's directory on the host; nobody writes to it any more
             fresh = await self._fresh_started(self._fresh)
             await files.place(fresh, archive, changes)
         self.environment = fresh
@@ -174,7 +188,9 @@ class Grading:
         try:
             return await starting
         except Exception as error:
-            logger.warning("%s: a fresh environment did not start: %s; trying again", self._trial.task.name, error)
+            logger.warning(
+                "%s: a fresh environment did not start: %s; trying again", self._trial.task.name, error
+            )
         try:
             return await self._start("grading-again", self._trial.paths)
         except Exception:
@@ -191,7 +207,9 @@ class Grading:
                 await environment.start(force_build=False)
                 await environment.run_healthcheck()
         except TimeoutError as error:
-            raise SandboxError(f"a fresh environment did not start within {trial.environment_build_timeout_sec:g} s") from error
+            raise SandboxError(
+                f"a fresh environment did not start within {trial.environment_build_timeout_sec:g} s"
+            ) from error
         return environment
 
     async def _works_untouched(self, *, verifies: bool) -> bool:
@@ -211,7 +229,10 @@ class Grading:
                     await self._verify_untouched(environment, paths)
             except Exception as error:  # whatever it is, it happens without the agent
                 logger.warning(
-                    "%s: the task cannot be graded without an agent either: %s: %s", trial.task.name, type(error).__name__, error
+                    "%s: the task cannot be graded without an agent either: %s: %s",
+                    trial.task.name,
+                    type(error).__name__,
+                    error,
                 )
                 return False
             finally:
@@ -261,7 +282,11 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
     """A second environment of a trial's task, as Harbor makes the agent's, with the network that the verifier is to have."""
     agent_environment = trial.agent_environment
     plan = resolve_trial_network_plan(
-        trial.task.config, trial.config.agent, trial.config.environment, None, verifier_mode=VerifierEnvironmentMode.SHARED
+        trial.task.config,
+        trial.config.agent,
+        trial.config.environment,
+        None,
+        verifier_mode=VerifierEnvironmentMode.SHARED,
     )
     return EnvironmentFactory.create_environment_from_config(
         config=trial.config.environment,
@@ -279,9 +304,18 @@ def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnviron
 def _log_mounts(paths: TrialPaths, inside: EnvironmentPaths) -> list[ServiceVolumeConfig]:
     artifacts = paths.host_artifact_path(MAIN_SERVICE_NAME, inside.artifacts_dir.as_posix())
     artifacts.mkdir(parents=True, exist_ok=True)
-    pairs = ((paths.verifier_dir, inside.verifier_dir), (paths.agent_dir, inside.agent_dir), (artifacts, inside.artifacts_dir))
+    pairs = (
+        (paths.verifier_dir, inside.verifier_dir),
+        (paths.agent_dir, inside.agent_dir),
+        (artifacts, inside.artifacts_dir),
+    )
     return [
-        ServiceVolumeConfig(type="bind", source=str(host.resolve().absolute()), target=str(place), bind=ServiceVolumeBind(selinux="z"))
+        ServiceVolumeConfig(
+            type="bind",
+            source=str(host.resolve().absolute()),
+            target=str(place),
+            bind=ServiceVolumeBind(selinux="z"),
+        )
         for host, place in pairs
     ]
 

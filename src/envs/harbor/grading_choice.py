@@ -79,7 +79,9 @@ def task_checksum(folder: Path) -> str:
         if path.is_file() and path != folder / RECORD_NAME:
             name = path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
             content = path.read_bytes()
-            digest.update(b"%d %s %d %d " % (len(name), name, len(content), path.stat().st_mode & 0o111) + content)
+            digest.update(
+                b"%d %s %d %d " % (len(name), name, len(content), path.stat().st_mode & 0o111) + content
+            )
     return digest.hexdigest()
 
 
@@ -104,14 +106,22 @@ def recorded_choice(task: Task, environment_type: str) -> Choice | None:
         if record is None:
             continue
         if not isinstance(record, dict) or record.get("checksum") != task_checksum(task.path):
-            logger.warning("%s: the task has changed since it was recorded in %s; run src.envs.validate again", task.id, path)
+            logger.warning(
+                "%s: the task has changed since it was recorded in %s; run src.envs.validate again",
+                task.id,
+                path,
+            )
             return None
         if (found := record.get(environment_type)) is None:
             return None
         try:
-            return Choice(way=Way(found["grading"]), keep_processes=found["keep_processes"] is True, is_recorded=True)
+            return Choice(
+                way=Way(found["grading"]), keep_processes=found["keep_processes"] is True, is_recorded=True
+            )
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{path}: {task.path.name}: the record cannot be read; run src.envs.validate again") from None
+            raise ConfigError(
+                f"{path}: {task.path.name}: the record cannot be read; run src.envs.validate again"
+            ) from None
     return None
 
 
@@ -120,7 +130,12 @@ def tell_choices(tasks: Iterable[Task], option: GradingOption, environment_type:
     choices = {task.path: option.of(task, environment_type) for task in tasks}
     counts = Counter(choice.way for choice in choices.values())
     whence = "records of validate; without one: fresh" if option.choice is None else "environment_kwargs"
-    logger.info("grading: %d tasks in a fresh environment, %d in place (%s)", counts[Way.FRESH], counts[Way.IN_PLACE], whence)
+    logger.info(
+        "grading: %d tasks in a fresh environment, %d in place (%s)",
+        counts[Way.FRESH],
+        counts[Way.IN_PLACE],
+        whence,
+    )
     return choices
 
 
@@ -134,7 +149,9 @@ def _read_records(path: Path, _changed_at: int) -> dict[str, Any]:
     try:
         records = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); remove it and run src.envs.validate again") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error}); remove it and run src.envs.validate again"
+        ) from error
     if not isinstance(records, dict):
         raise ConfigError(f"{path} is no record of grading; remove it and run src.envs.validate again")
     return records

@@ -15,7 +15,9 @@ from src.records.atomic_io import replace_text
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:
     """Sums up the trials that ended below `directory`. Without one there is nothing to show, and nothing is written."""
-    results = [result for folder in sorted(directory.glob("*")) if (result := trial_result(folder)) is not None]
+    results = [
+        result for folder in sorted(directory.glob("*")) if (result := trial_result(folder)) is not None
+    ]
     if not results:
         return
     first = results[0].config
@@ -24,7 +26,11 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
         jobs_dir=directory.parent,
         n_concurrent_trials=n_parallel_envs,
         # A trial's own session is of no meaning to the job.
-        agents=[first.agent.model_copy(update={"kwargs": {k: v for k, v in first.agent.kwargs.items() if k != "llm_kwargs"}})],
+        agents=[
+            first.agent.model_copy(
+                update={"kwargs": {k: v for k, v in first.agent.kwargs.items() if k != "llm_kwargs"}}
+            )
+        ],
         environment=first.environment,
         verifier=first.verifier,
         tasks=list({result.config.task.path: result.config.task for result in results}.values()),
@@ -40,7 +46,9 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
         stats=JobStats.from_trial_results(results, n_total_trials=len(results)),
     )
     replace_text(directory / "config.json", config.model_dump_json(indent=2) + "\n")
-    replace_text(directory / "result.json", result.model_dump_json(indent=2, exclude={"trial_results"}) + "\n")
+    replace_text(
+        directory / "result.json", result.model_dump_json(indent=2, exclude={"trial_results"}) + "\n"
+    )
 
 
 def trial_result(folder: Path) -> TrialResult | None:

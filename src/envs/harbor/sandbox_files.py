@@ -71,10 +71,15 @@ class SandboxFiles:
             archive.seek(0)
             await asyncio.to_thread(_copy, archive, host_path)
             removed_path.write_bytes(_names(changes.removed))
-            done = await fresh.run_script(PLACE.format(removed=removed, archive=inside), timeout_s=TRANSFER_TIMEOUT_S)
+            done = await fresh.run_script(
+                PLACE.format(removed=removed, archive=inside), timeout_s=TRANSFER_TIMEOUT_S
+            )
         if done.status != 0:
             reason = done.stderr.decode("utf-8", "replace").strip()[-200:]
-            raise AgentFault(ZeroReason.FILES_UNREADABLE, f"the agent's files cannot be laid down in a fresh sandbox: {reason}")
+            raise AgentFault(
+                ZeroReason.FILES_UNREADABLE,
+                f"the agent's files cannot be laid down in a fresh sandbox: {reason}",
+            )
 
     def _clean(self, packed: IO[bytes], archive: IO[bytes], changes: Changes) -> None:
         clean = CleanArchive(archive, self._rules, changes)
@@ -89,9 +94,14 @@ class SandboxFiles:
             return await asyncio.to_thread(lambda: parse_listing(listing.read()))
 
     async def _pack(self, changes: Changes, packed: BinaryIO) -> None:
-        unreadable = [path for path, entry in changes.taken.items() if entry.kind == "f" and not entry.mode & 0o400]
+        unreadable = [
+            path for path, entry in changes.taken.items() if entry.kind == "f" and not entry.mode & 0o400
+        ]
         environment = self._environment
-        with environment.handed_in() as (names_path, names), environment.handed_in() as (unreadable_path, closed):
+        with (
+            environment.handed_in() as (names_path, names),
+            environment.handed_in() as (unreadable_path, closed),
+        ):
             names_path.write_bytes(_names(f".{path}" for path in changes.taken))
             unreadable_path.write_bytes(_names(unreadable))
             # Names and headers take room beside the contents, whose size is bounded already.

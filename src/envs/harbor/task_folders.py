@@ -42,7 +42,9 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
     if (directory / "task.toml").is_file():
         folders = [directory]
     else:
-        folders = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+        folders = sorted(
+            path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
+        )
     if not folders:
         raise ConfigError(f"tasks_dir {directory} holds no task folders")
     tasks: list[Task] = []
@@ -57,7 +59,10 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
         except ConfigError as error:
             refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
     if refused:
-        lines = [f"{first}{reason}" + (f" (and {len(others)} more)" if others else "") for reason, (first, *others) in refused.items()]
+        lines = [
+            f"{first}{reason}" + (f" (and {len(others)} more)" if others else "")
+            for reason, (first, *others) in refused.items()
+        ]
         if (count := len(folders) - len(tasks)) > 1:
             lines.append(f"{count} of {len(folders)} task folders cannot be played; mend or remove them")
         raise ConfigError("\n".join(lines))
@@ -98,15 +103,24 @@ def _require_one_step_on_linux(folder: Path) -> None:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder}/task.toml: {error}") from error
     if config.get("steps"):
-        raise ConfigError(f"{folder}: a task of several [[steps]] cannot be trained on; make each step a task of its own, or {USE_HARBOR}")
+        raise ConfigError(
+            f"{folder}: a task of several [[steps]] cannot be trained on; make each step a task of its own, or {USE_HARBOR}"
+        )
     environment = config.get("environment")
-    if isinstance(environment, dict) and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value:
-        raise ConfigError(f"{folder}: [environment].os = windows: trials run on Linux only; {USE_HARBOR} on a Windows host")
+    if (
+        isinstance(environment, dict)
+        and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value
+    ):
+        raise ConfigError(
+            f"{folder}: [environment].os = windows: trials run on Linux only; {USE_HARBOR} on a Windows host"
+        )
 
 
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
     """What a task must meet to run in environments of that type, made with those options."""
-    return partial(check_for_sandbox if environment_type == "sandbox" else check_for_containers, options=options)
+    return partial(
+        check_for_sandbox if environment_type == "sandbox" else check_for_containers, options=options
+    )
 
 
 def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
@@ -116,13 +130,19 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
         raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
     for section, user in (("agent", config.agent.user), ("verifier", config.verifier.user)):
         if user not in ROOT_USERS:
-            raise ConfigError(f"{folder}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}")
+            raise ConfigError(
+                f"{folder}: [{section}] user = {user!r}, but the sandbox has only root; {USE_DOCKER}"
+            )
     modes = (environment.network_mode, config.agent.network_mode, config.verifier.network_mode)
     if NetworkMode.ALLOWLIST in modes:
-        raise ConfigError(f"{folder}: the sandbox's network is off or public, it has no allow list; {USE_DOCKER}")
+        raise ConfigError(
+            f"{folder}: the sandbox's network is off or public, it has no allow list; {USE_DOCKER}"
+        )
     for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
         if mode not in (None, environment.network_mode):
-            raise ConfigError(f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}")
+            raise ConfigError(
+                f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
+            )
     read_recipe(folder / "environment", environment)
     graded_in = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
@@ -132,7 +152,9 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
     networks = [network_of(config, given=given) for config in (environment, graded_in)]
     if Network.REFUSED in networks:
-        raise ConfigError(f"{folder}: it asks for a public network, which no sandbox has here: {why_no_network()}; {USE_DOCKER}")
+        raise ConfigError(
+            f"{folder}: it asks for a public network, which no sandbox has here: {why_no_network()}; {USE_DOCKER}"
+        )
     if networks[1] is not Network.PUBLIC and (needed := verifier_needs(folder)):
         return f"tests/test.sh needs the internet for `{needed}` and has none here, so these tasks score 0: {MEND_VERIFIER}"
     if Network.LACKING in networks:
@@ -175,7 +197,9 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
             network_policy=config.environment.resolve_baseline(),
         )
     except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{folder}: {' '.join(str(error).split())}; environment_type=sandbox may do") from error
+        raise ConfigError(
+            f"{folder}: {' '.join(str(error).split())}; environment_type=sandbox may do"
+        ) from error
     mode = config.verifier.network_mode or config.environment.network_mode
     if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
         return f"tests/test.sh needs the internet for `{needed}`, and task.toml says no-network, so these tasks may score 0"

@@ -63,7 +63,9 @@ class TinkerLLM(BaseLLM):
         self._limits = limits
         self._model_name = model_name
         self._messages: list[tuple[str, str]] = []  # the main conversation as we know it
-        self._ids: dict[int, tuple[Sequence[int], Sequence[int]]] = {}  # by number of messages: the prompt and completion of them
+        self._ids: dict[
+            int, tuple[Sequence[int], Sequence[int]]
+        ] = {}  # by number of messages: the prompt and completion of them
         self._calls = 0
         self._is_subagent = False
         self._useless_in_a_row = 0
@@ -94,7 +96,12 @@ class TinkerLLM(BaseLLM):
         return LLMResponse(
             content=content,
             model_name=self._model_name,
-            usage=UsageInfo(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids), cache_tokens=0, cost_usd=0.0),
+            usage=UsageInfo(
+                prompt_tokens=len(turn.prompt_ids),
+                completion_tokens=len(turn.completion_ids),
+                cache_tokens=0,
+                cost_usd=0.0,
+            ),
         )
 
     @override
@@ -143,7 +150,11 @@ class TinkerLLM(BaseLLM):
         try:
             with boundary(BackendError, "sampling"):
                 return await self._policy.sample(
-                    prompt_ids, max_tokens=max_tokens, temperature=self._limits.temperature, seed=seed, stop=self._chat.stop_token_ids
+                    prompt_ids,
+                    max_tokens=max_tokens,
+                    temperature=self._limits.temperature,
+                    seed=seed,
+                    stop=self._chat.stop_token_ids,
                 )
         except TrainerError as error:
             raise EpisodeOver(error) from error
@@ -170,7 +181,9 @@ class TinkerLLM(BaseLLM):
         # The second overflow in a row means that summarising did not help; Harbor would go on for ever.
         if is_main and (not self._limits.summarize or self._overflows_in_a_row > 1):
             return EpisodeOver(StopReason.CONTEXT_LENGTH)
-        return ContextLengthExceededError(f"{tokens} tokens are over the limit of {self._limits.lengths.max_input_length}")
+        return ContextLengthExceededError(
+            f"{tokens} tokens are over the limit of {self._limits.lengths.max_input_length}"
+        )
 
 
 def _pairs(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

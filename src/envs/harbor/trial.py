@@ -15,7 +15,16 @@ from harbor.models.trial.result import TimingInfo, TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
 from src.core.errors import BackendError, SandboxError, VerifierError
-from src.core.trajectory import FailureKind, StopReason, Task, TimeSpent, Trajectory, TrialFailure, Turn, ZeroReason
+from src.core.trajectory import (
+    FailureKind,
+    StopReason,
+    Task,
+    TimeSpent,
+    Trajectory,
+    TrialFailure,
+    Turn,
+    ZeroReason,
+)
 from src.envs.harbor.agent import Session, registered
 from src.envs.harbor.environment import HarborSettings
 from src.envs.harbor.grading import Grading, graded
@@ -74,7 +83,10 @@ class HarborTrial:
             kept = await self._settled()
         if not isinstance(outcome, Trajectory):
             return outcome
-        measured = {"files_left_out": float(not kept.is_whole), "essential_files_only": float(kept.is_essential_only)}
+        measured = {
+            "files_left_out": float(not kept.is_whole),
+            "essential_files_only": float(kept.is_essential_only),
+        }
         return replace(outcome, metrics={**outcome.metrics, **measured})
 
     async def _settled(self) -> Kept:
@@ -91,7 +103,11 @@ class HarborTrial:
         started = time.monotonic()
         key = uuid.uuid4().hex
         timed = TimedPolicy(policy)
-        session = Session(llm=TinkerLLM(policy=timed, chat=self._chat, limits=self._limits, model_name=self._settings.model_name))
+        session = Session(
+            llm=TinkerLLM(
+                policy=timed, chat=self._chat, limits=self._limits, model_name=self._settings.model_name
+            )
+        )
         config = self._config(key)
         self._name = config.trial_name
         try:
@@ -100,12 +116,18 @@ class HarborTrial:
                 async with graded(trial, self._grading) as grading:
                     self._played = (trial, session, timed, grading, started)
                     try:
-                        result = await finish_within(trial.run(), None)  # the runner has a deadline of its own, and cancels
+                        result = await finish_within(
+                            trial.run(), None
+                        )  # the runner has a deadline of its own, and cancels
                     except Exception:
                         if not session.llm.turns or await grading.blame(ZeroReason.AGENT_ERROR) is None:
                             raise
-                        logger.warning("%s: the trial broke on what its agent did", self._task.id, exc_info=True)
-                        return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.AGENT_ERROR, started)
+                        logger.warning(
+                            "%s: the trial broke on what its agent did", self._task.id, exc_info=True
+                        )
+                        return self._trajectory(
+                            trial.result, session, grading, 0.0, ZeroReason.AGENT_ERROR, started
+                        )
                     return await self._outcome(result, session, timed, grading, started)
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
@@ -114,7 +136,9 @@ class HarborTrial:
         if self._played is None:
             return None
         trial, session, policy, grading, started = self._played
-        if not session.llm.turns or not policy.spent.is_mostly_the_agents(grading.agent_ended_at or time.monotonic()):
+        if not session.llm.turns or not policy.spent.is_mostly_the_agents(
+            grading.agent_ended_at or time.monotonic()
+        ):
             return None
         return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.TIMEOUT, started)
 
@@ -147,8 +171,13 @@ class HarborTrial:
     ) -> Trajectory | TrialFailure:
         if isinstance(session.error, BackendError):
             return self._failure(FailureKind.BACKEND, str(session.error))
-        if (lost_s := starved(result, session, policy)) and not (session.llm.turns and await policy.answers()):
-            return self._failure(FailureKind.BACKEND, f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s")
+        if (lost_s := starved(result, session, policy)) and not (
+            session.llm.turns and await policy.answers()
+        ):
+            return self._failure(
+                FailureKind.BACKEND,
+                f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s",
+            )
         reason = None
         try:
             reward = score(result.verifier_result.rewards if result.verifier_result else None)
@@ -157,14 +186,22 @@ class HarborTrial:
             reason = await grading.blame(reason_for_zero(result, session)) if session.llm.turns else None
             if reason is None:
                 return self._failure(failed_phase(result, session), message)
-            logger.warning("%s: reward 0, the agent prevented its grading (%s): %s", self._task.id, reason, message)
+            logger.warning(
+                "%s: reward 0, the agent prevented its grading (%s): %s", self._task.id, reason, message
+            )
             reward = 0.0
         if not session.llm.turns:
             return self._failure(FailureKind.AGENT, "the agent gave no answer")
         return self._trajectory(result, session, grading, reward, reason, started)
 
     def _trajectory(
-        self, result: TrialResult, session: Session, grading: Grading, reward: float, reason: ZeroReason | None, started: float
+        self,
+        result: TrialResult,
+        session: Session,
+        grading: Grading,
+        reward: float,
+        reason: ZeroReason | None,
+        started: float,
     ) -> Trajectory:
         llm = session.llm
         stop_reason = StopReason.AGENT_TIMEOUT if timed_out(result) else session.stop_reason
@@ -205,11 +242,21 @@ class TimedPolicy(Policy):
         self._policy = policy
         self._last_prompt: Sequence[int] = ()
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
         asked = time.monotonic()
         self._last_prompt = prompt_ids
         try:
-            turn = await self._policy.sample(prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+            turn = await self._policy.sample(
+                prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+            )
         except asyncio.CancelledError:
             self.unanswered_s = time.monotonic() - asked
             raise
@@ -226,7 +273,9 @@ class TimedPolicy(Policy):
         """Whether one token of an answer comes soon: then a late answer was a long one, and nothing was wrong with the server."""
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await self._policy.sample(self._last_prompt[:1], max_tokens=1, temperature=1.0, seed=None, stop=[])
+                await self._policy.sample(
+                    self._last_prompt[:1], max_tokens=1, temperature=1.0, seed=None, stop=[]
+                )
         except Exception:
             return False
         return True
@@ -237,7 +286,9 @@ def starved(result: TrialResult, session: Session, policy: TimedPolicy) -> float
 
     Harbor grades an agent whose time is up. One that was waiting for a dead server all the while has shown nothing to be graded.
     """
-    if not timed_out(result) or (session.llm.turns and policy.unanswered_s <= _seconds(result.agent_execution) / 2):
+    if not timed_out(result) or (
+        session.llm.turns and policy.unanswered_s <= _seconds(result.agent_execution) / 2
+    ):
         return 0.0
     return policy.unanswered_s
 
@@ -259,7 +310,10 @@ async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float |
             task.cancel()
             _, pending = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
             if pending:
-                logger.error("a cancelled trial still runs after %g s; its sandbox may outlive it until the run ends", CANCEL_GRACE_S)
+                logger.error(
+                    "a cancelled trial still runs after %g s; its sandbox may outlive it until the run ends",
+                    CANCEL_GRACE_S,
+                )
     if not task.done() or task.cancelled():
         raise TimeoutError
     return task.result()
@@ -268,7 +322,9 @@ async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float |
 def failed_phase(result: TrialResult, session: Session) -> FailureKind:
     """Which part of an ungraded trial is to blame."""
     info = result.exception_info
-    if isinstance(session.error, SandboxError) or (info is not None and info.exception_type == SandboxError.__name__):
+    if isinstance(session.error, SandboxError) or (
+        info is not None and info.exception_type == SandboxError.__name__
+    ):
         return FailureKind.SANDBOX
     if result.verifier is not None:
         return FailureKind.VERIFIER

@@ -47,7 +47,9 @@ class JobsQuota:
         """Bound the folder of a trial that has ended. Blocks: call it in a thread."""
         with self._lock:  # one trial at a time, so that none passes on the room that another one takes
             if self._used is None:
-                self._used = sum(entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder.parents[1]))
+                self._used = sum(
+                    entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder.parents[1])
+                )
                 self._used -= sum(entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder))
             if not folder.is_dir():
                 return Kept(size=0, is_whole=True)
@@ -61,14 +63,21 @@ class JobsQuota:
     def _tell(self, jobs: Path) -> None:
         if not self._is_told:
             self._is_told = True
-            logger.warning("%s: jobs_quota_gb=%g is used up; further trials keep only their results and rewards", jobs, self.limit / 2**30)
+            logger.warning(
+                "%s: jobs_quota_gb=%g is used up; further trials keep only their results and rewards",
+                jobs,
+                self.limit / 2**30,
+            )
 
 
 def bound(folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> Kept:
     """Remove links and special files, and what exceeds the bounds of one trial: first what lies deepest and is no essential file."""
     left_files, left_size = files, size
     excess: list[Path] = []
-    entries = sorted(_entries(folder), key=lambda entry: (_relative(folder, entry[0]) not in ESSENTIAL, entry[1], entry[0].path))
+    entries = sorted(
+        _entries(folder),
+        key=lambda entry: (_relative(folder, entry[0]) not in ESSENTIAL, entry[1], entry[0].path),
+    )
     for entry, depth in entries:
         status = entry.stat(follow_symlinks=False)
         length = status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -81,7 +90,10 @@ def bound(folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> Kep
     for path in excess:
         _remove(path)
     if excess:
-        note(folder / NOTE, f"the folder: {len(excess)} of {len(entries)} files exceeded {files} files, {size / 2**20:g} MiB or were links")
+        note(
+            folder / NOTE,
+            f"the folder: {len(excess)} of {len(entries)} files exceeded {files} files, {size / 2**20:g} MiB or were links",
+        )
     return Kept(size=size - left_size, is_whole=not (folder / NOTE).exists())
 
 

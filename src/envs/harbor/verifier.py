@@ -30,7 +30,9 @@ class TrainingVerifier(Verifier):
             user = self.environment.default_user
             self.environment = grading.environment
             with self.environment.with_default_user(user):
-                if not (grading.is_fresh and isinstance(self.environment, SandboxEnvironment)):  # a fresh sandbox has nothing to remove
+                if not (
+                    grading.is_fresh and isinstance(self.environment, SandboxEnvironment)
+                ):  # a fresh sandbox has nothing to remove
                     await self._clear_the_ground(self.environment)
                 return await self._verified()
         return await self._verified()
@@ -40,7 +42,8 @@ class TrainingVerifier(Verifier):
             return await super().verify()
         except ValidationError as error:  # a reward file that is no mapping of names to numbers
             raise AgentFault(
-                ZeroReason.UNREADABLE_REWARD, f"the verifier's rewards cannot be read: {error.error_count()} errors"
+                ZeroReason.UNREADABLE_REWARD,
+                f"the verifier's rewards cannot be read: {error.error_count()} errors",
             ) from error
 
     @override

@@ -35,7 +35,14 @@ from src.core.errors import SandboxError
 from src.envs.sandbox.exec_request import Request
 from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, exec_server_command
 from src.envs.sandbox.network import NAMESPACE_LINE, Network, name_servers, namespace_prefix, why_no_network
-from src.envs.sandbox.resource_limits import RECORD_NAME, Limits, cgroup_name, cgroup_parents, join_prefix, remove_cgroups
+from src.envs.sandbox.resource_limits import (
+    RECORD_NAME,
+    Limits,
+    cgroup_name,
+    cgroup_parents,
+    join_prefix,
+    remove_cgroups,
+)
 from src.envs.sandbox.run_directory import remove_tree, temporary_run_directory
 from src.envs.sandbox.system_calls import seccomp_filter
 from src.envs.sandbox.user import SandboxUser, claim_user
@@ -58,13 +65,50 @@ PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
 # What a Debian image has, and no more: a Dockerfile's `RUN mkdir /app` must work.
-PRIVATE_DIRECTORIES = ("etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log")
+PRIVATE_DIRECTORIES = (
+    "etc",
+    "home",
+    "media",
+    "mnt",
+    "opt",
+    "root",
+    "run",
+    "srv",
+    "usr/local",
+    "var/lib",
+    "var/log",
+)
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
 # What is harmless to read in /proc besides the processes. Everything else there describes or controls the host and is masked, unless its
 # mode closes it to an unprivileged user already: what Docker masks (keys, acpi, ...), iomem, cmdline, and whatever a later kernel adds.
 VISIBLE_IN_PROC = (
-    *("buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma", "driver", "execdomains"),
-    *("filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions", "pressure", "self", "softirqs", "stat", "swaps"),
+    *(
+        "buddyinfo",
+        "cgroups",
+        "config.gz",
+        "consoles",
+        "cpuinfo",
+        "crypto",
+        "devices",
+        "diskstats",
+        "dma",
+        "driver",
+        "execdomains",
+    ),
+    *(
+        "filesystems",
+        "loadavg",
+        "meminfo",
+        "misc",
+        "mounts",
+        "net",
+        "partitions",
+        "pressure",
+        "self",
+        "softirqs",
+        "stat",
+        "swaps",
+    ),
     *("sys", "sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo"),
 )
 
@@ -93,12 +137,16 @@ class Bubblewrap:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: Limits) -> Bubblewrap:
+    async def start(
+        cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: Limits
+    ) -> Bubblewrap:
         """Start a sandbox whose host files lie in `directory`, a new directory in a run's; SandboxError when the machine cannot.
 
         With `share_network` it has the public network, but neither the network namespace nor the loopback addresses of the host.
         """
-        launch = Launch(directory, skeleton=skeleton, hostname=hostname, has_network=share_network, limits=limits)
+        launch = Launch(
+            directory, skeleton=skeleton, hostname=hostname, has_network=share_network, limits=limits
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *launch.command,
@@ -119,7 +167,9 @@ class Bubblewrap:
                 await sandbox._become_ready(has_network=share_network)
         except TimeoutError as error:
             await sandbox.stop()
-            raise SandboxError(f"a sandbox did not start within {START_TIMEOUT_S} s; the machine is overloaded") from error
+            raise SandboxError(
+                f"a sandbox did not start within {START_TIMEOUT_S} s; the machine is overloaded"
+            ) from error
         except BaseException:
             await sandbox.stop()
             raise
@@ -129,7 +179,9 @@ class Bubblewrap:
     def is_alive(self) -> bool:
         return self._process.returncode is None and self._watcher is not None and not self._watcher.done()
 
-    async def run(self, script: str, *, timeout_s: float | None = None, stdout: BinaryIO | None = None) -> Completed:
+    async def run(
+        self, script: str, *, timeout_s: float | None = None, stdout: BinaryIO | None = None
+    ) -> Completed:
         """Run a bash script inside; its stdout goes to the file `stdout` when given.
 
         Raises CommandTimeout past `timeout_s`, SandboxError when the sandbox is gone. Output past 16 MiB (of a file: 1 GiB) is dropped.
@@ -161,7 +213,9 @@ class Bubblewrap:
             async with asyncio.timeout(KILL_ALL_TIMEOUT_S):
                 await done
         except TimeoutError as error:
-            raise SandboxError(f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s") from error
+            raise SandboxError(
+                f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s"
+            ) from error
         finally:
             del self._pending[number]
 
@@ -196,7 +250,9 @@ class Bubblewrap:
             line = await self._process.stdout.readline()
         if line != b"ready\n":
             assert self._process.stderr is not None
-            raise SandboxError(f"{_why_not_started(await self._process.stderr.read())}; environment_type=docker does without")
+            raise SandboxError(
+                f"{_why_not_started(await self._process.stderr.read())}; environment_type=docker does without"
+            )
         self._watcher = asyncio.create_task(self._watch())
 
     @contextlib.contextmanager
@@ -239,7 +295,9 @@ class Bubblewrap:
                 case _:
                     pass  # nobody waits for this command any more
         await self._process.wait()
-        death = SandboxError(f"the sandbox stopped answering after commands ran in it (status {self._process.returncode})")
+        death = SandboxError(
+            f"the sandbox stopped answering after commands ran in it (status {self._process.returncode})"
+        )
         for waiting in self._pending.values():
             if isinstance(waiting, Request):
                 waiting.fail(death)
@@ -250,7 +308,9 @@ class Bubblewrap:
 class Launch:
     """What one sandbox needs on the host: a user, a directory, cgroups, a seccomp filter, and the command line that starts it."""
 
-    def __init__(self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: Limits) -> None:
+    def __init__(
+        self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: Limits
+    ) -> None:
         if has_network and (reason := why_no_network()):
             raise SandboxError(reason)
         self.directory = directory
@@ -308,7 +368,10 @@ class Launch:
             if self.clean_up():
                 return
             await asyncio.sleep(wait_s)
-        logger.warning("%s: processes of a stopped sandbox still end; its files are removed when the next run starts", self.directory)
+        logger.warning(
+            "%s: processes of a stopped sandbox still end; its files are removed when the next run starts",
+            self.directory,
+        )
 
     def _write_resolver(self) -> Path:
         path = self.directory / "resolv.conf"
@@ -317,7 +380,9 @@ class Launch:
         return path
 
 
-def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, resolver: Path | None, limits: Limits, seccomp: int) -> list[str]:
+def bubblewrap_command(
+    *, requests: Path, skeleton: Path, hostname: str, resolver: Path | None, limits: Limits, seccomp: int
+) -> list[str]:
     """The command line of bubblewrap. The order of the mounts matters: later ones lie on top of earlier ones.
 
     `resolver` is the resolv.conf of a sandbox whose network namespace exists already.
@@ -325,8 +390,27 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, resolve
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.storage_shares_mb.items()}
     command = [
         _program("bwrap", "bubblewrap"),
-        *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1", "--new-session"),
-        *("--cap-drop", "ALL", "--uid", "0", "--gid", "0", "--hostname", hostname, "--clearenv", "--seccomp", str(seccomp)),
+        *(
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--die-with-parent",
+            "--as-pid-1",
+            "--new-session",
+        ),
+        *(
+            "--cap-drop",
+            "ALL",
+            "--uid",
+            "0",
+            "--gid",
+            "0",
+            "--hostname",
+            hostname,
+            "--clearenv",
+            "--seccomp",
+            str(seccomp),
+        ),
     ]
     for name, value in BASE_ENVIRONMENT.items():
         command += ["--setenv", name, value]
@@ -334,7 +418,17 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, resolve
     for name in USERLAND:
         if Path("/", name).exists():
             command += ["--ro-bind", str(Path("/", name).resolve()), f"/{name}"]
-    command += ["--size", sizes["/usr/local"], "--tmpfs", "/usr/local", "--proc", "/proc", *_proc_masks(), "--dev", "/dev"]
+    command += [
+        "--size",
+        sizes["/usr/local"],
+        "--tmpfs",
+        "/usr/local",
+        "--proc",
+        "/proc",
+        *_proc_masks(),
+        "--dev",
+        "/dev",
+    ]
     # The tmpfs of --dev has no size but half of the machine's memory.
     command += ["--perms", "1777", "--size", sizes["/dev/shm"], "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for name in PRIVATE_DIRECTORIES:
@@ -345,7 +439,14 @@ def bubblewrap_command(*, requests: Path, skeleton: Path, hostname: str, resolve
         command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     if resolver is not None:
         command += ["--share-net", "--ro-bind", str(resolver), "/etc/resolv.conf"]
-    command += ["--ro-bind", str(skeleton), f"{CONTROL}/skeleton", "--ro-bind", str(requests), f"{CONTROL}/requests"]
+    command += [
+        "--ro-bind",
+        str(skeleton),
+        f"{CONTROL}/skeleton",
+        "--ro-bind",
+        str(requests),
+        f"{CONTROL}/requests",
+    ]
     return [*command, "--chdir", "/", "--", *exec_server_command(limits.of_one_process())]
 
 
@@ -374,7 +475,9 @@ def why_no_sandbox() -> str | None:
         with temporary_run_directory() as run:
             skeleton = run / "skeleton"
             skeleton.mkdir(mode=0o755)
-            launch = Launch(run / "probe", skeleton=skeleton, hostname="probe", has_network=False, limits=Limits())
+            launch = Launch(
+                run / "probe", skeleton=skeleton, hostname="probe", has_network=False, limits=Limits()
+            )
             try:
                 probe = subprocess.run(
                     launch.command,
@@ -397,10 +500,20 @@ def why_no_sandbox() -> str | None:
 
 def missing_programs() -> list[str]:
     """The packages that the sandbox needs and this machine lacks."""
-    programs = {"bwrap": "bubblewrap", "bash": "bash", Path(INTERPRETER).name: "perl-base", "tar": "tar", "tmux": "tmux"}
+    programs = {
+        "bwrap": "bubblewrap",
+        "bash": "bash",
+        Path(INTERPRETER).name: "perl-base",
+        "tar": "tar",
+        "tmux": "tmux",
+    }
     if os.geteuid() == 0:
         programs["setpriv"] = "util-linux"
-    return [package for program, package in programs.items() if shutil.which(program, path="/usr/bin:/bin") is None]
+    return [
+        package
+        for program, package in programs.items()
+        if shutil.which(program, path="/usr/bin:/bin") is None
+    ]
 
 
 def _why_not_started(errors: bytes) -> str:
@@ -414,7 +527,9 @@ def _why_not_started(errors: bytes) -> str:
 def _program(name: str, package: str) -> str:
     program = shutil.which(name, path="/usr/bin:/bin")
     if program is None:
-        raise SandboxError(f"the sandbox needs {name}: install the package {package}, or use environment_type=docker")
+        raise SandboxError(
+            f"the sandbox needs {name}: install the package {package}, or use environment_type=docker"
+        )
     return program
 
 

@@ -29,7 +29,15 @@ from harbor.environments.docker.docker import DockerEnvironment
 
 from src.core.errors import SandboxError
 from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
-from src.envs.sandbox.file_copy import COLLECT_TIMEOUT_S, REWARD_FILES, Allowance, ChunkReader, Collection, decoded, unpack_file
+from src.envs.sandbox.file_copy import (
+    COLLECT_TIMEOUT_S,
+    REWARD_FILES,
+    Allowance,
+    ChunkReader,
+    Collection,
+    decoded,
+    unpack_file,
+)
 from src.envs.sandbox.run_directory import run_directory
 
 SERVICE_LABEL = "com.docker.compose.service"
@@ -46,7 +54,11 @@ class ContainerEnvironment(DockerEnvironment):
         super().__init__(*args, **kwargs)
         self._collection = Collection(self.trial_paths.trial_dir)
         folder = self.trial_paths.trial_dir.resolve()
-        binds = [mount for mount in self._mounts if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)]
+        binds = [
+            mount
+            for mount in self._mounts
+            if mount["type"] == "bind" and Path(str(mount.get("source"))).is_relative_to(folder)
+        ]
         self._log_directories = [str(mount["target"]) for mount in binds]
         self._mounts = [mount for mount in self._mounts if mount not in binds]
         self._shared_logs = binds if self._environment_docker_compose_path.exists() else []
@@ -87,7 +99,9 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
         """What Harbor creates inside for whoever may write there."""
-        return list(dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories]))
+        return list(
+            dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories])
+        )
 
     @override
     async def prepare_logs_for_host(self) -> None:
@@ -118,12 +132,20 @@ class ContainerEnvironment(DockerEnvironment):
         await self.service_download_dir(source_dir, target_dir)
 
     @override
-    async def service_download_file(self, source_path: str, target_path: Path | str, *, service: str | None = None) -> None:
-        await asyncio.to_thread(self._collect_file, str(source_path), Path(target_path), service or MAIN_SERVICE_NAME)
+    async def service_download_file(
+        self, source_path: str, target_path: Path | str, *, service: str | None = None
+    ) -> None:
+        await asyncio.to_thread(
+            self._collect_file, str(source_path), Path(target_path), service or MAIN_SERVICE_NAME
+        )
 
     @override
-    async def service_download_dir(self, source_dir: str, target_dir: Path | str, *, service: str | None = None) -> None:
-        await asyncio.to_thread(self._collect, str(source_dir), Path(target_dir), service or MAIN_SERVICE_NAME)
+    async def service_download_dir(
+        self, source_dir: str, target_dir: Path | str, *, service: str | None = None
+    ) -> None:
+        await asyncio.to_thread(
+            self._collect, str(source_dir), Path(target_dir), service or MAIN_SERVICE_NAME
+        )
 
     def _labels(self) -> dict[str, object]:
         """A compose file that labels everything that compose makes for this trial."""
@@ -155,11 +177,15 @@ class ContainerEnvironment(DockerEnvironment):
             container = self._container(client, service)
             if source.rstrip("/") == VERIFIER_DIRECTORY:
                 for name in REWARD_FILES:
-                    is_whole &= self._unpack(container, f"{source.rstrip('/')}/{name}", target, left, optional=True)
+                    is_whole &= self._unpack(
+                        container, f"{source.rstrip('/')}/{name}", target, left, optional=True
+                    )
             is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, left)
         self._collection.take(source, given, left, is_whole=is_whole)
 
-    def _unpack(self, container: Any, path: str, target: Path, left: Allowance, *, optional: bool = False) -> bool:
+    def _unpack(
+        self, container: Any, path: str, target: Path, left: Allowance, *, optional: bool = False
+    ) -> bool:
         try:
             chunks, _ = container.get_archive(path)
         except NotFound as error:
@@ -179,7 +205,9 @@ class ContainerEnvironment(DockerEnvironment):
             try:
                 chunks, _ = self._container(client, service).get_archive(source)
             except DockerException as error:
-                raise SandboxError(f"cannot download {source}: {' '.join(str(error).split())[:200]}") from error
+                raise SandboxError(
+                    f"cannot download {source}: {' '.join(str(error).split())[:200]}"
+                ) from error
             try:
                 unpack_file(ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE), target, left)
             except SandboxError:
@@ -223,7 +251,9 @@ class ContainerEnvironment(DockerEnvironment):
         except TimeoutError:
             await DockerEnvironment._terminate_process(process)
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
-        return ExecResult(stdout=await decoded(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0)
+        return ExecResult(
+            stdout=await decoded(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
+        )
 
 
 def _volume_name(target: str) -> str:

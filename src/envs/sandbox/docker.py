@@ -36,7 +36,9 @@ class Cleaned:
 
     removed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # with the reason
-    left_alone: list[str] = field(default_factory=list)  # of runs that may be alive where nobody here can see it
+    left_alone: list[str] = field(
+        default_factory=list
+    )  # of runs that may be alive where nobody here can see it
 
 
 @contextmanager
@@ -63,7 +65,9 @@ def why_no_engine() -> str | None:
     if shutil.which("docker") is None:
         return "there is no docker command"
     try:
-        answer = subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            ["docker", "compose", "version"], capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return "`docker compose` does not answer"
     return None if answer.returncode == 0 else "no `docker compose`"
@@ -92,15 +96,23 @@ def remove_dead(*, keep: Iterable[str]) -> Cleaned:
                 living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
             elif process is not None and _is_elsewhere(process):
                 living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
-                cleaned.left_alone.append(f"{thing.name}: its trainer ran on the host {process.partition(':')[0]}")
+                cleaned.left_alone.append(
+                    f"{thing.name}: its trainer ran on the host {process.partition(':')[0]}"
+                )
             else:
                 dead.append(thing)
         living_projects.discard("")  # of what was made without compose
-        projects = {thing.labels[PROJECT_LABEL] for thing in dead if PROJECT_LABEL in thing.labels} - living_projects
+        projects = {
+            thing.labels[PROJECT_LABEL] for thing in dead if PROJECT_LABEL in thing.labels
+        } - living_projects
         for project in sorted(projects):
             dead += _things(client, f"{PROJECT_LABEL}={project}")
             dead += _images(client, project)
-        unique = {(thing.kind, thing.id): thing for thing in dead if thing.labels.get(PROJECT_LABEL, "") not in living_projects}
+        unique = {
+            (thing.kind, thing.id): thing
+            for thing in dead
+            if thing.labels.get(PROJECT_LABEL, "") not in living_projects
+        }
         for thing in sorted(unique.values(), key=lambda thing: KINDS.index(thing.kind)):
             _remove(thing, cleaned)
     return cleaned
@@ -133,11 +145,27 @@ def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
     for one in client.networks.list(filters=filters):
         labels = one.attrs.get("Labels") or {}
         found.append(
-            _Thing(kind="network", id=str(one.id), name=f"network {one.name}", labels=labels, remove=one.remove, reload=one.reload)
+            _Thing(
+                kind="network",
+                id=str(one.id),
+                name=f"network {one.name}",
+                labels=labels,
+                remove=one.remove,
+                reload=one.reload,
+            )
         )
     for one in client.volumes.list(filters=filters):
         labels = one.attrs.get("Labels") or {}
-        found.append(_Thing(kind="volume", id=str(one.id), name=f"volume {one.name}", labels=labels, remove=one.remove, reload=one.reload))
+        found.append(
+            _Thing(
+                kind="volume",
+                id=str(one.id),
+                name=f"volume {one.name}",
+                labels=labels,
+                remove=one.remove,
+                reload=one.reload,
+            )
+        )
     return found
 
 
@@ -149,7 +177,14 @@ def _images(client: docker.DockerClient, project: str) -> list[_Thing]:
             if tag.startswith((f"{project}-", f"{project}_")):
                 remove, reload = _image_calls(client, tag)
                 found.append(
-                    _Thing(kind="image", id=tag, name=f"image {tag}", labels={PROJECT_LABEL: project}, remove=remove, reload=reload)
+                    _Thing(
+                        kind="image",
+                        id=tag,
+                        name=f"image {tag}",
+                        labels={PROJECT_LABEL: project},
+                        remove=remove,
+                        reload=reload,
+                    )
                 )
     return found
 

@@ -20,7 +20,17 @@ from src.core.errors import ConfigError
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
-IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL"}
+IGNORED = {
+    "CMD",
+    "ENTRYPOINT",
+    "EXPOSE",
+    "LABEL",
+    "MAINTAINER",
+    "VOLUME",
+    "HEALTHCHECK",
+    "STOPSIGNAL",
+    "SHELL",
+}
 USE_DOCKER = "use environment_type=docker for this task"
 
 
@@ -119,7 +129,10 @@ def why_not_runnable(script: str) -> str | None:
 
 def is_installed(package: str) -> bool:
     """Whether the host, and so every sandbox, has a package or a program of that name."""
-    return shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None or package in installed_packages()
+    return (
+        shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None
+        or package in installed_packages()
+    )
 
 
 def _instructions(path: Path) -> list[tuple[int, str, str]]:
@@ -145,7 +158,9 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 index += 1
             index += 1
             if name.upper() != "RUN":
-                raise ConfigError(f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}")
+                raise ConfigError(
+                    f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}"
+                )
             # `RUN <<EOF` runs the body itself; with a command before the marker the body is that command's input.
             before = value[: marker.start()].strip()
             value = "\n".join(body) if not before else f"{value}\n" + "\n".join([*body, marker.group(2)])
@@ -178,7 +193,9 @@ def _refusal(path: Path, line: int, what: str) -> ConfigError:
     return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
 
 
-def _copy(path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool) -> Copy:
+def _copy(
+    path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool
+) -> Copy:
     """`unpacks`: Docker would take an archive apart here."""
     mode, value = _copy_options(path, line, value)
     words = [_expand(word, known) for word in _words(value)]
@@ -211,7 +228,9 @@ def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
     return mode, value
 
 
-def _copied(path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool) -> list[tuple[Path, str]]:
+def _copied(
+    path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool
+) -> list[tuple[Path, str]]:
     """What one source stands for in the build context, and where each file of it goes."""
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
@@ -221,7 +240,10 @@ def _copied(path: Path, line: int, source: str, target: PurePosixPath, *, into_d
         if not found.is_relative_to(context) or not found.exists():
             raise ConfigError(f"{path}:{line}: {source} is not in {context}")
         if found.is_dir():
-            files += [(item, str(PurePosixPath(target, item.relative_to(found).as_posix()))) for item in sorted(found.rglob("*"))]
+            files += [
+                (item, str(PurePosixPath(target, item.relative_to(found).as_posix())))
+                for item in sorted(found.rglob("*"))
+            ]
         else:
             files.append((found, str(target / found.name if into_directory or len(matches) > 1 else target)))
     if not matches:

@@ -26,16 +26,34 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
 from src.core.errors import ConfigError, SandboxError
-from src.envs.sandbox.bubblewrap import BASE_ENVIRONMENT, Bubblewrap, CommandTimeout, Completed, missing_programs
+from src.envs.sandbox.bubblewrap import (
+    BASE_ENVIRONMENT,
+    Bubblewrap,
+    CommandTimeout,
+    Completed,
+    missing_programs,
+)
 from src.envs.sandbox.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
-from src.envs.sandbox.file_copy import COLLECT_TIMEOUT_S, REWARD_FILES, BoundedFile, Collection, decoded, write_untrusted_file
+from src.envs.sandbox.file_copy import (
+    COLLECT_TIMEOUT_S,
+    REWARD_FILES,
+    BoundedFile,
+    Collection,
+    decoded,
+    write_untrusted_file,
+)
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.resource_limits import Limits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
-DEBIAN_LIKE = re.compile(r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$")
-CANNOT_RUN = (126, 127)  # the status of a command that is not there any more, from a shell and from a container's runtime
+DEBIAN_LIKE = re.compile(
+    r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$"
+)
+CANNOT_RUN = (
+    126,
+    127,
+)  # the status of a command that is not there any more, from a shell and from a container's runtime
 CANNOT_MAKE_DIRECTORIES = 3  # a status of our own scripts
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
@@ -114,7 +132,12 @@ class SandboxEnvironment(BaseEnvironment):
                 case MakeDirectory(path=path):
                     directories.append(path)
                 case Copy():
-                    await self._unpack(list(step.files), f"Dockerfile line {step.line}", mode=step.mode, directories=directories)
+                    await self._unpack(
+                        list(step.files),
+                        f"Dockerfile line {step.line}",
+                        mode=step.mode,
+                        directories=directories,
+                    )
                     directories = []
                 case Run():
                     await self._make_directories(directories)
@@ -161,7 +184,9 @@ class SandboxEnvironment(BaseEnvironment):
 
     async def run_script(self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None) -> Completed:
         """Run a script that is not the task's own, with the system's programs and none of the task's environment variables."""
-        return await self._running.run(f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}", timeout_s=timeout_s, stdout=stdout)
+        return await self._running.run(
+            f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}", timeout_s=timeout_s, stdout=stdout
+        )
 
     @contextmanager
     def handed_in(self) -> Iterator[tuple[Path, str]]:
@@ -191,10 +216,16 @@ class SandboxEnvironment(BaseEnvironment):
         given = self._collection.allowance(str(source_path))
         left = replace(given)
         with BoundedFile(given.size) as received:
-            is_whole = await self._receive(f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}", str(source_path), received)
+            is_whole = await self._receive(
+                f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}",
+                str(source_path),
+                received,
+            )
             if not is_whole or given.files <= 0:
                 self._collection.take(str(source_path), given, given, is_whole=False)
-                raise SandboxError(f"cannot download {source_path}: it is larger than what may be collected of one trial")
+                raise SandboxError(
+                    f"cannot download {source_path}: it is larger than what may be collected of one trial"
+                )
             left.files -= 1
             left.size -= received.tell()
             self._collection.take(str(source_path), given, left, is_whole=True)
@@ -205,10 +236,14 @@ class SandboxEnvironment(BaseEnvironment):
         await self._download_dir(source_dir, target_dir)
 
     @override
-    async def download_dir_with_exclusions(self, *, source_dir: str, target_dir: Path | str, exclude: list[str]) -> None:
+    async def download_dir_with_exclusions(
+        self, *, source_dir: str, target_dir: Path | str, exclude: list[str]
+    ) -> None:
         await self._download_dir(source_dir, target_dir, exclude=exclude)
 
-    async def _download_dir(self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()) -> None:
+    async def _download_dir(
+        self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()
+    ) -> None:
         given = self._collection.allowance(str(source_dir))
         left = replace(given)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
@@ -258,8 +293,12 @@ class SandboxEnvironment(BaseEnvironment):
         script = command_script(step.script, cwd=step.workdir, environment=step.environment)
         completed = await self._running.run(script)
         if completed.status != 0:
-            reason = _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
-            raise SandboxError(f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}")
+            reason = (
+                _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
+            )
+            raise SandboxError(
+                f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}"
+            )
 
     async def _unpack(
         self,
@@ -289,7 +328,9 @@ class SandboxEnvironment(BaseEnvironment):
         finally:
             host_path.unlink(missing_ok=True)
         if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
-            raise SandboxError(f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}")
+            raise SandboxError(
+                f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
+            )
         if completed.status != 0:
             raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
 
@@ -331,14 +372,20 @@ def network_of(config: EnvironmentConfig, *, given: bool) -> Network:
 def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
     """What to build for a task. ConfigError when the sandbox cannot stand in for its image."""
     if (environment_dir / "docker-compose.yaml").exists():
-        raise ConfigError(f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}")
+        raise ConfigError(
+            f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"
+        )
     dockerfile = environment_dir / "Dockerfile"
     if dockerfile.is_file():
         return parse_dockerfile(dockerfile)
     if config.docker_image is None:
-        raise ConfigError(f"{environment_dir}: no Dockerfile and no [environment].docker_image; add one of them")
+        raise ConfigError(
+            f"{environment_dir}: no Dockerfile and no [environment].docker_image; add one of them"
+        )
     if not DEBIAN_LIKE.match(config.docker_image):
-        raise ConfigError(f"{environment_dir.parent}: the sandbox cannot stand in for the image {config.docker_image}; {USE_DOCKER}")
+        raise ConfigError(
+            f"{environment_dir.parent}: the sandbox cannot stand in for the image {config.docker_image}; {USE_DOCKER}"
+        )
     return Recipe(environment={})
 
 
@@ -346,14 +393,23 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     """A bash script that runs `command` there, with that environment. A directory the agent removed must not disable the verifier."""
     quoted = shlex.quote(cwd)
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name)]
+    lines += [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in environment.items()
+        if re.fullmatch(r"[A-Za-z_]\w*", name)
+    ]
     return "\n".join([*lines, command]) + "\n"
 
 
 def _pack(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None) -> None:
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, place in files:
-            archive.add(source, arcname=place.lstrip("/"), recursive=False, filter=lambda member: _as_root(member, mode))
+            archive.add(
+                source,
+                arcname=place.lstrip("/"),
+                recursive=False,
+                filter=lambda member: _as_root(member, mode),
+            )
 
 
 def _as_root(member: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:

@@ -61,7 +61,9 @@ class Stream:
 class Request:
     """One command on its way: its script and its two FIFOs on the host. `done` becomes its exit status."""
 
-    def __init__(self, directory: Path, number: int, script: str, stdout: BinaryIO | None, user: SandboxUser) -> None:
+    def __init__(
+        self, directory: Path, number: int, script: str, stdout: BinaryIO | None, user: SandboxUser
+    ) -> None:
         self.number = number
         self.token = secrets.token_hex(16)
         self._loop = asyncio.get_running_loop()

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FILES = 10_000  # of one trial: files and directories
 MAX_BYTES = 64 * 2**20  # of one trial
-LOG_SHARE = 4  # one directory of logs may take this part of the trial's bounds, so that logs leave room for artifacts
+LOG_SHARE = (
+    4  # one directory of logs may take this part of the trial's bounds, so that logs leave room for artifacts
+)
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024
 HEADER_BYTES = 2048  # what an archive may take for each member beside its contents
@@ -64,12 +66,20 @@ class Collection:
         self._files = files
         self._size = size
         self._left = Allowance(files=files, size=size)
-        self.taken: set[Path] = set()  # files on the host that came from the machine; it need not get them back
+        self.taken: set[Path] = (
+            set()
+        )  # files on the host that came from the machine; it need not get them back
 
     def allowance(self, source: str) -> Allowance:
         """For a download of `source`: a part of the whole for a directory of logs, what is left for anything else."""
-        share = LOG_SHARE if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts") else 1
-        return Allowance(files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share))
+        share = (
+            LOG_SHARE
+            if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts")
+            else 1
+        )
+        return Allowance(
+            files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share)
+        )
 
     def unpack(self, archive: Readable, target: Path, left: Allowance) -> bool:
         """`unpack`, which remembers what it wrote. Blocks."""
@@ -77,7 +87,9 @@ class Collection:
 
     def made_here(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """What of a host directory did not come from the machine itself, each file with its place below `target`. Blocks."""
-        return [(path, place) for path, place in files_below(source, target) if path.absolute() not in self.taken]
+        return [
+            (path, place) for path, place in files_below(source, target) if path.absolute() not in self.taken
+        ]
 
     def has_taken(self, target: Path) -> bool:
         """Whether anything of the machine lies below a host directory."""
@@ -88,7 +100,10 @@ class Collection:
         self._left.files -= given.files - left.files
         self._left.size -= given.size - left.size
         if not is_whole:
-            note(self._note, f"{source}: cut at {given.files} files, {given.size / 2**20:g} MiB, {MAX_DEPTH} levels; the rest was left out")
+            note(
+                self._note,
+                f"{source}: cut at {given.files} files, {given.size / 2**20:g} MiB, {MAX_DEPTH} levels; the rest was left out",
+            )
 
 
 class BoundedFile(io.FileIO):
@@ -144,7 +159,11 @@ def note(path: Path, line: str) -> None:
 
 async def decoded(output: bytes) -> str:
     """What a command printed, as text; much of it in a thread."""
-    return output.decode("utf-8", "replace") if len(output) <= LARGE_OUTPUT else await asyncio.to_thread(_decoded_in_pieces, output)
+    return (
+        output.decode("utf-8", "replace")
+        if len(output) <= LARGE_OUTPUT
+        else await asyncio.to_thread(_decoded_in_pieces, output)
+    )
 
 
 def _decoded_in_pieces(output: bytes) -> str:
@@ -156,7 +175,10 @@ def _decoded_in_pieces(output: bytes) -> str:
 
 def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
     """Everything in a host directory, each with its place below `target` inside."""
-    return [(path, str(PurePosixPath(target, path.relative_to(source).as_posix()))) for path in sorted(source.rglob("*"))]
+    return [
+        (path, str(PurePosixPath(target, path.relative_to(source).as_posix())))
+        for path in sorted(source.rglob("*"))
+    ]
 
 
 def write_untrusted_file(received: IO[bytes], target: Path) -> None:
@@ -184,7 +206,9 @@ def unpack(archive: Readable, target: Path, allowance: Allowance, taken: set[Pat
                 if allowance.files <= 0 or (allowance.size <= 0 and not is_reward):
                     return False
                 allowance.files -= 1
-                is_whole &= _unpack_member(tar, member, target, allowance, set() if taken is None else taken, is_reward=is_reward)
+                is_whole &= _unpack_member(
+                    tar, member, target, allowance, set() if taken is None else taken, is_reward=is_reward
+                )
     except OSError:  # of this host, such as a full disk
         raise
     except Exception as error:  # whatever a forged archive makes tarfile raise
@@ -201,7 +225,9 @@ def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
             if member is None or not member.isreg() or member.issparse():
                 raise SandboxError(f"cannot download {target.name}: not a regular file")
             if not 0 <= member.size <= allowance.size or allowance.files <= 0:
-                raise SandboxError(f"cannot download {target.name}: {member.size} bytes are more than may be collected")
+                raise SandboxError(
+                    f"cannot download {target.name}: {member.size} bytes are more than may be collected"
+                )
             source = tar.extractfile(member)
             assert source is not None
             with tempfile.TemporaryFile() as received:
@@ -216,7 +242,13 @@ def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
 
 
 def _unpack_member(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, allowance: Allowance, taken: set[Path], *, is_reward: bool
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    target: Path,
+    allowance: Allowance,
+    taken: set[Path],
+    *,
+    is_reward: bool,
 ) -> bool:
     """Whether nothing of the member is missing. Links and devices do not count as missing: they are never taken."""
     if not (member.isreg() or member.isdir()):

@@ -35,7 +35,8 @@ LINK_LOCAL = "169.254.0.0/16"
 
 # The device is closed to other users on machines without udev. Its private copy exists only for slirp4netns, in a mount namespace.
 _OPEN_TUN = (
-    "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o remount,ro /dev/net && " + 'exec "$@"'
+    "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o remount,ro /dev/net && "
+    + 'exec "$@"'
 )
 
 
@@ -75,7 +76,12 @@ def namespace_prefix() -> list[str]:
     """The command line that runs the following command in a new user and network namespace, once it reads a line."""
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),
-        *("/bin/sh", "-c", f'echo namespace && read -r _ && ip route add unreachable {LINK_LOCAL} && exec "$@"', "sh"),
+        *(
+            "/bin/sh",
+            "-c",
+            f'echo namespace && read -r _ && ip route add unreachable {LINK_LOCAL} && exec "$@"',
+            "sh",
+        ),
     ]
 
 
@@ -95,7 +101,13 @@ class Network:
         ready, ready_written = os.pipe()
         exit_read, exit_descriptor = os.pipe()
         command = [*_tun_prefix(user), *user.prefix(), program]
-        command += ["--configure", "--mtu=65520", f"--cidr={NETWORK}", "--disable-host-loopback", "--disable-dns"]
+        command += [
+            "--configure",
+            "--mtu=65520",
+            f"--cidr={NETWORK}",
+            "--disable-host-loopback",
+            "--disable-dns",
+        ]
         command += ["--enable-sandbox", "--enable-seccomp"]
         command += [f"--ready-fd={ready_written}", f"--exit-fd={exit_read}", str(namespace_pid), "tap0"]
         try:
@@ -122,7 +134,9 @@ class Network:
                 if not await _first_byte(ready):
                     assert process.stderr is not None
                     reason = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-                    raise SandboxError(f"slirp4netns cannot connect a sandbox ({reason[-1] if reason else 'no message'})")
+                    raise SandboxError(
+                        f"slirp4netns cannot connect a sandbox ({reason[-1] if reason else 'no message'})"
+                    )
         except TimeoutError as error:
             await network.close()
             raise SandboxError(f"slirp4netns did not connect a sandbox within {READY_TIMEOUT_S} s") from error

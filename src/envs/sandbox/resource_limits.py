@@ -37,14 +37,20 @@ class Limits:
     """What one sandbox may use. None means not limited."""
 
     processes: int | None = 2048
-    memory_mb: int | None = 8192  # of all processes and files, which are in memory; without a cgroup: the data of one process
+    memory_mb: int | None = (
+        8192  # of all processes and files, which are in memory; without a cgroup: the data of one process
+    )
     storage_mb: int = 4096  # of all files, and of any one
 
     @property
     def storage_shares_mb(self) -> dict[str, int]:
         """The sizes of the memory file systems. With a memory limit they leave a quarter of it to processes: a full disk must be an
         error of the process that writes, not the end of another one."""
-        most = self.storage_mb if self.memory_mb is None else max(4, min(self.storage_mb, self.memory_mb * 3 // 4))
+        most = (
+            self.storage_mb
+            if self.memory_mb is None
+            else max(4, min(self.storage_mb, self.memory_mb * 3 // 4))
+        )
         shared, local = min(SHARED_MEMORY_MB, most // 8), most // 4
         return {"/": most - shared - local, "/usr/local": local, "/dev/shm": shared}
 
@@ -104,14 +110,22 @@ def limits_enforced_by() -> str:
 def cgroup_parents() -> CgroupParents | None:
     """Where this process may create cgroups, found by trying; None where it may not. Logs the answer once."""
     found = None
-    for parents in possible_parents(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()):
+    for parents in possible_parents(
+        Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+    ):
         if _works(parents):
             found = parents
             break
     if found is None:
-        logger.warning("sandboxes: no cgroup can be created here, so limits hold by process and by user, not for a sandbox as a whole")
+        logger.warning(
+            "sandboxes: no cgroup can be created here, so limits hold by process and by user, not for a sandbox as a whole"
+        )
     else:
-        logger.info("sandboxes: limits are enforced by cgroup v%d in %s", found.version, " and ".join(map(str, found.directories)))
+        logger.info(
+            "sandboxes: limits are enforced by cgroup v%d in %s",
+            found.version,
+            " and ".join(map(str, found.directories)),
+        )
     return found
 
 
@@ -169,13 +183,17 @@ def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
     unified = place("")
     if unified is not None:
         point = mounts[""][1]
-        ancestors = [directory for directory in (unified, *unified.parents) if directory.is_relative_to(point)]
+        ancestors = [
+            directory for directory in (unified, *unified.parents) if directory.is_relative_to(point)
+        ]
         for directory in ancestors:
             if _can_have_children(directory):
                 yield CgroupParents(version=2, directories=(directory,))
     single = [place(controller) for controller in CONTROLLERS]
     if all(single):
-        yield CgroupParents(version=1, directories=tuple(directory for directory in single if directory is not None))
+        yield CgroupParents(
+            version=1, directories=tuple(directory for directory in single if directory is not None)
+        )
 
 
 def _can_have_children(directory: Path) -> bool:
@@ -189,7 +207,9 @@ def _can_have_children(directory: Path) -> bool:
             return False
         is_root = not (directory / "cgroup.type").exists()
         if is_root or not (directory / "cgroup.procs").read_text():
-            (directory / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in CONTROLLERS))
+            (directory / "cgroup.subtree_control").write_text(
+                " ".join(f"+{controller}" for controller in CONTROLLERS)
+            )
             return True
     return False
 
@@ -201,7 +221,9 @@ def _works(parents: CgroupParents) -> bool:
     try:
         for group in groups:
             group.mkdir()
-        joined = subprocess.run([*join_prefix(groups), "/bin/true"], capture_output=True, timeout=10, check=False)
+        joined = subprocess.run(
+            [*join_prefix(groups), "/bin/true"], capture_output=True, timeout=10, check=False
+        )
         return joined.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False

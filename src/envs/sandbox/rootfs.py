@@ -22,7 +22,16 @@ ETC_FILES = {
     "tmux.conf": "set -g history-limit 100000\n",
 }
 # Copied from the host where present: nothing personal, and programs of /usr look for them.
-HOST_ETC_FILES = ("ld.so.cache", "mime.types", "magic", "protocols", "services", "debian_version", "localtime", "inputrc")
+HOST_ETC_FILES = (
+    "ld.so.cache",
+    "mime.types",
+    "magic",
+    "protocols",
+    "services",
+    "debian_version",
+    "localtime",
+    "inputrc",
+)
 
 PACKAGES_FILE = "usr/local/share/sandbox/packages"
 
@@ -99,7 +108,11 @@ def installed_packages() -> frozenset[str]:
         return frozenset()
     names = set()
     for paragraph in status.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and not line.startswith(" "))
+        fields = dict(
+            line.split(": ", 1)
+            for line in paragraph.splitlines()
+            if ": " in line and not line.startswith(" ")
+        )
         if fields.get("Status", "").endswith(" installed"):
             names.add(fields["Package"])
     return frozenset(names)

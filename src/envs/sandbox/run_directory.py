@@ -93,7 +93,9 @@ def _temporary_root(mode: int) -> Path:
                 made.rmdir()
         ours[0].chmod(mode)
     except OSError as error:
-        raise SandboxError(f"cannot create a directory for the sandboxes in {SHARED_TEMPORARY}: {error}") from error
+        raise SandboxError(
+            f"cannot create a directory for the sandboxes in {SHARED_TEMPORARY}: {error}"
+        ) from error
     return ours[0]
 
 
@@ -166,7 +168,9 @@ def sweep() -> list[str]:
     """Remove the directories of dead runs, and only those; their labels."""
     root = root_directory()
     with _exclusive(root / ".lock"):
-        dead = [directory for directory in _runs(root) if not _is_locked(directory) and _remove_run(directory)]
+        dead = [
+            directory for directory in _runs(root) if not _is_locked(directory) and _remove_run(directory)
+        ]
     if dead:
         logger.info("removed the sandbox directories of %d dead runs", len(dead))
     return [directory.name for directory in dead]

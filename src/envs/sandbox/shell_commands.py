@@ -9,8 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
-KEYWORDS = frozenset({"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "done", "fi"})
-WRAPPERS = frozenset({"sudo", "env", "exec", "command", "nice", "nohup", "timeout", "xargs", "eval", "stdbuf", "retry"})
+KEYWORDS = frozenset(
+    {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "done", "fi"}
+)
+WRAPPERS = frozenset(
+    {"sudo", "env", "exec", "command", "nice", "nohup", "timeout", "xargs", "eval", "stdbuf", "retry"}
+)
 INFORMATION = frozenset({"--version", "--help", "-V"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
@@ -62,10 +66,15 @@ def needs_network(words: Sequence[str]) -> str | None:
     if "--no-index" in arguments or "--offline" in arguments:
         return None
     if program in ("curl", "wget") and (
-        any(LOCAL.match(argument) for argument in plain) or not any(ADDRESS.search(argument) for argument in plain)
+        any(LOCAL.match(argument) for argument in plain)
+        or not any(ADDRESS.search(argument) for argument in plain)
     ):
         return None
-    if program == "git" and plain[0] == "clone" and not any(REMOTE.match(argument) or "$" in argument for argument in plain):
+    if (
+        program == "git"
+        and plain[0] == "clone"
+        and not any(REMOTE.match(argument) or "$" in argument for argument in plain)
+    ):
         return None
     return f"{program} {plain[0]}" if verbs else program
 
@@ -85,7 +94,9 @@ class _Lexer:
         self._word: str | None = None  # None: between two words
         self._words: list[str] = []
         self._is_target = False  # the next word is where a redirection goes
-        self._here: list[tuple[str, bool]] = []  # the ends of the here-documents of this line; whether a shell reads them
+        self._here: list[
+            tuple[str, bool]
+        ] = []  # the ends of the here-documents of this line; whether a shell reads them
 
     def run(self) -> None:
         while self._at < len(self._text):
@@ -187,7 +198,9 @@ class _Lexer:
         self._at = match.end()
         if match.group() in ("<<", "<<-"):
             if marker := re.compile(r"\s*(['\"\\]?)([\w.-]+)['\"]?").match(self._text, self._at):
-                is_script = bool(self._words) and [*_stripped(self._words), ""][0].rpartition("/")[2] in SHELLS
+                is_script = (
+                    bool(self._words) and [*_stripped(self._words), ""][0].rpartition("/")[2] in SHELLS
+                )
                 self._here.append((marker.group(2), is_script))
                 self._at = marker.end()
         elif not re.fullmatch(r"[<>]&[\d-]+", match.group()):
@@ -214,7 +227,10 @@ def _stripped(words: Sequence[str]) -> Iterator[str]:
             break
         elif name in WRAPPERS and len(left) > 1:
             left = left[1:]
-            while left and (left[0].startswith("-") or (name in ("timeout", "nice", "retry") and re.fullmatch(r"[\d.]+[smhd]?", left[0]))):
+            while left and (
+                left[0].startswith("-")
+                or (name in ("timeout", "nice", "retry") and re.fullmatch(r"[\d.]+[smhd]?", left[0]))
+            ):
                 left = left[1:]
         else:
             break

@@ -36,9 +36,21 @@ class SandboxUser:
             return []
         program = shutil.which("setpriv", path="/usr/bin:/bin")
         if program is None:
-            raise SandboxError("a trainer that runs as root needs setpriv for its sandboxes: install the package util-linux")
+            raise SandboxError(
+                "a trainer that runs as root needs setpriv for its sandboxes: install the package util-linux"
+            )
         uid = str(self.uid)
-        return [program, "--reuid", uid, "--regid", uid, "--clear-groups", "--inh-caps=-all", "--no-new-privs", "--"]
+        return [
+            program,
+            "--reuid",
+            uid,
+            "--regid",
+            uid,
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--no-new-privs",
+            "--",
+        ]
 
     def admit(self, path: Path, mode: int) -> None:
         """Give this user the rights that `mode` gives to the group. The owner of a host file is always the trainer."""
@@ -65,7 +77,9 @@ def claim_user(directory: Path) -> SandboxUser:
     for position in range(len(uids)):
         uid = uids[(start + position) % len(uids)]
         try:  # an open file description lock: it belongs to the descriptor, not to the process
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, uid, 1, 0))
+            fcntl.fcntl(
+                descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, uid, 1, 0)
+            )
         except BlockingIOError:
             continue
         return SandboxUser(uid=uid, lock=descriptor)
@@ -81,4 +95,6 @@ def available_uids(uid_map: str) -> range | None:
             return uids
     if [count for _, _, count in entries] == [1]:
         return None
-    raise SandboxError("the sandbox needs the uids 60578 to 61183 in a container's user namespace; use environment_type=docker")
+    raise SandboxError(
+        "the sandbox needs the uids 60578 to 61183 in a container's user namespace; use environment_type=docker"
+    )

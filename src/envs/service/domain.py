@@ -16,7 +16,9 @@ from src.envs.message_env import MessageEnv, ResetResult, StepResult
 from src.envs.service.tool_calls import ToolCall, parse
 from src.policy.chat import Message
 
-MAX_ERRORS = 10  # unreadable or empty answers and failed calls that end an episode without a reward, as in tau2
+MAX_ERRORS = (
+    10  # unreadable or empty answers and failed calls that end an episode without a reward, as in tau2
+)
 MAX_REFUSALS = 30
 DECLINES = "I am sorry, I cannot help with that."
 
@@ -83,7 +85,13 @@ class ServiceEnv:
         if reaction.is_done:
             grade = await self._episode.grade()
             metrics = {**self._metrics(), **grade.metrics}
-            return StepResult(messages=reaction.messages, reward=grade.reward, is_done=True, stop_reason=grade.stop_reason, metrics=metrics)
+            return StepResult(
+                messages=reaction.messages,
+                reward=grade.reward,
+                is_done=True,
+                stop_reason=grade.stop_reason,
+                metrics=metrics,
+            )
         return StepResult(messages=reaction.messages, is_done=self._is_hopeless(), metrics=self._metrics())
 
     async def close(self) -> None:
@@ -92,13 +100,17 @@ class ServiceEnv:
     def _refused(self, text: str, *, role: str) -> StepResult:
         """An answer that reaches neither tools nor customer."""
         self._counts.update(unusable_answers=1)
-        return StepResult(messages=[{"role": role, "content": text}], is_done=self._is_hopeless(), metrics=self._metrics())
+        return StepResult(
+            messages=[{"role": role, "content": text}], is_done=self._is_hopeless(), metrics=self._metrics()
+        )
 
     def _is_hopeless(self) -> bool:
         return self._counts["tool_errors"] + self._counts["unusable_answers"] >= MAX_ERRORS
 
     def _metrics(self) -> dict[str, float]:
-        return {name: float(count) for name, count in self._counts.items()} | {"too_many_errors": float(self._is_hopeless())}
+        return {name: float(count) for name, count in self._counts.items()} | {
+            "too_many_errors": float(self._is_hopeless())
+        }
 
 
 def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:

@@ -137,7 +137,11 @@ class Session:
         while True:
             try:
                 worker = await self._restored()
-                reply = await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s) if worker else None
+                reply = (
+                    await worker.ask(request, timeout_s=self._pool.settings.step_timeout_s)
+                    if worker
+                    else None
+                )
             except WorkerLost as error:
                 self._num_losses += 1
                 if self._num_losses > MAX_LOSSES:
@@ -173,7 +177,9 @@ class Session:
             if again is None:
                 return None
             if {**again, "id": 0} != {**reply, "id": 0}:
-                raise SandboxError(f"an episode cannot go on in another worker: {request.get('op')} was answered differently there")
+                raise SandboxError(
+                    f"an episode cannot go on in another worker: {request.get('op')} was answered differently there"
+                )
         return worker
 
 

@@ -54,13 +54,21 @@ def tasks_of(rows: Sequence[Row], domains: Mapping[str, KnownTasks], *, path: Pa
     for domain in sorted({row.domain for row in rows}):
         own = [row for row in rows if row.domain == domain]
         if any(row.definition is None for row in own):
-            found |= {(domain, task.id.removeprefix(f"{domain}/")): task for task in domains[domain].official(domain, None)}
+            found |= {
+                (domain, task.id.removeprefix(f"{domain}/")): task
+                for task in domains[domain].official(domain, None)
+            }
         definitions = {row.task: row.definition for row in own if row.definition is not None}
         if definitions:
-            found |= {(domain, name): task for name, task in zip(definitions, domains[domain].defined(domain, definitions), strict=True)}
+            found |= {
+                (domain, name): task
+                for name, task in zip(definitions, domains[domain].defined(domain, definitions), strict=True)
+            }
     for row in rows:
         if (row.domain, row.task) not in found:
-            raise ConfigError(f"{path}: {row.domain} has no task {row.task}; give its id, or an instruction and actions")
+            raise ConfigError(
+                f"{path}: {row.domain} has no task {row.task}; give its id, or an instruction and actions"
+            )
     return [found[row.domain, row.task] for row in rows]
 
 
@@ -84,14 +92,18 @@ def row_of(record: object, *, where: str) -> Row:
     """
     info = record.get("extra_info") if isinstance(record, Mapping) else None
     if not isinstance(record, Mapping) or not isinstance(info, Mapping):
-        raise ConfigError(f"{where}: has no extra_info; a row is an object with extra_info.domain and extra_info.task_id")
+        raise ConfigError(
+            f"{where}: has no extra_info; a row is an object with extra_info.domain and extra_info.task_id"
+        )
     domain = info.get("domain") or str(record.get("data_source") or "").rpartition("/")[2]
     if not domain:
         raise ConfigError(f"{where}: names no domain; give extra_info.domain or data_source")
     definition = _definition(record, info, where=where)
     task = next((info[name] for name in ("task_id", "index") if info.get(name) is not None), None)
     if task is None and definition is None:
-        raise ConfigError(f"{where}: names no task; give extra_info.task_id, or extra_info.instruction and extra_info.actions")
+        raise ConfigError(
+            f"{where}: names no task; give extra_info.task_id, or extra_info.instruction and extra_info.actions"
+        )
     if task is None:
         task = hashlib.sha256(repr(definition).encode()).hexdigest()[:12]
     return Row(domain=str(domain), task=str(task), definition=definition)
@@ -105,10 +117,16 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
         return None
     try:
         gold = [
-            {"name": str(action["name"]), "arguments": dict(action.get("arguments") or action.get("kwargs") or {})} for action in actions
+            {
+                "name": str(action["name"]),
+                "arguments": dict(action.get("arguments") or action.get("kwargs") or {}),
+            }
+            for action in actions
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{where}: its actions are not a list of objects with name and arguments") from error
+        raise ConfigError(
+            f"{where}: its actions are not a list of objects with name and arguments"
+        ) from error
     facts = [str(fact) for fact in _listed(info.get("outputs")) or []]
     return Definition(instruction=str(info["instruction"]), actions=gold, facts=facts)
 
@@ -134,7 +152,9 @@ def _from_parquet(path: Path) -> list[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
-        raise ConfigError(f"{path} needs pyarrow; run scripts/setup.sh pyarrow, or give the rows as .jsonl") from error
+        raise ConfigError(
+            f"{path} needs pyarrow; run scripts/setup.sh pyarrow, or give the rows as .jsonl"
+        ) from error
     try:
         return [without_nulls(record) for record in pyarrow.parquet.read_table(path).to_pylist()]
     except (OSError, ValueError) as error:

@@ -66,4 +66,6 @@ def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
     trained = {task.id for task in tasks}
     if both := [task.id for task in held_out if task.id in trained]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
-        raise ConfigError(f"held-out tasks are trained on: {both[0]}{more}; leave them out of train_data or of test_data")
+        raise ConfigError(
+            f"held-out tasks are trained on: {both[0]}{more}; leave them out of train_data or of test_data"
+        )

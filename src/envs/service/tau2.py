@@ -48,10 +48,14 @@ SPLITS: dict[str, tuple[str, str | None]] = {  # domain -> the official splits t
 class JudgesAssertions(Protocol):
     """The part of `ChatEndpoint` that judges what a task asserts in natural language."""
 
-    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> JudgesReply: ...
+    async def reply(
+        self, messages: Sequence[Message], *, temperature: float, seed: int | None
+    ) -> JudgesReply: ...
 
 
-MakeCustomer = Callable[[str, Tools, int], Customer]  # of the official instructions, the customer's own tools, and a seed
+MakeCustomer = Callable[
+    [str, Tools, int], Customer
+]  # of the official instructions, the customer's own tools, and a seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +88,9 @@ class Tau2Episode:
     async def start(self) -> ResetResult:
         row, parts = self._task.row, self._parts
         limits = {"max_steps": parts.max_steps, "max_errors": parts.max_errors}
-        opened = await self._ask("reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits)
+        opened = await self._ask(
+            "reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits
+        )
         self._customer_tools = opened["customer_tools"]
         self._customer = parts.make_customer(opened["customer_prompt"], self._customer_tools, self._seed)
         state = await self._until_agent(opened)
@@ -109,23 +115,39 @@ class Tau2Episode:
             raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
         num_errors = self._num_tool_errors - errors_before
         state = await self._until_agent(state)
-        return Reaction(messages=state["messages"], is_done=state["turn"] == tau2_worker.OVER, num_errors=num_errors)
+        return Reaction(
+            messages=state["messages"], is_done=state["turn"] == tau2_worker.OVER, num_errors=num_errors
+        )
 
     async def grade(self) -> Grade:
         """The official evaluator's reward, by the name of what it counts. VerifierError where a judge was needed and gave no verdict."""
         if self._is_stuck:
-            return Grade(reward=0.0, stop_reason=StopReason.TIMEOUT, metrics=self._metrics(0.0) | {"tool_timeouts": 1.0})
+            return Grade(
+                reward=0.0,
+                stop_reason=StopReason.TIMEOUT,
+                metrics=self._metrics(0.0) | {"tool_timeouts": 1.0},
+            )
         reply = await self._ask("finish", grading=self._parts.grading, judged=None)
         if "ask" in reply:
             if self._parts.judge is None:
-                raise VerifierError(f"{self._task.id} needs a judge; set judge_model and judge_base_url, or grading=env")
+                raise VerifierError(
+                    f"{self._task.id} needs a judge; set judge_model and judge_base_url, or grading=env"
+                )
             judged = await self._parts.judge.reply(reply["ask"], temperature=0.0, seed=0)
             reply = await self._ask("finish", grading=self._parts.grading, judged=judged.text)
         if reply["eval_error"]:
-            logger.warning("%s: tau2 could not evaluate the episode, which is reward 0 then: %s", self._task.id, reply["eval_error"])
-        metrics = self._metrics(reply["reward"]) | {f"reward_{basis.lower()}": value for basis, value in reply["breakdown"].items()}
+            logger.warning(
+                "%s: tau2 could not evaluate the episode, which is reward 0 then: %s",
+                self._task.id,
+                reply["eval_error"],
+            )
+        metrics = self._metrics(reply["reward"]) | {
+            f"reward_{basis.lower()}": value for basis, value in reply["breakdown"].items()
+        }
         metrics |= {"eval_errors": float(reply["eval_error"] is not None)}
-        return Grade(reward=float(reply["reward"]), stop_reason=STOP_REASONS.get(reply["termination"]), metrics=metrics)
+        return Grade(
+            reward=float(reply["reward"]), stop_reason=STOP_REASONS.get(reply["termination"]), metrics=metrics
+        )
 
     async def close(self) -> None:
         await self._session.close()
@@ -148,7 +170,11 @@ class Tau2Episode:
             self._heard += state["messages"]
             said = await self._customer.reply(self._heard)
             parsed = parse(said, names_of(self._customer_tools)) if self._customer_tools else None
-            state = await self._say(parsed.content, parsed.calls) if parsed and parsed.calls else await self._say(said, ())
+            state = (
+                await self._say(parsed.content, parsed.calls)
+                if parsed and parsed.calls
+                else await self._say(said, ())
+            )
             if state["turn"] == tau2_worker.OVER:
                 state = {**state, "messages": [{"role": "user", "content": said}]}
         self._num_customer_errors += self._num_tool_errors - errors_before
@@ -156,7 +182,10 @@ class Tau2Episode:
 
     def _metrics(self, reward: float) -> dict[str, float]:
         customers = {"customer_tool_errors": float(self._num_customer_errors)} if self._customer_tools else {}
-        return {f"reward_{self._parts.grading}": reward, "no_write_action": float(self._num_writes == 0)} | customers
+        return {
+            f"reward_{self._parts.grading}": reward,
+            "no_write_action": float(self._num_writes == 0),
+        } | customers
 
 
 def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:
@@ -169,7 +198,9 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
     """How the benchmark in `home` is played. ConfigError where it is not set up."""
     python, data = home / "venv" / "bin" / "python", home / "source" / "data"
     if not python.exists() or not data.is_dir():
-        raise ConfigError(f"tau2_home {home} holds no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it names")
+        raise ConfigError(
+            f"tau2_home {home} holds no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it names"
+        )
     return WorkerSettings(
         command=[str(python), "-I", str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],
         environment={"TAU2_DATA_DIR": str(data)},
@@ -186,8 +217,13 @@ def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> 
 def defined_tasks(settings: WorkerSettings, domain: str, definitions: Mapping[str, Definition]) -> list[Task]:
     """Tasks in a domain of the benchmark that are not its own, by id. Blocking. ConfigError for actions that it does not have."""
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
-    found = _tasks(settings, domain, what="the tasks that rows define", split=None, definitions=list(records.values()))
-    return [replace(task, row={**task.row, "definition": record}) for task, record in zip(found, records.values(), strict=True)]
+    found = _tasks(
+        settings, domain, what="the tasks that rows define", split=None, definitions=list(records.values())
+    )
+    return [
+        replace(task, row={**task.row, "definition": record})
+        for task, record in zip(found, records.values(), strict=True)
+    ]
 
 
 def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: object) -> list[Task]:
@@ -195,19 +231,30 @@ def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: obj
     request = {"id": 1, "timeout_s": LISTING_TIMEOUT_S, "op": "tasks", "domain": domain, **arguments}
     environment = {**os.environ, **settings.environment}
     said = json.dumps(request) + "\n"
-    listing = subprocess.run(settings.command, input=said, env=environment, capture_output=True, text=True, check=False)
+    listing = subprocess.run(
+        settings.command, input=said, env=environment, capture_output=True, text=True, check=False
+    )
     replies = [json.loads(line) for line in listing.stdout.splitlines()]
-    problems = [reply["error"] for reply in replies if "error" in reply] or ([] if len(replies) == 2 else [listing.stderr[-300:]])
+    problems = [reply["error"] for reply in replies if "error" in reply] or (
+        [] if len(replies) == 2 else [listing.stderr[-300:]]
+    )
     if problems:
         raise ConfigError(f"tau2 cannot list {what} of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
-    return [Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"]) for row in rows]
+    return [
+        Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"])
+        for row in rows
+    ]
 
 
 def graded_by(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
     """Rates of success carry the name of a partial grading, which needs no judge."""
-    return list(tasks) if grading == "all" else [replace(task, grading=grading, row={**task.row, "needs_judge": False}) for task in tasks]
+    return (
+        list(tasks)
+        if grading == "all"
+        else [replace(task, grading=grading, row={**task.row, "needs_judge": False}) for task in tasks]
+    )
 
 
 def gradable(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
@@ -215,5 +262,9 @@ def gradable(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
     kept = [task for task in tasks if has_judge or not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
         left_out = len(tasks) - len(kept)
-        logger.warning("tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are left out", left_out, len(tasks))
+        logger.warning(
+            "tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are left out",
+            left_out,
+            len(tasks),
+        )
     return kept

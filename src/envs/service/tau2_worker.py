@@ -54,7 +54,11 @@ class ScriptedParticipant:
         return self.next_message, state
 
     def is_stop(self, message: Any) -> bool:
-        return self._stop_token is not None and not message.is_tool_call() and self._stop_token in (message.content or "")
+        return (
+            self._stop_token is not None
+            and not message.is_tool_call()
+            and self._stop_token in (message.content or "")
+        )
 
     def stop(self, message: Any = None, state: None = None) -> None:
         """There is nothing to stop."""
@@ -102,13 +106,23 @@ class Episode:
         calls = []
         for call in tool_calls:
             self._num_calls += 1
-            calls.append(ToolCall(id=f"call_{self._num_calls}", name=call["name"], arguments=call["arguments"], requestor=requestor))
+            calls.append(
+                ToolCall(
+                    id=f"call_{self._num_calls}",
+                    name=call["name"],
+                    arguments=call["arguments"],
+                    requestor=requestor,
+                )
+            )
         if self.turn == AGENT:
             self.num_writes += sum(
-                self.environment._has_tool(call.name) and self.environment._is_mutating_tool(call.name) for call in calls
+                self.environment._has_tool(call.name) and self.environment._is_mutating_tool(call.name)
+                for call in calls
             )
         kind = AssistantMessage if self.turn == AGENT else UserMessage
-        self._puppets[self.turn].next_message = kind(role=requestor, content=content, tool_calls=calls or None, timestamp=get_now())
+        self._puppets[self.turn].next_message = kind(
+            role=requestor, content=content, tool_calls=calls or None, timestamp=get_now()
+        )
         self._step()
         self._advance()
 
@@ -144,7 +158,9 @@ def as_openai(message: Any) -> dict[str, Any]:
     if message.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         names = zip(message.tool_calls, calls, strict=True)
-        shown["tool_calls"] = [{"id": call.id, "type": "function", "function": function} for call, function in names]
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function} for call, function in names
+        ]
     return shown
 
 
@@ -154,21 +170,38 @@ class Player:
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
 
-    def tasks(self, *, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    def tasks(
+        self, *, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """The official tasks of a split (None: all of them), or those that are defined.
 
         What only the grading may know is left out, but for the gold actions, which checks replay.
         """
         environment = environment_of(domain)
-        found = official_tasks(domain, split) if definitions is None else [defined(definition) for definition in definitions]
-        tools = {tool.name: tool.openai_schema["function"]["parameters"] for tool in environment.get_tools()} if definitions else {}
+        found = (
+            official_tasks(domain, split)
+            if definitions is None
+            else [defined(definition) for definition in definitions]
+        )
+        tools = (
+            {tool.name: tool.openai_schema["function"]["parameters"] for tool in environment.get_tools()}
+            if definitions
+            else {}
+        )
         for definition in definitions or ():
             for action in definition["actions"]:
                 require_callable(action, tools, task=definition["id"])
         return {"tasks": [described(task, environment) for task in found]}
 
     def reset(
-        self, *, episode: str, domain: str, task: str, max_steps: int, max_errors: int, definition: dict[str, Any] | None = None
+        self,
+        *,
+        episode: str,
+        domain: str,
+        task: str,
+        max_steps: int,
+        max_errors: int,
+        definition: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
         from tau2.user.user_simulator import UserSimulator
@@ -176,10 +209,14 @@ class Player:
         found = task_of(domain, task) if definition is None else defined(definition)
         begun = self.episodes[episode] = Episode(domain, found, max_steps=max_steps, max_errors=max_errors)
         environment = begun.environment
-        customer_tools = None if environment.user_tools is None else environment.get_user_tools(include=found.user_tools)
+        customer_tools = (
+            None if environment.user_tools is None else environment.get_user_tools(include=found.user_tools)
+        )
         simulator = UserSimulator(llm="", instructions=str(found.user_scenario), tools=customer_tools)
         opening = {
-            "agent_prompt": SYSTEM_PROMPT.format(domain_policy=environment.get_policy(), agent_instruction=AGENT_INSTRUCTION),
+            "agent_prompt": SYSTEM_PROMPT.format(
+                domain_policy=environment.get_policy(), agent_instruction=AGENT_INSTRUCTION
+            ),
             "agent_tools": [tool.openai_schema for tool in environment.get_tools()],
             "customer_prompt": simulator.system_prompt,
             "customer_tools": [tool.openai_schema for tool in customer_tools or ()],
@@ -195,7 +232,12 @@ class Player:
         """The official evaluator's word on an episode that is over, or what it wants to ask a judge (`ask`) before it has one."""
         playing = self.episodes[episode]
         run = playing.play._finalize()
-        graded: dict[str, Any] = {"reward": 0.0, "breakdown": {}, "termination": str(run.termination_reason.value), "eval_error": None}
+        graded: dict[str, Any] = {
+            "reward": 0.0,
+            "breakdown": {},
+            "termination": str(run.termination_reason.value),
+            "eval_error": None,
+        }
         try:
             info = evaluated(playing, run, grading=grading, judged=judged)
         except JudgeRequest as asked:
@@ -228,7 +270,11 @@ def evaluated(playing: Episode, run: Any, *, grading: str, judged: str | None) -
 
     evaluator_nl_assertions.generate = generate
     return evaluate_simulation(
-        simulation=run, task=playing.task, evaluation_type=EvaluationType(grading), solo_mode=False, domain=playing.domain
+        simulation=run,
+        task=playing.task,
+        evaluation_type=EvaluationType(grading),
+        solo_mode=False,
+        domain=playing.domain,
     )
 
 
@@ -236,11 +282,18 @@ def require_verdicts(judged: str, *, num_assertions: int) -> None:
     """Misjudged unless every assertion has its verdict: the evaluator would take an empty list for success."""
     try:
         verdicts = json.loads(judged)["results"]
-        fair = [type(verdict["metExpectation"]) is bool and verdict.keys() >= {"expectedOutcome", "reasoning"} for verdict in verdicts]
+        fair = [
+            type(verdict["metExpectation"]) is bool and verdict.keys() >= {"expectedOutcome", "reasoning"}
+            for verdict in verdicts
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JudgeError(f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}") from error
+        raise JudgeError(
+            f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}"
+        ) from error
     if not all(fair) or len(fair) != num_assertions:
-        raise JudgeError(f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}")
+        raise JudgeError(
+            f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}"
+        )
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
@@ -248,9 +301,15 @@ def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")
     parameters = tools[action["name"]]
-    known, needed, given = parameters.get("properties", {}).keys(), set(parameters.get("required", ())), action["arguments"].keys()
+    known, needed, given = (
+        parameters.get("properties", {}).keys(),
+        set(parameters.get("required", ())),
+        action["arguments"].keys(),
+    )
     if not needed <= given or not given <= known:
-        raise ValueError(f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not {', '.join(given) or 'nothing'}")
+        raise ValueError(
+            f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not {', '.join(given) or 'nothing'}"
+        )
 
 
 @functools.cache
@@ -270,9 +329,15 @@ def defined(definition: dict[str, Any]) -> Any:
     from tau2.data_model.tasks import Task
 
     actions = [{"action_id": str(number), **action} for number, action in enumerate(definition["actions"])]
-    criteria = {"actions": actions, "communicate_info": definition["facts"], "reward_basis": ["DB", "COMMUNICATE"]}
+    criteria = {
+        "actions": actions,
+        "communicate_info": definition["facts"],
+        "reward_basis": ["DB", "COMMUNICATE"],
+    }
     scenario = {"instructions": definition["instruction"]}
-    return Task.model_validate({"id": definition["id"], "user_scenario": scenario, "evaluation_criteria": criteria})
+    return Task.model_validate(
+        {"id": definition["id"], "user_scenario": scenario, "evaluation_criteria": criteria}
+    )
 
 
 @functools.cache
@@ -292,7 +357,9 @@ def described(task: Any, environment: Any) -> dict[str, Any]:
         "needs_judge": bool("NL_ASSERTION" in basis and criteria.nl_assertions),
         "num_assertions": len((criteria and criteria.nl_assertions) or []),
         "gold_writes": any(environment._is_mutating_tool(action.name) for action in actions),
-        "gold_actions": [{"requestor": one.requestor, "name": one.name, "arguments": one.arguments} for one in actions],
+        "gold_actions": [
+            {"requestor": one.requestor, "name": one.name, "arguments": one.arguments} for one in actions
+        ],
         "communicate_info": (criteria and criteria.communicate_info) or [],
     }
 

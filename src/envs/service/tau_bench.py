@@ -30,7 +30,10 @@ from src.policy.openai_client import ChatEndpoint, open_endpoint
 
 NUM_WORKERS = 4
 STEP_TIMEOUT_S = 60.0
-SPLITS: dict[str, tuple[str, str | None]] = {toy_retail.NAME: ("train", "test"), **tau2.SPLITS}  # what is trained on, and held out
+SPLITS: dict[str, tuple[str, str | None]] = {
+    toy_retail.NAME: ("train", "test"),
+    **tau2.SPLITS,
+}  # what is trained on, and held out
 
 Options = dict[str, str]  # a domain takes out what it honours; what is left over is refused
 
@@ -57,20 +60,34 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
         where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
         raise ConfigError(f"{where} domain={unknown[0]} is none of {', '.join(SPLITS)}")
     model = customer_model(config, options)
-    judge = open_endpoint(config.judge_base_url, config.judge_model) if config.judge_base_url and config.judge_model else None
+    judge = (
+        open_endpoint(config.judge_base_url, config.judge_model)
+        if config.judge_base_url and config.judge_model
+        else None
+    )
     kinds = open_kinds(config, domains, options, model, judge)
     if options:
-        raise ConfigError(f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {next(iter(options))}; drop it")
+        raise ConfigError(
+            f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {next(iter(options))}; drop it"
+        )
     tasks = [task for name in names for task in kinds[name].official(name, SPLITS[name][0])]
     tasks += [task for source in trained for task in source.tasks(kinds)]
     if held_out:
         tests = [task for source in held_out for task in source.tasks(kinds)]
     else:
-        tests = [task for name in names if (split := SPLITS[name][1]) is not None for task in kinds[name].official(name, split)]
+        tests = [
+            task
+            for name in names
+            if (split := SPLITS[name][1]) is not None
+            for task in kinds[name].official(name, split)
+        ]
     require_disjoint(tasks, tests)
 
     async def close() -> None:
-        for close in {*(kind.close for kind in kinds.values()), *(resource.close for resource in (model, judge) if resource is not None)}:
+        for close in {
+            *(kind.close for kind in kinds.values()),
+            *(resource.close for resource in (model, judge) if resource is not None),
+        }:
             await close()
 
     def make(task: Task, seed: int) -> MessageEnv:
@@ -78,11 +95,19 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
 
     has_judge = judge is not None
     gradable = [tau2.gradable(found, has_judge=has_judge) for found in (tasks, tests)]
-    return episodes(config, chat, EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close))
+    return episodes(
+        config,
+        chat,
+        EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close),
+    )
 
 
 def open_kinds(
-    config: TrainerConfig, domains: set[str], options: Options, model: Model | None, judge: ChatEndpoint | None
+    config: TrainerConfig,
+    domains: set[str],
+    options: Options,
+    model: Model | None,
+    judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
     """Domain -> what knows and plays it."""
     kinds: dict[str, DomainProvider] = {}
@@ -103,7 +128,10 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
     def official(name: str, split: str | None) -> list[Task]:
         if split not in splits:
             raise ConfigError(f"{name} has no split {split}; it has train and test")
-        return [replace(task, row={**task.row, "domain": name}, gold_writes=writes(task.row["actions"])) for task in splits[split]]
+        return [
+            replace(task, row={**task.row, "domain": name}, gold_writes=writes(task.row["actions"]))
+            for task in splits[split]
+        ]
 
     def defined(name: str, definitions: Mapping[str, Definition]) -> list[Task]:
         tasks, path = list[Task](), folder / "tasks.json"
@@ -114,7 +142,16 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
                 toy_retail.after_gold(shop.database, row)
             except toy_retail.ToolError as error:
                 raise ConfigError(f"{name}: {task_id}: a gold action fails: {error}") from error
-            tasks.append(Task(id=task_id, path=path, instruction=one.instruction, domain=name, row=row, gold_writes=writes(one.actions)))
+            tasks.append(
+                Task(
+                    id=task_id,
+                    path=path,
+                    instruction=one.instruction,
+                    domain=name,
+                    row=row,
+                    gold_writes=writes(one.actions),
+                )
+            )
         return tasks
 
     def writes(actions: Any) -> bool:
@@ -126,12 +163,18 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
     return DomainProvider(official=official, defined=defined, make=domain.make, close=close)
 
 
-def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str) -> DomainProvider:
+def open_tau2(
+    config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str
+) -> DomainProvider:
     """The benchmark's own domains."""
     if config.tasks_dir is not None:
-        raise ConfigError(f"tasks_dir is not for domain={names}, whose tasks are the benchmark's own or train_data's; drop it")
+        raise ConfigError(
+            f"tasks_dir is not for domain={names}, whose tasks are the benchmark's own or train_data's; drop it"
+        )
     if config.tau2_home is None:
-        raise ConfigError(f"domain={names} needs the benchmark itself: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home")
+        raise ConfigError(
+            f"domain={names} needs the benchmark itself: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
+        )
     grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS)
     workers = tau2.worker_settings(
         Path(config.tau2_home).expanduser(),
@@ -143,8 +186,12 @@ def open_tau2(config: TrainerConfig, options: Options, model: Model | None, judg
     parts = tau2.Tau2Parts(pool=pool, make_customer=tau2_customers(model), grading=grading, judge=judge)
     return DomainProvider(
         official=lambda domain, split: tau2.graded_by(grading, tau2.official_tasks(workers, domain, split)),
-        defined=lambda domain, definitions: tau2.graded_by(grading, tau2.defined_tasks(workers, domain, definitions)),
-        make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel),
+        defined=lambda domain, definitions: tau2.graded_by(
+            grading, tau2.defined_tasks(workers, domain, definitions)
+        ),
+        make=lambda task, seed: ServiceEnv(
+            tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel
+        ),
         close=pool.close,
     )
 
@@ -169,7 +216,9 @@ def customer_model(config: TrainerConfig, options: Options) -> Model | None:
     if kind == "openai":
         base_url = options.pop("customer_base_url", None)
         if name is None or base_url is None:
-            raise ConfigError("environment_kwargs customer=openai needs customer_model=NAME and customer_base_url=http://host:port/v1")
+            raise ConfigError(
+                "environment_kwargs customer=openai needs customer_model=NAME and customer_base_url=http://host:port/v1"
+            )
         return EndpointModel(open_endpoint(base_url, name), temperature=temperature)
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name

@@ -85,8 +85,17 @@ def parse(answer: str, tools: Collection[str]) -> Parsed:
     Parsed(content='Hello!', calls=(), strategy=None, problem='', num_mended=0)
     """
     text = visible(answer)
-    parsed = next((found for strategy in STRATEGIES if (found := strategy(text, tools)) is not None), Parsed(content=text))
-    logger.debug("parsed %r: strategy %s, calls %s, problem %r", answer, parsed.strategy, list(parsed.calls), parsed.problem)
+    parsed = next(
+        (found for strategy in STRATEGIES if (found := strategy(text, tools)) is not None),
+        Parsed(content=text),
+    )
+    logger.debug(
+        "parsed %r: strategy %s, calls %s, problem %r",
+        answer,
+        parsed.strategy,
+        list(parsed.calls),
+        parsed.problem,
+    )
     return parsed
 
 
@@ -133,7 +142,9 @@ def _react(text: str, tools: Collection[str]) -> Parsed | None:
         arguments, num_mended = _json(found[2].strip() or "{}")
     except Unreadable as error:
         return Parsed(content=content, strategy=Strategy.REACT, problem=str(error))
-    return _parsed([{"name": found[1], "arguments": arguments}], Strategy.REACT, content=content, num_mended=num_mended)
+    return _parsed(
+        [{"name": found[1], "arguments": arguments}], Strategy.REACT, content=content, num_mended=num_mended
+    )
 
 
 def _code(text: str, tools: Collection[str]) -> Parsed | None:
@@ -150,12 +161,16 @@ def _code(text: str, tools: Collection[str]) -> Parsed | None:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(arguments)  # Python has values that no tool knows, {1, 2} and b"x" among them
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        return Parsed(content=content, strategy=Strategy.CODE, problem=f"{found[0].strip()} cannot be read: {error}")
+        return Parsed(
+            content=content, strategy=Strategy.CODE, problem=f"{found[0].strip()} cannot be read: {error}"
+        )
     return _parsed([{"name": found[1], "arguments": arguments}], Strategy.CODE, content=content)
 
 
 def _bare_name(text: str, tools: Collection[str]) -> Parsed | None:
-    return _parsed([{"name": text, "arguments": {}}], Strategy.BARE_NAME, content="") if text in tools else None
+    return (
+        _parsed([{"name": text, "arguments": {}}], Strategy.BARE_NAME, content="") if text in tools else None
+    )
 
 
 STRATEGIES: tuple[Callable[[str, Collection[str]], Parsed | None], ...] = (
@@ -200,7 +215,9 @@ def _parsed(values: Sequence[object], strategy: Strategy, *, content: str, num_m
             problems.append(f"the arguments of {value['name']} are no object")
             arguments = {}
         calls.append(ToolCall(name=value["name"], arguments=arguments))
-    return Parsed(content=content, calls=calls, strategy=strategy, problem="; ".join(problems), num_mended=num_mended)
+    return Parsed(
+        content=content, calls=calls, strategy=strategy, problem="; ".join(problems), num_mended=num_mended
+    )
 
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
@@ -212,7 +229,11 @@ def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
         return EMBEDDED.match(text) is not None
     first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, dict) and "name" in first and ("arguments" in first or "parameters" in first or first["name"] in tools)
+    return (
+        isinstance(first, dict)
+        and "name" in first
+        and ("arguments" in first or "parameters" in first or first["name"] in tools)
+    )
 
 
 def _json(text: str) -> tuple[object, int]:

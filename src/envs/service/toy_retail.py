@@ -57,7 +57,10 @@ class Tool:
         """As OpenAI writes it."""
         properties = {name: {"type": "string"} for name in self.parameters}
         parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+        }
 
 
 def record(database: Database, table: str, key: str) -> dict[str, Any]:
@@ -107,11 +110,33 @@ def _changed(entry: dict[str, Any], **values: object) -> Mapping[str, object]:
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool(name="get_order", description="Status, product and address of an order.", parameters=["order"], run=get_order),
+        Tool(
+            name="get_order",
+            description="Status, product and address of an order.",
+            parameters=["order"],
+            run=get_order,
+        ),
         Tool(name="get_product", description="Price of a product.", parameters=["product"], run=get_product),
-        Tool(name="get_customer", description="Points of a customer.", parameters=["customer"], run=get_customer),
-        Tool(name="cancel_order", description="Cancel an order.", parameters=["order"], run=cancel_order, writes=True),
-        Tool(name="return_order", description="Take an order back.", parameters=["order"], run=return_order, writes=True),
+        Tool(
+            name="get_customer",
+            description="Points of a customer.",
+            parameters=["customer"],
+            run=get_customer,
+        ),
+        Tool(
+            name="cancel_order",
+            description="Cancel an order.",
+            parameters=["order"],
+            run=cancel_order,
+            writes=True,
+        ),
+        Tool(
+            name="return_order",
+            description="Take an order back.",
+            parameters=["order"],
+            run=return_order,
+            writes=True,
+        ),
         Tool(
             name="change_address",
             description="Send an order to another address.",
@@ -126,7 +151,12 @@ TOOLS = {
             run=change_product,
             writes=True,
         ),
-        Tool(name="transfer_to_human", description="Hand over what no other tool can do.", parameters=["summary"], run=transfer_to_human),
+        Tool(
+            name="transfer_to_human",
+            description="Hand over what no other tool can do.",
+            parameters=["summary"],
+            run=transfer_to_human,
+        ),
     )
 }
 
@@ -136,7 +166,9 @@ def call(database: Database, name: str, arguments: Mapping[str, object]) -> Mapp
     if name not in TOOLS:
         raise ToolError(f"there is no tool {name}")
     tool = TOOLS[name]
-    if set(arguments) != set(tool.parameters) or not all(isinstance(value, str) for value in arguments.values()):
+    if set(arguments) != set(tool.parameters) or not all(
+        isinstance(value, str) for value in arguments.values()
+    ):
         raise ToolError(f"{name} takes {', '.join(tool.parameters)}, each a string")
     return tool.run(database, **arguments)
 
@@ -161,7 +193,9 @@ def tells(said: Sequence[str], fact: str) -> bool:
 class ToyRetailEpisode:
     """Implements `ServiceEpisode`."""
 
-    def __init__(self, row: Mapping[str, Any], *, database: Database, policy: str, customer: Customer) -> None:
+    def __init__(
+        self, row: Mapping[str, Any], *, database: Database, policy: str, customer: Customer
+    ) -> None:
         self._row = row
         self._policy = policy
         self._customer = customer
@@ -172,8 +206,13 @@ class ToyRetailEpisode:
 
     async def start(self) -> ResetResult:
         request = await self._customer_says()
-        messages: list[Message] = [{"role": "system", "content": self._policy}, {"role": "user", "content": request}]
-        return ResetResult(messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True)
+        messages: list[Message] = [
+            {"role": "system", "content": self._policy},
+            {"role": "user", "content": request},
+        ]
+        return ResetResult(
+            messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True
+        )
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
         if calls:
@@ -190,7 +229,11 @@ class ToyRetailEpisode:
         said = [str(message["content"]) for message in self._conversation if message["role"] == "assistant"]
         database = float(content_hash(self._database) == content_hash(after_gold(self._before, self._row)))
         communicate = float(all(tells(said, fact) for fact in self._row["communicate"]))
-        metrics = {"reward_db": database, "reward_communicate": communicate, "no_write_action": float(not self._has_written)}
+        metrics = {
+            "reward_db": database,
+            "reward_communicate": communicate,
+            "no_write_action": float(not self._has_written),
+        }
         return Grade(reward=database * communicate, metrics=metrics)
 
     async def close(self) -> None:
@@ -232,15 +275,22 @@ class Shop:
 
     def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> EnvSpec:
         return EnvSpec(
-            tasks=self._tasks("train"), held_out=self._tasks("test"), make=lambda task, seed: self._env(task, customer(task.row, seed))
+            tasks=self._tasks("train"),
+            held_out=self._tasks("test"),
+            make=lambda task, seed: self._env(task, customer(task.row, seed)),
         )
 
     def _env(self, task: Task, customer: Customer) -> ServiceEnv:
-        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, customer=customer))
+        return ServiceEnv(
+            ToyRetailEpisode(task.row, database=self.database, policy=self.policy, customer=customer)
+        )
 
     def _tasks(self, split: str) -> list[Task]:
         path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
-        return [Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row) for row in chosen]
+        return [
+            Task(id=row["id"], path=path, instruction=row["instruction"], domain=NAME, row=row)
+            for row in chosen
+        ]
 
 
 def read_shop(folder: Path) -> Shop:

@@ -25,7 +25,9 @@ OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 ENDINGS = (STOP, TRANSFER, OUT_OF_SCOPE)  # any of them in what a customer says ends the conversation
 MAX_TOKENS = 512  # of what a model says at once
 MAX_TRIES = 3  # to make a model say anything
-GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)  # to a customer who is to begin
+GREETING: Sequence[Message] = (
+    {"role": "assistant", "content": "Hi! How can I help you today?"},
+)  # to a customer who is to begin
 
 Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
@@ -78,9 +80,14 @@ class ModelCustomer:
 
     async def reply(self, conversation: Sequence[Message]) -> str:
         """SandboxError when it has nothing to say: that is not the agent's fault."""
-        messages = [self._instructions, *(seen_from_the_other_side(message) for message in conversation or GREETING)]
+        messages = [
+            self._instructions,
+            *(seen_from_the_other_side(message) for message in conversation or GREETING),
+        ]
         for attempt in range(MAX_TRIES):
-            said = await self._model.say(messages, tools=self._tools, seed=turn_seed(self._seed, len(messages) * MAX_TRIES + attempt))
+            said = await self._model.say(
+                messages, tools=self._tools, seed=turn_seed(self._seed, len(messages) * MAX_TRIES + attempt)
+            )
             if said.strip():
                 return said
         raise SandboxError(f"the customer said nothing, {MAX_TRIES} times over")
@@ -102,7 +109,8 @@ class EndpointModel:
             tools=tools,
         )
         calls = (
-            f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>' for call in reply.tool_calls
+            f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>'
+            for call in reply.tool_calls
         )
         return reply.text + "".join(calls)
 
@@ -113,7 +121,9 @@ class EndpointModel:
 class TinkerModel:
     """A frozen sampling client: a base model or a checkpoint. It connects when it is first asked, and anew after a loss."""
 
-    def __init__(self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float) -> None:
+    def __init__(
+        self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float
+    ) -> None:
         self._settings = settings
         self._sampler_path = sampler_path
         self._chat = chat
@@ -127,7 +137,11 @@ class TinkerModel:
         prompt_ids = chat.render(messages, tools=tools)
         try:
             turn = await policy.sample(
-                prompt_ids, max_tokens=MAX_TOKENS, temperature=self._temperature, seed=seed, stop=chat.stop_token_ids
+                prompt_ids,
+                max_tokens=MAX_TOKENS,
+                temperature=self._temperature,
+                seed=seed,
+                stop=chat.stop_token_ids,
             )
         except BackendError:
             await self._disconnect(policy)

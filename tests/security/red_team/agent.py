@@ -21,7 +21,11 @@ HOLE = re.compile(r"HOLE \[([\w-]+)\] (.*)")
 def command_line(script: str) -> str:
     """What runs a script of any text when it is typed. The text itself does not appear on the screen."""
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
-    return "base64 -d <<E | gunzip > /tmp/attack; bash /tmp/attack\n" + "\n".join(textwrap.wrap(packed, 150)) + "\nE"
+    return (
+        "base64 -d <<E | gunzip > /tmp/attack; bash /tmp/attack\n"
+        + "\n".join(textwrap.wrap(packed, 150))
+        + "\nE"
+    )
 
 
 class Agent(Policy):
@@ -37,8 +41,18 @@ class Agent(Policy):
         self._patience = patience_s / TICK_S
         self._replies = [answer(command_line(script), duration=TICK_S)]
 
-    async def sample(self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]) -> Turn:
-        text = self._chat.tokenizer.decode(list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: list[int],
+    ) -> Turn:
+        text = self._chat.tokenizer.decode(
+            list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         self._look(text.rsplit(LAST_MESSAGE, 1)[-1])
         ids = [*self._chat.tokenizer.encode(self._reply(), add_special_tokens=False), self._chat.turn_end_id]
         assert len(ids) <= max_tokens or max_tokens == 1, f"the script takes {len(ids)} tokens"

@@ -27,13 +27,22 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, Kind, Where, Whom, typed
 from tests.security.red_team.tasks import write_tasks
 
-ATTACKS_AT_ONCE = {Where.SANDBOX: 3, Where.DOCKER: 6}  # a container takes ten seconds to stop, and no processor meanwhile
+ATTACKS_AT_ONCE = {
+    Where.SANDBOX: 3,
+    Where.DOCKER: 6,
+}  # a container takes ten seconds to stop, and no processor meanwhile
 SHARED_AT_MOST = 8
 DEADLINE_S = 100
 MAX_LOOP_GAP_S = 3.0
 BEAT_S = 0.02
 SECRET = "RED_TEAM_SECRET"
-OPTIONS = {"model_name": "org/model", "max_turns": 400, "enable_summarize": False, "eval_split": 0.0, "max_tokens": 30_000}
+OPTIONS = {
+    "model_name": "org/model",
+    "max_turns": 400,
+    "enable_summarize": False,
+    "eval_split": 0.0,
+    "max_tokens": 30_000,
+}
 LENGTHS = {"backend": "skyrl-tx", "skyrl_tx_url": "http://127.0.0.1:9", "context_limit": 1_000_000}
 
 
@@ -63,7 +72,9 @@ class Unit:
     reward: float | None = None
     reason: str = ""
     own: list[str] = field(default_factory=list)  # violations by whichever attack of the unit
-    holes: dict[str, list[str]] = field(default_factory=dict)  # violations by attack, as the scripts report them
+    holes: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # violations by attack, as the scripts report them
     seconds: float = 0.0
 
 
@@ -81,7 +92,9 @@ class Arena:
     connections: list[str]
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        suspects: list[Unit] = []  # of trials and batches in which something did not hold that several attacks can have caused
+        suspects: list[
+            Unit
+        ] = []  # of trials and batches in which something did not hold that several attacks can have caused
         for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
             together = await self._play_batch(batch)
             for unit in batch:
@@ -127,23 +140,35 @@ class Arena:
         self.connections.clear()
         honest = Unit(attacks=[])
         async with longest_gap() as gaps:
-            await asyncio.gather(*(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder))
+            await asyncio.gather(
+                *(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder)
+            )
         found = before.changes(host.Snapshot.take(self.sentinels))
         if honest.own:
             found.append(f"the honest trial beside it: {'; '.join(honest.own)}")
         if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
             found.append(f"the event loop stood still for {max(gaps):.1f} s")
         # A trial's descendants end with it; what is left of this process's are those that escaped.
-        found += [f"a process was left: {command[:60]}" for pid, command in host.descendants().items() if pid not in running]
+        found += [
+            f"a process was left: {command[:60]}"
+            for pid, command in host.descendants().items()
+            if pid not in running
+        ]
         found += host.marked_cgroups(self.tasks.settings.run_label)
         if self.where is Where.DOCKER:
-            found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(self.prefix)
+            found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(
+                self.prefix
+            )
         words = {unit.word: unit for unit in units}
         for connection in self.connections:
             blamed = words.get(connection)
             (blamed.own if blamed else found).append("a server on the host's loopback interface was reached")
         for unit in units:
-            unit.own += host.marked_processes(unit.word) + host.marked_files(unit.word) + host.marked_cgroups(unit.word)
+            unit.own += (
+                host.marked_processes(unit.word)
+                + host.marked_files(unit.word)
+                + host.marked_cgroups(unit.word)
+            )
         host.remove(folder)
         return found
 
@@ -177,7 +202,10 @@ class Arena:
             unit.holes.setdefault(name, []).append(text)
         match outcome:
             case Trajectory():
-                unit.reward, unit.reason = outcome.reward, " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason)))
+                unit.reward, unit.reason = (
+                    outcome.reward,
+                    " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason))),
+                )
                 if outcome.reward != (1.0 if solves else 0.0):
                     unit.own.append(f"the reward is {outcome.reward:g}")
                 if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
@@ -230,7 +258,13 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
     with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         os.chmod(folder, 0o755)
-        write_tasks(folder / "tasks", where=where, whom=whom, image=image.build() if where is Where.DOCKER else "", prefix=prefix)
+        write_tasks(
+            folder / "tasks",
+            where=where,
+            whom=whom,
+            image=image.build() if where is Where.DOCKER else "",
+            prefix=prefix,
+        )
         sentinels = [folder / "sentinel", folder / "reward"]
         for path, text in zip(sentinels, ("sentinel\n", "1\n"), strict=True):
             path.write_text(text)
@@ -250,7 +284,9 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
         port = server.sockets[0].getsockname()[1]
         abstract = await asyncio.start_unix_server(record, path=f"\0red-team-{port}")
         tasks = open_harbor(
-            TrainerConfig(tasks_dir=str(folder / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS),  # type: ignore[arg-type]
+            TrainerConfig(
+                tasks_dir=str(folder / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS
+            ),  # type: ignore[arg-type]
             byte_chat(),
         )
         async with server, abstract:

@@ -38,8 +38,12 @@ class Kind(StrEnum):
 ALL = frozenset((where, whom) for where in Where for whom in Whom)
 SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
 DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
-SANDBOX_ROOT = frozenset({(Where.SANDBOX, Whom.ROOT)})  # with a network: an ordinary user may lack the device that it takes
-ROOT = frozenset((where, Whom.ROOT) for where in Where)  # an ordinary user may be unable to create control groups
+SANDBOX_ROOT = frozenset(
+    {(Where.SANDBOX, Whom.ROOT)}
+)  # with a network: an ordinary user may lack the device that it takes
+ROOT = frozenset(
+    (where, Whom.ROOT) for where in Where
+)  # an ordinary user may be unable to create control groups
 NOT_DOCKER_USER = ALL - {(Where.DOCKER, Whom.USER)}
 DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
 
@@ -90,10 +94,16 @@ class Attack:
 
 def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
     """The one script that plays the attacks in turn, prints what they report, and then `end`."""
-    lines = ["export HERE=$(mktemp -d /tmp/attack.XXXXXX)", f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE"]
+    lines = [
+        "export HERE=$(mktemp -d /tmp/attack.XXXXXX)",
+        f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE",
+    ]
     lines += [f"export {name}='{value}'" for name, value in variables.items()]
     for attack in attacks:
         script = f"{SHELL_PRELUDE}{attack.script}"
-        lines += [f"export NAME={attack.name}", f"cat > $HERE/{attack.name}.sh <<'END_OF_ATTACK'{script}\nEND_OF_ATTACK"]
+        lines += [
+            f"export NAME={attack.name}",
+            f"cat > $HERE/{attack.name}.sh <<'END_OF_ATTACK'{script}\nEND_OF_ATTACK",
+        ]
         lines += [f"/usr/bin/timeout -k 1 {MAX_SCRIPT_S} /bin/bash $HERE/{attack.name}.sh </dev/null"]
     return "\n".join([*lines, f"echo {end}", ""])

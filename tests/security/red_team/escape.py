@@ -9,7 +9,13 @@ from tests.security.red_team.attack import ALL, SANDBOX, Attack, Category, Where
 
 def escape(name: str, script: str, places: Iterable[tuple[Where, Whom]] = ALL) -> Attack:
     return Attack(
-        name=name, category=Category.ESCAPE, script=script, solves=True, places=frozenset(places), patience_s=8, shares=frozenset(Where)
+        name=name,
+        category=Category.ESCAPE,
+        script=script,
+        solves=True,
+        places=frozenset(places),
+        patience_s=8,
+        shares=frozenset(Where),
     )
 
 

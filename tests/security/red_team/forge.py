@@ -15,7 +15,15 @@ def forge(
     kind: Kind = Kind.PLAIN,
     shares: frozenset[Where] = frozenset(Where),
 ) -> Attack:
-    return Attack(name=name, category=Category.FORGE, script=script, kind=kind, places=frozenset(places), shares=shares, patience_s=6)
+    return Attack(
+        name=name,
+        category=Category.FORGE,
+        script=script,
+        kind=kind,
+        places=frozenset(places),
+        shares=shares,
+        patience_s=6,
+    )
 
 
 # A shared object that makes every program named `cat` print 42:

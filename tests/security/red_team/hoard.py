@@ -9,7 +9,9 @@ TOO_MUCH_MB = MEMORY_MB * 5 // 4
 PROCESSES = 2048
 
 
-def hoard(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 10) -> Attack:
+def hoard(
+    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 10
+) -> Attack:
     return Attack(name=name, category=Category.HOARD, script=script, places=places, patience_s=patience_s)
 
 

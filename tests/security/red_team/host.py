@@ -20,8 +20,24 @@ VOLATILE = re.compile(
     r"|vm/stat_refresh|net/netfilter/nf_conntrack_count|net/[^/]+/(conf|neigh)/(?!all/|default/)|sunrpc|net/ipv4/route/flush)"
 )
 SETTINGS = (
-    *("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/profile", "/etc/environment", "/etc/bash.bashrc", "/etc/crontab"),
-    *("/etc/ld.so.preload", "/etc/ld.so.conf", "/etc/sudoers", "/root/.bashrc", "/root/.profile", "/root/.ssh/authorized_keys"),
+    *(
+        "/etc/passwd",
+        "/etc/group",
+        "/etc/shadow",
+        "/etc/hosts",
+        "/etc/profile",
+        "/etc/environment",
+        "/etc/bash.bashrc",
+        "/etc/crontab",
+    ),
+    *(
+        "/etc/ld.so.preload",
+        "/etc/ld.so.conf",
+        "/etc/sudoers",
+        "/root/.bashrc",
+        "/root/.profile",
+        "/root/.ssh/authorized_keys",
+    ),
 )
 WATCHED = (
     "/",
@@ -57,7 +73,11 @@ class Snapshot:
             settings=dict(_settings()),
             files={str(path): _identity(path) for path in [*map(Path, SETTINGS), *sentinels]},
             mounts=dict(_mounts()),
-            interfaces={name: "" for name in os.listdir("/sys/class/net") if not name.startswith(("veth", "br-", "docker"))},
+            interfaces={
+                name: ""
+                for name in os.listdir("/sys/class/net")
+                if not name.startswith(("veth", "br-", "docker"))
+            },
             shared_memory={name: Path("/proc/sysvipc", name).read_text() for name in ("shm", "sem", "msg")},
         )
 
@@ -84,7 +104,13 @@ def descendants() -> dict[int, str]:
         if entry.isdigit():
             try:
                 state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
-                command = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    Path("/proc", entry, "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
             except OSError:
                 continue
             if state not in "ZX":
@@ -115,7 +141,9 @@ def marked_files(word: str) -> list[str]:
     found = []
     for directory in WATCHED:
         try:
-            found += [f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name]
+            found += [
+                f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name
+            ]
         except OSError:
             continue
     return found
@@ -123,14 +151,28 @@ def marked_files(word: str) -> list[str]:
 
 def marked_cgroups(word: str) -> list[str]:
     """Control groups whose name has `word`."""
-    return [f"the control group {path} was left" for path, _, _ in os.walk("/sys/fs/cgroup") if word in os.path.basename(path)]
+    return [
+        f"the control group {path} was left"
+        for path, _, _ in os.walk("/sys/fs/cgroup")
+        if word in os.path.basename(path)
+    ]
 
 
 def marked_docker_objects(word: str) -> list[str]:
     """Docker's containers, networks and volumes whose name or labels have `word`."""
     found = []
-    for kind, listing in (("container", ["ps", "--all"]), ("network", ["network", "ls"]), ("volume", ["volume", "ls"])):
-        answer = subprocess.run(["docker", *listing, "--format", "{{json .}}"], capture_output=True, text=True, timeout=60, check=True)
+    for kind, listing in (
+        ("container", ["ps", "--all"]),
+        ("network", ["network", "ls"]),
+        ("volume", ["volume", "ls"]),
+    ):
+        answer = subprocess.run(
+            ["docker", *listing, "--format", "{{json .}}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         found += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
     return found
 
@@ -186,4 +228,8 @@ def _identity(path: Path) -> str:
 
 def _mounts() -> list[tuple[str, str]]:
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return [(fields[4], fields[5]) for fields in lines if "/docker/" not in fields[4] and not fields[4].startswith("/run/docker")]
+    return [
+        (fields[4], fields[5])
+        for fields in lines
+        if "/docker/" not in fields[4] and not fields[4].startswith("/run/docker")
+    ]

@@ -19,5 +19,7 @@ WORKDIR /app
 def build() -> str:
     """The image's name. subprocess.CalledProcessError where it cannot be built."""
     command = ["docker", "build", "--quiet", "--tag", NAME, "-"]
-    subprocess.run(command, input=DOCKERFILE, text=True, capture_output=True, timeout=BUILD_TIMEOUT_S, check=True)
+    subprocess.run(
+        command, input=DOCKERFILE, text=True, capture_output=True, timeout=BUILD_TIMEOUT_S, check=True
+    )
     return NAME

@@ -5,8 +5,22 @@ from __future__ import annotations
 from tests.security.red_team.attack import ALL, DOCKER_ROOT, Attack, Category, Where, Whom
 
 
-def persist(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, shares: frozenset[Where] = frozenset(Where)) -> Attack:
-    return Attack(name=name, category=Category.PERSIST, script=script, solves=True, places=places, patience_s=6, shares=shares)
+def persist(
+    name: str,
+    script: str,
+    places: frozenset[tuple[Where, Whom]] = ALL,
+    *,
+    shares: frozenset[Where] = frozenset(Where),
+) -> Attack:
+    return Attack(
+        name=name,
+        category=Category.PERSIST,
+        script=script,
+        solves=True,
+        places=places,
+        patience_s=6,
+        shares=shares,
+    )
 
 
 ATTACKS = (

@@ -25,7 +25,15 @@ def command(where: Where, whom: Whom, names: Sequence[str], *, results: Path | N
     The sandbox's user is another than root. The interpreter may lie where only root can read: the process keeps that one capability, and
     no program that it starts gets it. In Docker the user is one of the container's.
     """
-    player = [sys.executable, "-m", "tests.security.red_team.place", where.value, whom.value, str(results or ""), *names]
+    player = [
+        sys.executable,
+        "-m",
+        "tests.security.red_team.place",
+        where.value,
+        whom.value,
+        str(results or ""),
+        *names,
+    ]
     if where is Where.DOCKER or whom is Whom.ROOT or os.getuid() != 0:
         return player
     reading = [f"--{kind}-caps=-all,+dac_read_search" for kind in ("inh", "ambient")]

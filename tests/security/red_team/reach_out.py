@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.security.red_team.attack import ALL, SANDBOX_ROOT, Attack, Category, Kind, Where, Whom
 
 
-def reach_out(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, kind: Kind = Kind.PLAIN) -> Attack:
+def reach_out(
+    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, kind: Kind = Kind.PLAIN
+) -> Attack:
     return Attack(
         name=name,
         category=Category.REACH_OUT,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.security.red_team.attack import ALL, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
 
 
-def stall(name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 14) -> Attack:
+def stall(
+    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 14
+) -> Attack:
     return Attack(name=name, category=Category.STALL, script=script, places=places, patience_s=patience_s)
 
 
@@ -72,5 +74,10 @@ END
 """,
         SANDBOX,
     ),
-    stall("printed-output", "timeout 15 yes 'a line of text that is printed again and again' | head -c 60000000", SANDBOX, patience_s=18),
+    stall(
+        "printed-output",
+        "timeout 15 yes 'a line of text that is printed again and again' | head -c 60000000",
+        SANDBOX,
+        patience_s=18,
+    ),
 )

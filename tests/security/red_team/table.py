@@ -23,7 +23,9 @@ assert len({attack.name for attack in ATTACKS}) == len(ATTACKS), "two attacks ha
 
 def chosen(names: Sequence[str], where: Where, whom: Whom) -> list[Attack]:
     """The attacks of a place; all of them where no name is given."""
-    return [attack for attack in ATTACKS if (where, whom) in attack.places and (not names or attack.name in names)]
+    return [
+        attack for attack in ATTACKS if (where, whom) in attack.places and (not names or attack.name in names)
+    ]
 
 
 def sampled(number: int, where: Where, whom: Whom) -> list[Attack]:
@@ -31,4 +33,6 @@ def sampled(number: int, where: Where, whom: Whom) -> list[Attack]:
     categories: defaultdict[str, list[Attack]] = defaultdict(list)
     for attack in chosen([], where, whom):
         categories[attack.category].append(attack)
-    return [attack for attack in chain.from_iterable(zip_longest(*categories.values())) if attack is not None][:number]
+    return [
+        attack for attack in chain.from_iterable(zip_longest(*categories.values())) if attack is not None
+    ][:number]

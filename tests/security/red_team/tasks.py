@@ -59,10 +59,17 @@ def configuration(kind: Kind, *, where: Where, whom: Whom, image: str) -> str:
     agent = [f"timeout_sec = {AGENT_S[where]}"]
     environment = [f"memory_mb = {MEMORY_MB}"]
     if where is Where.SANDBOX:
-        environment += [f"storage_mb = {STORAGE_MB}", f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"']
+        environment += [
+            f"storage_mb = {STORAGE_MB}",
+            f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"',
+        ]
     else:  # a container without network needs an image from a registry
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
         if whom is Whom.USER:
             agent += [f'user = "{USER}"']
-    sections = {"agent": agent, "verifier": [f"timeout_sec = {VERIFIER_S[where]}"], "environment": environment}
+    sections = {
+        "agent": agent,
+        "verifier": [f"timeout_sec = {VERIFIER_S[where]}"],
+        "environment": environment,
+    }
     return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"

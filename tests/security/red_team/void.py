@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tests.security.red_team.attack import ALL, DOCKER, DOCKER_ROOT, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import (
+    ALL,
+    DOCKER,
+    DOCKER_ROOT,
+    NOT_DOCKER_USER,
+    SANDBOX,
+    Attack,
+    Category,
+    Where,
+    Whom,
+)
 
 
 def void(
@@ -17,7 +27,13 @@ def void(
     reason: str = "",
 ) -> Attack:
     return Attack(
-        name=name, category=Category.VOID, script=script, solves=solves, places=frozenset(places), patience_s=patience_s, reason=reason
+        name=name,
+        category=Category.VOID,
+        script=script,
+        solves=solves,
+        places=frozenset(places),
+        patience_s=patience_s,
+        reason=reason,
     )
 
 
@@ -32,7 +48,11 @@ def racing(action: str) -> str:
 
 ATTACKS = (
     void("kill-everything", "kill -9 -1"),
-    void("kill-pid-1", "for number in $(seq 64); do kill -$number 1; done 2>/dev/null; kill -9 1", NOT_DOCKER_USER),
+    void(
+        "kill-pid-1",
+        "for number in $(seq 64); do kill -$number 1; done 2>/dev/null; kill -9 1",
+        NOT_DOCKER_USER,
+    ),
     void(
         "limits-of-pid-1",
         """
@@ -136,21 +156,42 @@ true
     void("no-usr-local", "rm -rf /usr/local /opt /usr/local/* /home /srv /mnt /media", SANDBOX),
     void("removed-root", "rm -rf --no-preserve-root / 2>/dev/null", NOT_DOCKER_USER, patience_s=8),
     void("removed-directories", "rm -rf /tmp /var/tmp /run /logs /tests /root /etc /app; true", SANDBOX),
-    void("file-for-logs", "mv /logs /logs.old; rm -rf /logs/*; echo > /logs; echo > /logs/verifier; true", SANDBOX),
+    void(
+        "file-for-logs",
+        "mv /logs /logs.old; rm -rf /logs/*; echo > /logs; echo > /logs/verifier; true",
+        SANDBOX,
+    ),
     void("file-for-tests", "rm -rf /tests; echo > /tests; true", SANDBOX),
     void("file-for-tmp", "rm -rf /tmp /var/tmp; echo > /tmp; echo > /var/tmp; true", SANDBOX),
-    void("file-for-app", "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true", SANDBOX),
-    void("no-permissions", "chmod 000 /app /logs/verifier /logs/agent /logs /tests /tmp /root /etc /usr/local /run /var /; true"),
+    void(
+        "file-for-app",
+        "cd /; rm -rf /app/* /app/.[a-z]*; rmdir /app; echo > /app; mkdir -p /app/answer.txt; true",
+        SANDBOX,
+    ),
+    void(
+        "no-permissions",
+        "chmod 000 /app /logs/verifier /logs/agent /logs /tests /tmp /root /etc /usr/local /run /var /; true",
+    ),
     void("fifo-for-answer", "mkfifo /app/answer.txt"),
     void("endless-answer", "ln -s /dev/zero /app/answer.txt", SANDBOX, reason="verifier_timeout"),
     void("random-answer", "ln -s /dev/urandom /app/answer.txt", SANDBOX, reason="verifier_timeout"),
     void("answer-in-a-loop", "ln -s answer.txt /app/answer.txt; ln -s . /app/loop", SANDBOX),
     void("directory-for-answer", "mkdir -p /app/answer.txt/a/b", SANDBOX),
-    void("huge-answer", "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true", SANDBOX),
     void(
-        "terminal-for-answer", "ln -s $(tty 2>/dev/null || echo /dev/tty) /app/answer.txt; ln -sf /proc/self/fd/0 /app/answer.txt", SANDBOX
+        "huge-answer",
+        "truncate -s 3G /app/answer.txt || head -c 250000000 /dev/zero > /app/answer.txt; true",
+        SANDBOX,
     ),
-    void("no-answer-links", "ln -s /proc/1/fd/0 /app/answer.txt; ln -s /proc/kmsg /app/x; ln -s /dev/stdin /app/y", SANDBOX),
+    void(
+        "terminal-for-answer",
+        "ln -s $(tty 2>/dev/null || echo /dev/tty) /app/answer.txt; ln -sf /proc/self/fd/0 /app/answer.txt",
+        SANDBOX,
+    ),
+    void(
+        "no-answer-links",
+        "ln -s /proc/1/fd/0 /app/answer.txt; ln -s /proc/kmsg /app/x; ln -s /dev/stdin /app/y",
+        SANDBOX,
+    ),
     void("closed-terminal", "tmux kill-server", SANDBOX),
     void("removed-terminal", "rm -rf /run/tmux* /tmp/tmux*; tmux kill-session; true", SANDBOX),
     void(
@@ -159,7 +200,10 @@ true
         SANDBOX,
     ),
     void(
-        "output-bomb", "timeout 12 head -c 100000000 /dev/zero | tr '\\\\0' 'x' > $(tmux display -p '#{pane_tty}')", SANDBOX, patience_s=16
+        "output-bomb",
+        "timeout 12 head -c 100000000 /dev/zero | tr '\\\\0' 'x' > $(tmux display -p '#{pane_tty}')",
+        SANDBOX,
+        patience_s=16,
     ),
     void(
         "control-characters",
@@ -203,7 +247,11 @@ true
 """,
         NOT_DOCKER_USER,
     ),
-    void("no-shell", "rm -f /bin/bash /usr/bin/bash /bin/sh /usr/bin/sh /bin/dash; rm -rf /lib/x86_64-linux-gnu /lib64; true", DOCKER_ROOT),
+    void(
+        "no-shell",
+        "rm -f /bin/bash /usr/bin/bash /bin/sh /usr/bin/sh /bin/dash; rm -rf /lib/x86_64-linux-gnu /lib64; true",
+        DOCKER_ROOT,
+    ),
     void("no-devices", "rm -rf /dev/null /dev/zero /dev/tty; mkdir /dev/null; true", DOCKER_ROOT),
     void("reward-is-nan", racing(f"echo nan > {REWARD}"), DOCKER),
     void("reward-is-a-directory", racing(f"rm -f {REWARD}; mkdir -p {REWARD}/x"), DOCKER_ROOT),
