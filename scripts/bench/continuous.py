@@ -49,7 +49,9 @@ def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with (
-            side("ours", "ours", model_dir, f"decode_slots={SLOTS}", f"decode_block={BLOCK}") as ours,
+            side(
+                "ours", "ours", model_dir, f"max_num_seqs={SLOTS}", f"decode_steps_per_dispatch={BLOCK}"
+            ) as ours,
             peers(config, model_dir) as others,
         ):
             turns = {

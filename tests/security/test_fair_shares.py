@@ -90,7 +90,12 @@ class Neighbours:
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
-    given = {"decode_slots": SLOTS, "decode_block": BLOCK, "max_context_length": CONTEXT, **settings}
+    given = {
+        "max_num_seqs": SLOTS,
+        "decode_steps_per_dispatch": BLOCK,
+        "max_context_length": CONTEXT,
+        **settings,
+    }
     engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
     engine.start()
     return engine
@@ -199,7 +204,7 @@ def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
 
 
 def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(tmp_path: Path) -> None:
-    small = engine_of(tmp_path, max_snapshots=2)
+    small = engine_of(tmp_path, max_loras=2)
     try:
         for number in range(5):
             small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))

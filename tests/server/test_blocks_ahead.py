@@ -86,8 +86,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     settings = make_settings(
         make_model(folder / "model", MODEL),
         folder,
-        decode_slots=SLOTS,
-        decode_block=BLOCK,
+        max_num_seqs=SLOTS,
+        decode_steps_per_dispatch=BLOCK,
         max_context_length=192,
         cache_tokens=request.param,
     )

@@ -452,7 +452,7 @@ def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(
 
 def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
-    executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
+    executor = DeviceExecutor(make_settings(model, tmp_path, max_num_seqs=1, logprobs_mode="processed"))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
     executor.admit(
