@@ -232,11 +232,11 @@ class DeviceExecutor:
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
         self._slots.pause(rows)
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._slots.running(ticket)
+    def running(self, request_id: int) -> Sequence[RunningRow]:
+        return self._slots.running(request_id)
 
-    def release(self, ticket: int) -> None:
-        self._slots.release(ticket)
+    def release(self, request_id: int) -> None:
+        self._slots.release(request_id)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
