@@ -109,14 +109,14 @@ class Driver:
             op = Sample(
                 weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
             )
-            waiting.append(PrefillRequest(ticket=next(self._tickets), op=op, first=0, count=1))
-        tickets = [admit.ticket for admit in waiting]
+            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
+        request_ids = [admit.request_id for admit in waiting]
         while waiting:
             admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])
             waiting = [
                 admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
             ] + waiting[len(admissions) :]
-        return tickets
+        return request_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
         self.admit(prompts, new=new)
@@ -139,10 +139,10 @@ class Driver:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
-            tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
+            request_ids = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
             took = [timed(partial(self.decode, go_on=go_on))().wall_s for _ in range(blocks)]
-            for ticket in tickets:
-                self.executor.release(ticket)
+            for request_id in request_ids:
+                self.executor.release(request_id)
         return median(took)
 
 

@@ -168,7 +168,7 @@ class DeviceExecutor:
         while it compiles."""
         began, count = time.monotonic(), 0
         try:
-            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+            for name, program in self.programs():
                 if not threading.main_thread().is_alive():
                     return
                 program.compile()
@@ -181,6 +181,10 @@ class DeviceExecutor:
             )
             return
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield the name and the lowered form of every program that `_compile_ahead` compiles."""
+        return itertools.chain(self._slots.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -224,11 +228,11 @@ class DeviceExecutor:
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
         self._slots.pause(rows)
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._slots.running(ticket)
+    def running(self, request_id: int) -> Sequence[RunningRow]:
+        return self._slots.running(request_id)
 
-    def release(self, ticket: int) -> None:
-        self._slots.release(ticket)
+    def release(self, request_id: int) -> None:
+        self._slots.release(request_id)
 
     # --- everything else ------------------------------------------------------------------------------------------
 

@@ -230,7 +230,7 @@ class Together(FakeExecutor):
         if any(admit.op.weights == "poison" for admit in admits):
             raise RuntimeError("boom")
         admissions = [
-            self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)
+            self.admit_one(admit.request_id, admit.op, first=admit.first, count=admit.count)
             for admit in admits[:2]
         ]
         self.withdraw()
@@ -311,15 +311,15 @@ class Doctored(FakeExecutor):
     """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
     over with its first token."""
 
-    def admit_one(self, ticket, op, *, first, count):
-        admission = super().admit_one(ticket, op, first=first, count=count)
+    def admit_one(self, request_id, op, *, first, count):
+        admission = super().admit_one(request_id, op, first=first, count=count)
         return replace(admission, finished=self.collect(go_on=False)) if op.weights == "short" else admission
 
     def collect(self, *, go_on):
-        broken = {ticket for (ticket, _), (op, _) in self._rows.items() if op.weights == "broken"}
+        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
         return [
-            FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
-            if row.ticket in broken and row.index == 1
+            FailedRow(request_id=row.request_id, error=RuntimeError("boom"))
+            if row.request_id in broken and row.index == 1
             else replace(
                 row,
                 sequence=replace(

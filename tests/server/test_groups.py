@@ -41,13 +41,13 @@ def slots(executor: DeviceExecutor) -> BatchRunner:
 
 def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
     """Samples of so many tokens after prompts of so many, no two alike."""
-    for ticket, (length, max_tokens) in enumerate(requests, 1):
-        prompt = np.random.default_rng(ticket).integers(0, 256, length).astype(np.int32)
-        settings = SamplingSettings(max_tokens=max_tokens, seed=ticket, stop_at_eos=False)
+    for request_id, (length, max_tokens) in enumerate(requests, 1):
+        prompt = np.random.default_rng(request_id).integers(0, 256, length).astype(np.int32)
+        settings = SamplingSettings(max_tokens=max_tokens, seed=request_id, stop_at_eos=False)
         slots.admit(
             [
                 PrefillRequest(
-                    ticket=ticket,
+                    request_id=request_id,
                     op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1),
                     first=0,
                     count=1,
@@ -56,8 +56,8 @@ def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def finish(slots: BatchRunner, ticket: int) -> None:
-    while slots.running(ticket):
+def finish(slots: BatchRunner, request_id: int) -> None:
+    while slots.running(request_id):
         slots.decode()
         slots.collect(go_on=False)
 

@@ -186,7 +186,7 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
     admits = [
-        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1)
+        PrefillRequest(request_id=-number, op=request(prompt), first=0, count=1)
         for number, prompt in enumerate([*others, *alike], start=1)
     ]
     try:
@@ -197,7 +197,7 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
         assert waited.prompt_cache_hit_tokens == len(begin)
     finally:
         for admit in admits:
-            executor.release(admit.ticket)
+            executor.release(admit.request_id)
     assert not executor._snapshots._pins, "nor has the one that waited left its snapshot in use"
 
 
@@ -220,7 +220,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
-    withdrawn = PrefillRequest(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    withdrawn = PrefillRequest(request_id=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
     assert engine._executor.admit([withdrawn]) == [None]
     engine._executor.release(-1)
     assert {users for pages in slots._pages for users in pages._users.values()} == {1}, (
@@ -458,7 +458,7 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     executor.admit(
         [
             PrefillRequest(
-                ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
+                request_id=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
             )
         ]
     )
@@ -466,7 +466,7 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     (finished,) = executor.collect(go_on=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
-    (admission,) = executor.admit([PrefillRequest(ticket=2, op=whole, first=0, count=1)])
+    (admission,) = executor.admit([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(
         zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)
