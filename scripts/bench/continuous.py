@@ -39,9 +39,9 @@ def main(config: Peers) -> None:
         return Took(wall_s=wall_s, cpu_s=cpu_s)
 
     def counted(name: str, each: Side, *, at_once: int) -> Took:
-        before = each.call("stat", name="decode_blocks").result
+        before = each.call("stat", name="decode_dispatches").result
         took = run(each, at_once=at_once)
-        after = each.call("stat", name="decode_blocks").result
+        after = each.call("stat", name="decode_dispatches").result
         assert isinstance(before, int) and isinstance(after, int)
         steps[name] = (after - before) * BLOCK
         return took

@@ -223,7 +223,7 @@ class Engine:
             "tokens_trained",
             "tokens_forward",
         )
-        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_dispatches"), 0)
         self._seconds = {
             "step": 0.0,
             "prefill": 0.0,
@@ -283,7 +283,7 @@ class Engine:
                 "samples_waiting": self._scheduler.num_waiting_samples,
                 "steps_waiting": self._scheduler.num_waiting_steps,
             }
-        return {**queues, **self._counts, "turn_seconds": dict(self._seconds), **self._executor.stats()}
+        return {**queues, **self._counts, "work_seconds": dict(self._seconds), **self._executor.stats()}
 
     def _loop(self) -> None:
         try:
@@ -409,7 +409,7 @@ class Engine:
         self._report([admit.request_id])
 
     def _decode(self) -> None:
-        self._counts["decode_blocks"] += 1
+        self._counts["decode_dispatches"] += 1
         try:
             ended = self._executor.decode()
             finished = self._executor.collect(go_on=self._decodes_next(free_slots=1 if ended else 0))

@@ -179,12 +179,12 @@ class BatchRunner:
         return {
             "cache_pages": (self._size.pages - 1) * self._groups,
             "cache_pages_free": sum(pages.num_free for pages in self._pages),
-            "cache_pages_remembered": sum(pages.num_remembered for pages in self._pages),
-            "rows_set_aside": len(self._aside),
-            "preemptions": self._set_aside_count,
-            "rows_paused": len(self._paused),
-            "pauses": self._pause_count,
-            "decode_blocks_ahead": self._ahead_count,
+            "cache_pages_cached": sum(pages.num_remembered for pages in self._pages),
+            "sequences_preempted": len(self._aside),
+            "num_preemptions": self._set_aside_count,
+            "sequences_paused": len(self._paused),
+            "num_pauses": self._pause_count,
+            "decode_dispatches_ahead": self._ahead_count,
         }
 
     def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:

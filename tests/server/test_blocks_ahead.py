@@ -134,7 +134,7 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
         if (
             waiting
             and REQUESTS[waiting[-1]].num_samples <= free
-            and not executor.stats()["rows_set_aside"]
+            and not executor.stats()["sequences_preempted"]
             and random.random() < 0.6
         ):
             try:
@@ -149,9 +149,9 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
         elif executor.rows_decoding:
             driver.block(go_on=random.random() < 0.8)
     stats = executor.stats()
-    assert stats["decode_blocks_ahead"] > before["decode_blocks_ahead"]
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
-    set_aside = stats["preemptions"] > before["preemptions"]
+    assert stats["decode_dispatches_ahead"] > before["decode_dispatches_ahead"]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
+    set_aside = stats["num_preemptions"] > before["num_preemptions"]
     assert set_aside == (stats["cache_pages"] == 7)
     expected = {key: sequence for key, sequence in alone.items() if key[0] not in released}
     assert expected.keys() <= driver.finished.keys() <= alone.keys()
@@ -217,7 +217,7 @@ def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(
 
 
 def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -> None:
-    before = driver.executor.stats()["decode_blocks_ahead"]
+    before = driver.executor.stats()["decode_dispatches_ahead"]
     settings = replace(
         REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),)
     )  # it might have gone on
@@ -225,7 +225,7 @@ def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -
         driver.executor.admit([PrefillRequest(request_id=99, op=op, first=0, count=1)])
         assert driver.executor.decode()
         assert len(driver.executor.collect(go_on=True)) == 1
-    assert driver.executor.stats()["decode_blocks_ahead"] == before
+    assert driver.executor.stats()["decode_dispatches_ahead"] == before
 
 
 def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_pages(driver: Driver) -> None:
@@ -242,7 +242,7 @@ def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_p
         executor.admit([PrefillRequest(request_id=request_id, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=True)
-    assert executor.stats()["rows_set_aside"] == is_small
+    assert executor.stats()["sequences_preempted"] == is_small
     assert executor.rows_decoding == SLOTS and all(
         len(executor.running(request_id)) == 1 for request_id in (101, 102, 103, 104)
     )
@@ -252,7 +252,7 @@ def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_p
     while len(driver.finished) < 2:
         driver.block(go_on=True)
     driver.block(go_on=True)
-    assert executor.stats()["rows_set_aside"] == 0 and executor.rows_decoding == 2
+    assert executor.stats()["sequences_preempted"] == 0 and executor.rows_decoding == 2
     for request_id in (103, 104):
         executor.release(request_id)
 
@@ -269,11 +269,11 @@ def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
         driver.block(go_on=False)
     executor.release(104)
     stats = executor.stats()
-    assert (executor.rows_decoding, stats["rows_set_aside"], executor.running(104)) == (3, 0, [])
+    assert (executor.rows_decoding, stats["sequences_preempted"], executor.running(104)) == (3, 0, [])
     for request_id in range(101, 104):
         executor.release(request_id)
     stats = executor.stats()
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 
 def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(

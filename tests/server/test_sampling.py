@@ -246,9 +246,9 @@ def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, 
     results = [future.result(TIMEOUT_S) for future in futures]
     stats = small.stats()
     small.stop()
-    assert stats["preemptions"] > 0
-    assert stats["rows_set_aside"] == 0 and stats["slots_used"] == 0
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"] == 16
+    assert stats["num_preemptions"] > 0
+    assert stats["sequences_preempted"] == 0 and stats["slots_used"] == 0
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"] == 16
     for each, result in zip(requests, results, strict=True):
         for sequence, expected in zip(result.sequences, run(engine, each).sequences, strict=True):
             np.testing.assert_array_equal(sequence.tokens, expected.tokens)
