@@ -11,6 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO
 
@@ -194,6 +195,16 @@ class CarryRules:
         if self._taken.match(path):
             return not self._not_after_all.match(path)
         return not self._never.match(path)
+
+
+def carry_rules(environment: Mapping[str, str], modules: Iterable[str] = ()) -> CarryRules:
+    """`CarryRules`, made once for all trials whose environments are equal."""
+    return _carry_rules(tuple(sorted(environment.items())), tuple(sorted(modules)))
+
+
+@lru_cache(maxsize=64)
+def _carry_rules(environment: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> CarryRules:
+    return CarryRules(dict(environment), modules)
 
 
 def parse_listing(listing: bytes) -> dict[str, Entry]:
