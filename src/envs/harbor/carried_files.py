@@ -12,6 +12,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import IO
 
@@ -144,6 +145,16 @@ class CarryRules:
         if self._exceptions.match(path):
             return not self._excluded_from_exceptions.match(path)
         return not self._excluded.match(path)
+
+
+def carry_rules(environment: Mapping[str, str], modules: Iterable[str] = ()) -> CarryRules:
+    """Return `CarryRules`, which are cached because the environments of most trials have equal variables."""
+    return _carry_rules(tuple(sorted(environment.items())), tuple(sorted(modules)))
+
+
+@lru_cache(maxsize=64)
+def _carry_rules(environment: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> CarryRules:
+    return CarryRules(dict(environment), modules)
 
 
 def parse_listing(listing: bytes) -> dict[str, FileEntry]:

@@ -1,8 +1,8 @@
 """Where a trial is graded: in a fresh environment with the agent's files alone, or in place; and who is to blame where grading fails.
 
     agent starts       its environment's files are remembered
-    agent ends         a fresh environment of the same task starts
-    verification       the agent's processes end; what it changed is laid down in the fresh environment; the verifier runs there
+    agent ends         its processes end in a sandbox; a fresh environment of the same task starts
+    verification       its processes end in a container; what it changed is laid down in the fresh environment; the verifier runs there
 
 Whatever goes wrong after the agent has acted counts as the agent's doing, with the reward 0, unless the same goes wrong without the agent.
 That is tried at once, in one more fresh environment.
@@ -136,12 +136,18 @@ class Grading:
         self._acted_at = time.time()
 
     async def _agent_ended(self, _: TrialHookEvent) -> None:
-        """A sandbox that answers no more ends, so that nobody waits for it. The fresh one starts while the agent's logs are collected."""
+        """Stop a sandbox that does not answer. Start the fresh one while the agent's logs are collected.
+
+        The processes of a sandbox that is graded elsewhere end here, so that collecting its logs needs no further check.
+        """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
         if isinstance(environment, SandboxEnvironment):
             try:
-                await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)
+                if self._files is not None:
+                    await self._files.freeze()
+                else:
+                    await environment.run_script(":", timeout_s=PROBE_TIMEOUT_S)
             except SandboxError as error:
                 self.fault = AgentFault(
                     ZeroReason.SANDBOX_BROKEN, f"the agent's sandbox does not answer: {error}"

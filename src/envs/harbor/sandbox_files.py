@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -15,15 +16,15 @@ from src.envs.harbor.carried_files import (
     LISTING_FORMAT,
     MAX_BYTES,
     MAX_LISTING_BYTES,
-    CarryRules,
     Changes,
     CleanArchive,
     Entry,
+    carry_rules,
     changes_between,
     module_directories,
     parse_listing,
 )
-from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 
 TRANSFER_TIMEOUT_S = 300
 # The root and the two other file systems that the agent can write to; the host's files below /usr are on others.
@@ -42,30 +43,36 @@ class SandboxFiles:
     def __init__(self, environment: SandboxEnvironment) -> None:
         self._environment = environment
         self._before: Mapping[str, Entry] = {}
-        self._rules = CarryRules(environment.environment_variables)
+        self._rules = carry_rules(environment.environment_variables)
 
     async def remember(self) -> None:
         self._before = await self._listed()
-        self._rules = CarryRules(self._environment.environment_variables, module_directories(self._before))
+        self._rules = carry_rules(self._environment.environment_variables, module_directories(self._before))
 
     async def freeze(self) -> None:
         """From here on the agent changes nothing any more."""
         await self._environment.kill_processes()
+        if self._environment.held_uploads is None:
+            self._environment.hold_uploads()
 
     async def take(self, archive: IO[bytes]) -> Changes:
         """Writes the changed files to `archive`. AgentFault where the agent made that impossible."""
         after = await self._listed()
         changes = await asyncio.to_thread(changes_between, self._before, after, self._rules)
-        if not changes.taken:
+        uploads = self._environment.held_uploads or []
+        if not changes.taken and not uploads:
             return changes
-        with tempfile.TemporaryFile() as packed:
-            await self._pack(changes, packed)
-            await asyncio.to_thread(self._clean, packed, archive, changes)
+        with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
+            if changes.taken:
+                await self._pack(changes, packed)
+            await asyncio.to_thread(
+                self._clean, packed, archive, changes, uploads, Path(scratch) / "uploads.tar"
+            )
         return changes
 
     async def place(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: Changes) -> None:
         """Lays the files down in another sandbox of the same task."""
-        if not changes.any:
+        if not archive.seek(0, os.SEEK_END) and not changes.removed:
             return
         with fresh.handed_in() as (host_path, inside), fresh.handed_in() as (removed_path, removed):
             archive.seek(0)
@@ -81,10 +88,23 @@ class SandboxFiles:
                 f"the agent's files cannot be laid down in a fresh sandbox: {reason}",
             )
 
-    def _clean(self, packed: IO[bytes], archive: IO[bytes], changes: Changes) -> None:
+    def _clean(
+        self,
+        packed: IO[bytes],
+        archive: IO[bytes],
+        changes: Changes,
+        uploads: Sequence[tuple[Path, str]],
+        scratch: Path,
+    ) -> None:
+        """The uploads come last, so that they replace the agent's files of the same name."""
         clean = CleanArchive(archive, self._rules, changes)
-        packed.seek(0)
-        clean.add(packed)
+        if changes.taken:
+            packed.seek(0)
+            clean.add(packed)
+        if uploads:
+            write_archive(scratch, uploads)
+            with scratch.open("rb") as file:
+                clean.add(file)
         clean.close()
 
     async def _listed(self) -> Mapping[str, Entry]:

@@ -7,10 +7,13 @@ seccomp filter keeps `prlimit` and the scheduling calls of other processes away 
 It reads one request a line from stdin and writes one answer a line to stdout. Only this process has these pipes, so no command can report
 the status of another one:
 
-    run NUMBER TOKEN   start requests/NUMBER.sh in a process group of its own; its output goes to the FIFOs requests/TOKEN.{stdout,stderr}
+    run NUMBER TOKEN SHELL
+                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes to the FIFOs
+                       requests/TOKEN.{stdout,stderr}
     kill NUMBER        kill that process group
     killall NUMBER     kill every other process and wait until all are gone
-    exit NUMBER STATUS the answer to run and killall
+    stat NUMBER PATH   report what is at a path, which is given in hexadecimal, as a number of `PathKind`
+    exit NUMBER STATUS the answer to run, killall and stat
     failed NUMBER WHY  a command could not be started
 
 It is written in Perl because perl-base is essential in Debian and Ubuntu, starts in 3 ms and can make system calls without a module.
@@ -21,11 +24,22 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from enum import IntEnum
 
 from src.envs.sandbox.system_calls import call_numbers
 
 CONTROL = "/.sandbox"
 INTERPRETER = "/usr/bin/perl"
+
+
+class PathKind(IntEnum):
+    """What a path inside a sandbox leads to. Symbolic links are followed."""
+
+    MISSING = 0
+    OTHER = 1  # neither missing nor a directory
+    EMPTY_DIRECTORY = 2
+    DIRECTORY = 3
+
 
 _PROGRAM = r"""
 use strict;
@@ -61,7 +75,7 @@ sub reap {
 }
 
 sub run {
-    my ($number, $token) = @_;
+    my ($number, $token, $shell) = @_;
     my $pid = fork;
     return answer('failed', $number, $!) unless defined $pid;
     if ($pid) {
@@ -75,8 +89,17 @@ sub run {
     if (open(my $preference, '>', '/proc/self/oom_score_adj')) { syswrite $preference, '500'; close $preference }
     my $requests = '/.sandbox/requests';
     open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1) && sysopen(STDERR, "$requests/$token.stderr", 1)
-        && exec { '/usr/bin/bash' } 'bash', "$requests/$number.sh";
+        && exec { "/usr/bin/$shell" } $shell, "$requests/$number.sh";
     exit 127;
+}
+
+sub kind_of {
+    my ($path) = @_;
+    return 0 unless stat $path;
+    return 1 unless -d _;
+    opendir(my $directory, $path) or return 3;
+    while (defined(my $name = readdir $directory)) { return 3 if $name ne '.' && $name ne '..' }
+    return 2;
 }
 
 answer('ready');
@@ -91,8 +114,9 @@ while (1) {
     next unless vec($ready, 0, 1);
     sysread(STDIN, $received, 65536, length $received) or exit 0;
     while ($received =~ s/^([^\n]*)\n//) {
-        my ($verb, $number, $token) = split / /, $1;
-        if ($verb eq 'run') { run($number, $token) }
+        my ($verb, $number, $token, $shell) = split / /, $1;
+        if ($verb eq 'run') { run($number, $token, $shell) }
+        elsif ($verb eq 'stat') { answer('exit', $number, kind_of(pack('H*', $token))) }
         elsif ($verb eq 'kill') { kill 'KILL', -$group_of{$number} if $group_of{$number} }
         elsif ($verb eq 'killall') { kill 'KILL', -1; reap(0); answer('exit', $number, 0) }
     }
