@@ -20,7 +20,7 @@ from harbor.models.trial.paths import TrialPaths
 from src.config import TrainerConfig
 from src.core.event_loop import GapMeter
 from src.core.trajectory import Trajectory
-from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
+from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
 from src.envs.harbor.trial_folder import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.environment import SandboxEnvironment
@@ -334,7 +334,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    load_harbor()  # quietly, before anything imports it
+    import_harbor()  # quietly, before anything imports it
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
 from src.envs.base import TaskSource
 from src.envs.registry import BUILT_IN, open_task_source
 from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.validate import main as validate
 from src.policy.chat import Chat
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 TRIALS_PAGE = (ROOT / "docs" / "trials.md").read_text()
 FILES = dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))  # contents of files by name
+HARBOR_FILES = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "solution/solve.sh")
 NO_SANDBOX = why_no_sandbox()
 OPTIONS = [
     "model_name=m",
@@ -89,26 +89,15 @@ async def test_the_message_environment_reports_metrics(higher_lower, chat, tmp_p
 
 
 @pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
-def test_the_harbor_task_is_sound(tmp_path):
-    for name in (
-        "task.toml",
-        "instruction.md",
-        "environment/Dockerfile",
-        "tests/test.sh",
-        "solution/solve.sh",
-    ):
+def test_the_harbor_task_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in HARBOR_FILES:
         path = tmp_path / "tasks" / "count-errors" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(FILES[name])
-    command = re.search(r"-m (src\.envs\.validate) (tasks_dir=tasks)$", PAGE, re.MULTILINE)
-    assert command is not None
-    ran = subprocess.run(
-        [sys.executable, "-m", *command.groups(), "environment_type=sandbox"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    [options] = re.findall(r"-m src\.envs\.validate (.*)$", PAGE, re.MULTILINE)
     [line] = re.findall(r"`(ok   count-errors: .*?)`", PAGE)
-    assert (ran.returncode, ran.stdout.splitlines()[:1]) == (0, [line]), ran.stderr
+    assert validate([*options.split(), "environment_type=sandbox"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == line

@@ -82,10 +82,6 @@ class FileChanges:
     removed: Sequence[str] = ()  # paths to remove before the archive is unpacked
     symlinks: frozenset[str] = frozenset()  # of the original environment, without those removed
 
-    @property
-    def any(self) -> bool:
-        return bool(self.carried or self.removed)
-
 
 class CarryRules:
     """The tables above, extended by the search paths in the environment variables of a task.

@@ -26,7 +26,7 @@ SOLUTION = "solution/solve.sh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskValidation:
-    """The scores of a task's own solution and of doing nothing. A string is the reason why there is no score."""
+    """The scores of a task's solution and of doing nothing. A string says why there is no score."""
 
     task: Task
     oracle: float | str | None  # None: the task has no solution
@@ -49,7 +49,9 @@ class TaskValidation:
     def line(self) -> str:
         """Return the line of the report on this task."""
         if self.oracle is None and not self.is_unsound:
-            return f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it can be solved"
+            return (
+                f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it is solvable"
+            )
         oracle = f"none (no {SOLUTION})" if self.oracle is None else self.oracle
         needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
         reason = f" (tests/test.sh needs the internet for `{needed}`)" if needed else ""
@@ -79,7 +81,7 @@ async def validate(
             return await _play(task, agent, method, environment=environment, directory=directory)
 
     async def validate_task(task: Task) -> TaskValidation:
-        """Without a solution, all methods give the same scores, so the task is graded in a fresh environment."""
+        """Validate one task. A task without a solution is graded in a fresh environment."""
         first = method or FRESH
         oracle, nop, *in_place = await asyncio.gather(
             play(task, "oracle", first),
@@ -106,7 +108,7 @@ async def validate(
 async def _play(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> float | str | None:
-    """Return the score of one of Harbor's agents, the reason why there is none, or None without a solution."""
+    """Return the score of one of Harbor's agents, or why there is none, or None without a solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
     config = TrialConfig(
