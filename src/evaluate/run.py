@@ -24,7 +24,7 @@ from src.core.errors import BackendError, ConfigError
 from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.registry import find, open_task_source
+from src.envs.registry import find_factory, open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import EvaluationSettings, evaluate
@@ -70,7 +70,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
     """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
     trials = config.trials
     limits = subconfig(trials, WatchdogSettings)
-    await asyncio.to_thread(find, trials.env)
+    await asyncio.to_thread(find_factory, trials.env)
     if config.base_url is not None:
         limit_s = config.server_timeout_sec
         async with AsyncExitStack() as stack:

@@ -25,7 +25,7 @@ from src.config import TrainerConfig, loss_settings, run_name, subconfig, tasks_
 from src.core.errors import BackendError, ConfigError, ServerLost, StorageError, TooManyFailuresError
 from src.core.process import in_thread
 from src.envs.base import TaskSource
-from src.envs.registry import find, open_task_source
+from src.envs.registry import find_factory, open_task_source
 from src.evaluate.contamination import content_hashes, require_held_out, write_hashes
 from src.evaluate.evaluation import EvaluationSettings
 from src.learning.curriculum import CurriculumSettings
@@ -79,7 +79,7 @@ async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies]:
     """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
-    await asyncio.to_thread(find, config.env)  # a name that is wrong needs no server to be found out
+    await asyncio.to_thread(find_factory, config.env)  # a name that is wrong needs no server to be found out
     display.say(f"server: {address(settings)}")
     async with connect(settings) as endpoint:
         if source is None:

@@ -69,7 +69,7 @@ class Bench:
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
+            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.floors)
         )
 
     def results(self, name="results.json"):

@@ -257,7 +257,7 @@ class Floored(FakeTasks):
     asked: list[str]
     num_running = 0
 
-    async def floor(self, task):
+    async def noop_baseline(self, task):
         self.asked.append(task.id)
         self.num_running += 1
         assert self.num_running == 1, "as many at once as there are slots"

@@ -103,7 +103,7 @@ async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
     assert patterns(trajectory) == {Pattern.NOTHING_DONE}
     source = open_task_source(config(home), byte_chat())
-    assert await source.floor(source.train[0]) == 0.0
+    assert await source.noop_baseline(source.train[0]) == 0.0
     await source.close()
 
 

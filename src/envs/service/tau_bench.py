@@ -98,7 +98,7 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     return episodes(
         config,
         chat,
-        EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close),
+        EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, noop_baseline=do_nothing, close=close),
     )
 
 

@@ -1,6 +1,9 @@
-"""The length (L) and assembly (S) cases of SkyRL's generator, with its numbers. Where ours deliberately differs, the test says how.
+"""`run_episode`: the length (L) and assembly (S) cases of SkyRL's generator, with its numbers, and its
+errors.
 
-Toy ids: an opening of one letter renders to 9, `AB` is answered as [65, 66, 2], an observation of two letters adds 11.
+A comment says where the result deliberately differs from SkyRL's. With the toy tokenizer, a first message of
+one letter renders to 9 ids, the answer `AB` is sampled as [65, 66, 2], and an observation of two letters adds
+11 ids.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def limits(max_input: int = 1000, *, generate: int = 50) -> LengthLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """SkyRL's view of a trajectory that grew without a break: everything after the first prompt."""
+    """A trajectory of one sequence in the form that SkyRL returns: the ids after the first prompt."""
 
     ids: list[int]
     mask: list[int]
@@ -114,7 +117,8 @@ async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input,
     trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
     if num_calls == 1:
-        # SkyRL says `length` for both kinds of limit; ours keeps them apart, and `input_overflow` is the metric.
+        # SkyRL's stop reason for both kinds of limit is `length`. Ours differ, and `input_overflow` is the
+        # metric.
         assert (
             trajectory.stop_reason == StopReason.CONTEXT_LENGTH and trajectory.metrics["input_overflow"] == 1
         )
@@ -123,7 +127,7 @@ async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input,
         assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["input_overflow"] == 0
 
 
-async def test_l3_an_episode_that_outgrows_its_context_has_no_final_reward():
+async def test_l3_a_full_context_gives_no_final_reward():
     trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(35))
     assert len(policy.calls) == 2 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
     assert (
@@ -148,7 +152,8 @@ async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
 
 
 async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
-    # SkyRL crashes; its own minimal output is one end token with mask 0. Ours has no turn: nothing was sampled, so no token is claimed.
+    # SkyRL crashes; its minimal output is one end token with mask 0. Ours has no turn, because no token was
+    # sampled.
     trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
     assert policy.calls == [] and environment.answers == []
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (
@@ -160,8 +165,6 @@ async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
 
 
 async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
-    trajectory, _, _ = await play([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
-    assert trajectory.metrics["cut_answers"] == 1
     trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
     assert trajectory.stop_reason == StopReason.LENGTH
     assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(
@@ -170,24 +173,29 @@ async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
     assert trajectory.reward == 1 and response(trajectory).rewards[-1] == 1
 
 
-async def test_l8_a_cut_answer_in_the_middle_leaves_no_trace_in_the_mask():
+async def test_cut_answers_are_counted():
+    trajectory, _, _ = await play([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
+    assert trajectory.metrics["cut_answers"] == 1
+
+
+async def test_l8_a_cut_answer_in_the_middle_is_trained():
     trajectory, policy, _ = await play([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
     assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["cut_answers"] == 1
     assert is_trainable(trajectory, filters("stop_reason"))
-    # SkyRL's mask is [1]*8 + [0]*11 + [1]*2: it goes on without ending the cut message. Ours ends it, with one unweighted token, as the
-    # template would; the model never sees a message that does not end.
+    # SkyRL's mask is [1]*8 + [0]*11 + [1]*2, because it does not end the cut message. Ours ends it, as the
+    # template does, with one token of weight 0.
     assert response(trajectory).mask == [1] * 8 + [0] * 12 + [1] * 2
     assert policy.calls[1].prompt_ids[9 + 8] == 2
 
 
 @pytest.mark.parametrize(("rule", "is_trained"), [("stop_reason", False), ("eos", True), ("off", True)])
-async def test_l9_the_two_overlong_rules_differ_where_the_context_ran_out(rule, is_trained):
+async def test_l9_overlong_rules_differ_on_a_full_context(rule, is_trained):
     trajectory, _, _ = await play([OB], ["AB"], limits(22))
     assert response(trajectory).ids == [65, 66, 2]
     assert is_trainable(trajectory, filters(rule)) is is_trained
 
 
-async def test_l10_a_cut_last_answer_may_cost_every_reward_and_no_mask():
+async def test_l10_zero_reward_on_non_stop_leaves_the_mask():
     trajectory, _, _ = await play(
         [replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4)
     )
@@ -213,16 +221,15 @@ async def test_l11_only_a_stop_is_trained_under_the_stop_reason_rule(stop, is_tr
     assert response(trajectory) == before
 
 
-async def test_l12_tokens_and_logprobs_of_different_lengths_are_refused():
-    # One record per turn leaves no parallel lists to disagree; the border where they could is the sampler's answer.
-    class ShortOfALogprob:
+async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
+    class OneLogprobTooFew:
         async def sample(self, *_, **__):
             sequence = tinker.SampledSequence(
                 stop_reason="stop", sequence_id="s", _tokens_list=[65, 66, 2], _logprobs_list=[-0.5, -0.5]
             )
             return tinker.SampleResponse(sequences=[sequence])
 
-    result, _, environment = await play([ending()], [], policy=TinkerPolicy(ShortOfALogprob(), 0))
+    result, _, environment = await play([ending()], [], policy=TinkerPolicy(OneLogprobTooFew(), 0))
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.BACKEND
     assert "3 tokens came back with 2 logprobs" in result.message and environment.answers == []
 
@@ -249,46 +256,46 @@ async def test_s2_rewards_stay_with_the_turn_that_earned_them():
     assert trajectory.reward == 1.5
 
 
-async def test_s3_what_comes_after_the_last_answer_is_dropped():
+async def test_s3_messages_after_the_last_answer_are_dropped():
     with_more, _, _ = await play([OB, replace(OB, reward=1.0, is_done=True)], ["AB", "C"])
     without, _, _ = await play([OB, ending()], ["AB", "C"])
     assert response(with_more) == response(without)
 
 
-async def test_s4_without_an_observation_the_agent_goes_on_from_a_generation_prompt():
+async def test_s4_without_a_message_only_a_generation_prompt_is_added():
     trajectory, _, _ = await play([StepResult(), ending()], ["AB", "C"])
-    # SkyRL inserts [1, 97, 3] alone; ours also has the newline (3) that the template puts after every message.
+    # SkyRL inserts [1, 97, 3]. Ours also has the newline (3) that the template adds after every message.
     assert response(trajectory).ids == [65, 66, 2, 3, 1, 97, 3, 67, 2]
     assert response(trajectory).mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
 
 
 async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
-    class StopsAtABracket(FakePolicy):
+    class StopsBeforeEndToken(FakePolicy):
         async def sample(self, request):
             turn = await super().sample(request)
             return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1])
 
     chat = toy_chat()
-    trajectory, _, _ = await play([OB, ending()], [], policy=StopsAtABracket(chat, ["A]", "C]"]))
-    # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]; ours appends no end token after the last answer, where nothing follows it.
+    trajectory, _, _ = await play([OB, ending()], [], policy=StopsBeforeEndToken(chat, ["A]", "C]"]))
+    # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]. Ours appends no end token after the last answer.
     assert response(trajectory).ids[:3] == [65, 93, 2]
     assert response(trajectory).mask == [1, 1, 0] + [0] * 11 + [1, 1]
     assert response(trajectory).rewards == at(15, 16)
 
 
-async def test_s7_step_by_step_each_turn_is_a_sample():
+async def test_s7_step_wise_turns_are_separate_sequences():
     trajectory, policy, _ = await play(
         [OB, ending()], ["AB", "C"], settings=replace(SETTINGS, step_wise=True)
     )
     first, second = step_sequences_of(trajectory.turns, advantage=1.0)
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23]
-    # SkyRL's first sample is 9 + 14: it also carries the 11 ids of the observation, which weigh nothing.
+    # SkyRL's first sample has 9 + 14 ids: it also contains the 11 ids of the observation, with weight 0.
     assert (len(first.tokens), first.num_sampled) == (9 + 3, 3)
     assert (len(second.tokens), second.num_sampled) == (23 + 2, 2)
     assert trajectory.turn_rewards == [0, 1]
 
 
-async def test_step_by_step_the_history_is_shown_as_the_template_shows_it():
+async def test_step_wise_prompts_are_rendered_by_the_template():
     chat = byte_chat()
     for step_wise in (False, True):
         script = [saying("ok"), ending()]
@@ -316,11 +323,11 @@ async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
         assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-# The borders
+# Tools
 
 
-class Shouting(ToyTokenizer):
-    """A template that shows a T for every tool."""
+class ToolTokenizer(ToyTokenizer):
+    """A tokenizer whose template renders each tool as the letter T."""
 
     def apply_chat_template(self, conversation, *, tools, **options):
         return ("T" * len(tools) if tools else "") + super().apply_chat_template(
@@ -338,17 +345,27 @@ async def test_native_tools_are_in_the_first_prompt_and_stay_there():
     script = [saying("ob", role="tool"), ending()]
     native = replace(SETTINGS, use_native_tool_calling=True)
     _, policy, _ = await play(
-        script, ["AB", "C"], settings=native, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=True
+        script,
+        ["AB", "C"],
+        settings=native,
+        chat=Chat(ToolTokenizer()),
+        tools=TOOLS,
+        use_native_tool_calling=True,
     )
     assert policy.calls[0].prompt_ids[:3] == [84, 84, 1]
     assert policy.calls[1].prompt_ids[:3] == [84, 84, 1] and policy.calls[1].prompt_ids.count(84) == 2
 
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (False, True), (True, False), (True, True)])
-async def test_tools_are_native_only_where_environment_and_run_both_want_it(env, run):
+async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
     _, policy, _ = await play(
-        [ending()], ["A"], settings=settings, chat=Chat(Shouting()), tools=TOOLS, use_native_tool_calling=env
+        [ending()],
+        ["A"],
+        settings=settings,
+        chat=Chat(ToolTokenizer()),
+        tools=TOOLS,
+        use_native_tool_calling=env,
     )
     prompt = "".join(map(chr, policy.calls[0].prompt_ids))
     assert prompt.startswith("TT") == (env and run)
@@ -356,15 +373,15 @@ async def test_tools_are_native_only_where_environment_and_run_both_want_it(env,
 
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (True, True)])
-async def test_without_tools_there_is_nothing_to_show_in_either_mode(env, run):
+async def test_no_tools_add_nothing_to_the_prompt(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
     _, policy, _ = await play(
-        [ending()], ["A"], settings=settings, chat=Chat(Shouting()), use_native_tool_calling=env
+        [ending()], ["A"], settings=settings, chat=Chat(ToolTokenizer()), use_native_tool_calling=env
     )
     assert len(policy.calls[0].prompt_ids) == 9
 
 
-async def test_tools_in_words_are_added_to_the_system_message_there_is():
+async def test_described_tools_are_added_to_the_system_message():
     opening = [{"role": "system", "content": "policy"}, {"role": "user", "content": "x"}]
     trajectory, _, _ = await play([ending()], ["A"], opening=opening, tools=TOOLS)
     roles = [message["role"] for message in trajectory.conversation]
@@ -372,34 +389,46 @@ async def test_tools_in_words_are_added_to_the_system_message_there_is():
     assert trajectory.conversation[0]["content"].startswith("policy\n\nYou can call a function")
 
 
-async def test_a_failed_start_is_a_failure_and_becomes_a_minimal_trajectory_only_where_asked():
-    # SkyRL always makes it a trajectory of reward 0; ours leaves the group unless failed_trial_reward=0.
+# Errors
+
+
+async def test_a_failed_start_is_a_failure():
     failure, policy, _ = await play([], ["AB"], opening=RuntimeError("no user simulator"))
     assert isinstance(failure, TrialFailure) and policy.calls == []
     assert (failure.kind, failure.message) == (FailureKind.ENV_INIT_FAILED, "RuntimeError: no user simulator")
-    [stand_in] = with_failures_rewarded(
-        TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure]), 0
-    ).trajectories
-    assert (stand_in.turns, stand_in.reward) == ([], 0) and not is_trainable(stand_in, filters("stop_reason"))
 
 
-async def test_an_answer_that_makes_the_environment_raise_is_worth_0_and_the_log_says_on_which_line(caplog):
-    apply_reward_rules = StepResult(messages=OB.messages, reward=0.5)
-    trajectory, _, _ = await play([apply_reward_rules, ValueError("bad state")], ["AB", "C"])
+async def test_a_failed_start_can_become_a_trajectory_without_turns():
+    # SkyRL always makes it a trajectory of reward 0. Ours leaves the group unless failed_trial_reward=0.
+    failure, _, _ = await play([], ["AB"], opening=RuntimeError("no user simulator"))
+    group = TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure])
+    [substitute] = with_failures_rewarded(group, 0).trajectories
+    assert (substitute.turns, substitute.reward) == ([], 0)
+    assert not is_trainable(substitute, filters("stop_reason"))
+
+
+RAISES_IN_SECOND_STEP = [StepResult(messages=OB.messages, reward=0.5), ValueError("bad state")]
+
+
+async def test_an_answer_that_makes_step_raise_has_reward_0():
+    trajectory, _, _ = await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
     assert isinstance(trajectory, Trajectory)
-    assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
-        0.0,
-        [0.0, 0.0],
-        ZeroReason.ENV_ERROR,
-    )
-    assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True], (
-        "the answer that did it is trained"
-    )
+    assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [0.0, 0.0])
+    assert trajectory.zero_reason is ZeroReason.ENV_ERROR
+
+
+async def test_an_answer_that_makes_step_raise_is_trained():
+    trajectory, _, _ = await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
+    assert [len(turn.completion_ids) > 0 for turn in trajectory.turns] == [True, True]
+
+
+async def test_an_exception_of_step_is_logged_with_its_line(caplog):
+    await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
     [record] = [record for record in caplog.records if record.name.startswith("src.")]
     assert record.exc_info is not None and "in step" in caplog.text
 
 
-async def test_an_answer_that_makes_the_environment_end_the_process_is_worth_0():
+async def test_a_system_exit_of_step_has_reward_0():
     class Exiting(ScriptedEnv):
         async def step(self, answer: str) -> StepResult:
             raise SystemExit("usage: ...")
@@ -412,14 +441,14 @@ async def test_an_answer_that_makes_the_environment_end_the_process_is_worth_0()
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no customer")]
+    "error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no sandbox")]
 )
-async def test_what_no_answer_can_cause_is_a_failure(error):
+async def test_an_error_that_no_answer_can_cause_is_a_failure(error):
     failure, _, _ = await play([error], ["AB"])
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
 
 
-async def test_what_cannot_be_written_down_is_a_failure():
+async def test_a_message_that_is_not_json_is_a_failure():
     class Broken(ScriptedEnv):
         async def step(self, answer: str) -> StepResult:
             return StepResult(messages=[{"role": "user", "content": "x", "extra": object()}], is_done=True)
@@ -427,11 +456,6 @@ async def test_what_cannot_be_written_down_is_a_failure():
     chat = toy_chat()
     result = await run_episode(Broken([]), FakePolicy(chat, ["AB"]), chat, limits(), SETTINGS, task_id="t")
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
-
-
-async def test_an_environments_own_timeout_is_its_own_failure():
-    failure, _, _ = await play([TimeoutError("user simulator")], ["AB"])
-    assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
 
 
 async def test_a_cancelled_episode_closes_its_environment():
@@ -448,7 +472,7 @@ async def test_a_cancelled_episode_closes_its_environment():
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
-async def test_a_reward_that_is_no_number_is_worth_0(reward):
+async def test_a_reward_that_is_not_finite_becomes_0(reward):
     trajectory, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
     assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
@@ -458,7 +482,7 @@ async def test_a_reward_that_is_no_number_is_worth_0(reward):
     )
 
 
-async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
+async def test_a_hanging_close_is_abandoned(monkeypatch):
     class Hanging(ScriptedEnv):
         async def close(self):
             await asyncio.Event().wait()
@@ -470,7 +494,7 @@ async def test_an_environment_that_hangs_while_it_closes_is_left(monkeypatch):
         assert isinstance(await playing, Trajectory)
 
 
-async def test_an_environment_that_ends_the_process_while_it_closes_is_left():
+async def test_a_system_exit_of_close_is_ignored():
     class Exiting(ScriptedEnv):
         async def close(self):
             raise SystemExit(3)
@@ -482,35 +506,45 @@ async def test_an_environment_that_ends_the_process_while_it_closes_is_left():
     assert isinstance(result, Trajectory)
 
 
-async def test_an_empty_answer_is_seen_by_the_environment_and_trains_nothing():
-    class Silent(FakePolicy):
+async def test_an_empty_answer_reaches_the_environment_only():
+    class SecondAnswerEmpty(FakePolicy):
         async def sample(self, request) -> Turn:
             turn = await super().sample(request)
             return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) == 2 else turn
 
     chat = toy_chat()
     script = [OB, saying("say something", reward=0.25), ending()]
-    trajectory, _, environment = await play(script, [], policy=Silent(chat, ["AB", "", "C"]))
+    trajectory, _, environment = await play(script, [], policy=SecondAnswerEmpty(chat, ["AB", "", "C"]))
     assert environment.answers == ["AB", "", "C"]
     assert len(trajectory.turns) == 2 and trajectory.metrics["empty_completions"] == 1
     assert trajectory.turn_rewards == [0.25, 1.0] and trajectory.reward == 1.25
     assert sum(response(trajectory).mask) == 5
 
 
-async def test_nothing_but_empty_answers_is_a_trajectory_without_tokens():
-    class Mute(FakePolicy):
+async def test_empty_answers_alone_give_no_turns():
+    class OnlyEmptyAnswers(FakePolicy):
         async def sample(self, request) -> Turn:
             return replace(await super().sample(request), completion_ids=[], logprobs=[])
 
-    trajectory, policy, _ = await play([StepResult()] * 100, [], limits(60), policy=Mute(toy_chat(), [""]))
+    trajectory, policy, _ = await play(
+        [StepResult()] * 100, [], limits(60), policy=OnlyEmptyAnswers(toy_chat(), [""])
+    )
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == ([], 0, StopReason.CONTEXT_LENGTH)
-    assert len(policy.calls) < 20  # every turn costs context, so it ends
+    assert len(policy.calls) < 20  # Each empty turn adds ids to the context, so the episode ends.
 
 
-async def test_turns_are_bounded_and_seeded_by_their_number():
-    trajectory, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
+async def test_max_turns_ends_an_episode():
+    trajectory, _, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert trajectory.stop_reason == StopReason.MAX_TURNS and len(trajectory.turns) == 2
+
+
+async def test_each_call_has_a_seed_of_its_own():
+    _, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert [call.seed for call in policy.calls] == [turn_seed(5, 1), turn_seed(5, 2)]
+
+
+async def test_each_call_has_the_sampling_parameters_of_the_run():
+    _, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert [call.temperature for call in policy.calls] == [0.7, 0.7]
     assert [call.stop_token_ids for call in policy.calls] == [[2], [2]]
 
@@ -522,7 +556,7 @@ async def test_metrics_of_the_environment_are_the_trajectorys():
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
 
 
-async def test_rewards_that_are_reckoned_in_numpy_can_be_written_down():
+async def test_numpy_rewards_and_metrics_are_json():
     env = (
         saying("ob", reward=np.float32(0.5), score=np.float64(2)),
         saying(is_done=True, reward=np.float32(0.5)),
