@@ -19,9 +19,9 @@ from src.core.trajectory import (
     FailureKind,
     StopReason,
     Task,
-    TimeSpent,
     Trajectory,
     TrialFailure,
+    TrialTime,
     Turn,
     ZeroReason,
 )
@@ -136,7 +136,7 @@ class HarborTrial:
         if self._played is None:
             return None
         trial, session, policy, grading, started = self._played
-        if not session.llm.turns or not policy.spent.is_mostly_the_agents(
+        if not session.llm.turns or not policy.spent.agent_used_most(
             grading.agent_ended_at or time.monotonic()
         ):
             return None
@@ -238,7 +238,7 @@ class TimedPolicy(PolicyWrapper):
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self.unanswered_s = 0.0
-        self.spent = TimeSpent(started=time.monotonic())
+        self.spent = TrialTime(started=time.monotonic())
         self._last_prompt: Sequence[int] = ()
 
     async def sample(self, request: SampleRequest) -> Turn:
