@@ -12,7 +12,7 @@ from pathlib import Path
 
 from src.cli.console import Display
 from src.core.errors import BackendError, StorageError
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.core.process import deadline
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
@@ -82,7 +82,7 @@ class Terminus2RLTrainer:
         self._settings = settings
         self._epoch = 0
         self._is_in_doubt = False  # whether an update was sent to the server and its answer did not come
-        self._gaps = GapMeter()
+        self._gaps = LagMeter()
         self._groups = StepGroups(
             source=source,
             rollouts=rollouts,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
 from src.core.errors import INTERRUPTED, TrainerError
-from src.core.process import ended_by_signals, leave, until_signalled
+from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import EvaluateConfig
 from src.train import load_environment, quieten, with_server_from_environment
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             config = parse_as(EvaluateConfig, with_server_from_environment(argv))
             from src.cli.console import Display, terminal
             from src.evaluate.run import (
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
             quieten()
             display = Display(terminal())
-            return asyncio.run(until_signalled(run(config, display), display.say))
+            return asyncio.run(run_until_signal(run(config, display), display.say))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -50,4 +50,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

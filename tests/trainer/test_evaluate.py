@@ -104,7 +104,7 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
 async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_those_of_all(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
-        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0)
+        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, has_writes=n == 0)
         for domain in ("air", "shop")
         for n in (0, 1)
     ]

@@ -24,9 +24,9 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
 from src.envs.message_env import EpisodeSettings, run_episode
-from src.envs.service.domain import ServiceEnv
+from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
-from src.envs.service.user_simulator import ScriptedCustomer
+from src.envs.service.user_simulator import ScriptedUserSimulator
 from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.policy.chat import Chat
 from src.policy.sampling_policy import SampleRequest
@@ -248,7 +248,7 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
     assert trajectory.reward == (trajectory.stop_reason != StopReason.CONTEXT_LENGTH)
 
 
-# What a service agent says: calls of every form, several at once, cut ones, and words to the customer.
+# What a service agent says: calls of every form, several at once, cut ones, and messages to the user.
 GET, PRICE = (
     '{"name": "get_order", "arguments": {"order": "kala"}}',
     '{"name": "get_product", "arguments": {"product": "mive"}}',
@@ -294,10 +294,8 @@ class Talker(Engine):
 
 def shop(lines: int) -> ServiceEnv:
     row = {"actions": [], "communicate": []}
-    customer = ScriptedCustomer([f"line {number}" for number in range(lines)])
-    return ServiceEnv(
-        ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True
-    )
+    user = ScriptedUserSimulator([f"line {number}" for number in range(lines)])
+    return ServiceEnv(ToyRetailEpisode(row, database=SHOP, policy="p", user=user), parallel_tool_calls=True)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

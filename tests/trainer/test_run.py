@@ -10,7 +10,7 @@ import pytest
 from src.core.errors import ConfigError, TrainerError
 from src.core.trajectory import FailureKind, Task
 from src.loop.run import Dependencies, logging_to_file
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -509,7 +509,7 @@ class Praises:
 
     async def reply(self, messages, *, temperature, seed):
         self.num_asked += 1
-        return Reply(text=json.dumps(dict.fromkeys(MODES, False)))
+        return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self):
         pass
