@@ -14,7 +14,7 @@ from itertools import pairwise
 from src.core.trajectory import StopReason, Trajectory
 from src.envs.service.user_simulator import OUT_OF_SCOPE
 from src.learning.filters import OVERLONG
-from src.learning.metrics import SOLVED
+from src.learning.played_groups import SOLVED
 
 NUM_REPEATS = 3  # of the same answer in a row, from which on a customer is stuck
 LONG_ANSWER = 40  # characters, from which on an answer is no mere consent

@@ -37,18 +37,19 @@ from src.evaluate.results import (
     results_of,
     write_json,
 )
-from src.loop.run import closed, logging_to_file
 from src.policy.backend import BackendSettings, connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy
 from src.records import checkpoints
 from src.records.journal import Journal
+from src.records.log_file import logging_to_file
 from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, same
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import held
+from src.records.run_folder import lock_run_dir
+from src.rollouts.closing import closed
 from src.rollouts.group_rollout import Rollouts, RolloutSettings
 from src.rollouts.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
 
@@ -130,7 +131,7 @@ async def play(
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
-        source_open.enter_context(held(directory))
+        source_open.enter_context(lock_run_dir(directory))
         prepare_folder(directory, name, config)
         display.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):

@@ -21,7 +21,7 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
 
     - `grpo`: `(r - mean) / (std + 1e-6)` with the sample deviation; `dr_grpo`: `r - mean` (arXiv 2503.20783)
     - `rloo`: `r` minus the mean of the others; `maxrl`: `(r - mean) / (mean + 1e-6)`
-    - `reinforce++`: `r` itself; its baseline is the batch's, see `whitened`
+    - `reinforce++`: `r` itself; its baseline is the batch's, see `whiten`
 
     A group's only member has nothing to be compared with: `singleton="zero"` says so, `"raw"` gives what SkyRL gives: `r / (1 + 1e-6)` for
     grpo, `r` for dr_grpo; rloo and maxrl have no raw form and stay zero.
@@ -47,7 +47,7 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
     return [(reward - mean) * scale for reward in rewards]
 
 
-def whitened(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
+def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
     """REINFORCE++ over a batch of sequences: returns centred and divided by their deviation, each counted once per trained token.
 
     With one reward at the end and no discount, every token of a sequence has the same return. Fewer than two tokens are no sample: zeros.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
-from src.learning.metrics import SOLVED
+from src.learning.played_groups import SOLVED
 
 DECAY = 0.75  # the last four groups
 

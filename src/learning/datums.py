@@ -65,7 +65,7 @@ def with_advantage(sequence: TokenSequence, advantage: float) -> TokenSequence:
     return replace(sequence, advantages=np.where(sequence.sampled, np.float32(advantage), np.float32(0.0)))
 
 
-def scaled(sequence: TokenSequence, weight: float) -> TokenSequence:
+def scale_advantages(sequence: TokenSequence, weight: float) -> TokenSequence:
     return replace(sequence, advantages=sequence.advantages * np.float32(weight))
 
 

@@ -28,7 +28,7 @@ class DynamicSamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class SamplingState:
     """What a step has sampled so far. `kept` is complete once it holds what the step learns from."""
 
     played: list[TrajectoryGroup]  # every group, with its raw rewards
@@ -41,10 +41,10 @@ class Sampled:
 
 
 Refill = Callable[
-    [Sampled, int], Sequence[Task]
+    [SamplingState, int], Sequence[Task]
 ]  # the tasks to go on with, where the step wants so many groups
 
-NOTHING = Sampled(played=[], kept=[], is_complete=False)
+EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
@@ -60,26 +60,26 @@ async def sample_groups(
     filters: FilterSettings,
     *,
     step: int,
-) -> Sampled:
+) -> SamplingState:
     """Plays `tasks`, and where dynamic sampling asks for more, batches of `refills`, until the step has what it learns from."""
-    state = NOTHING
+    state = EMPTY
     while not state.is_complete:
         attempt = state.num_batches
         chosen = refills(state, len(tasks)) if attempt else tasks
         groups = await play(chosen, attempt)
-        state = sampled(state, apply_reward_rules(groups, filters), settings, step=step, wanted=len(tasks))
+        state = add_batch(state, apply_reward_rules(groups, filters), settings, step=step, wanted=len(tasks))
         state = replace(state, played=[*state.played, *groups])
     return state
 
 
-def sampled(
-    before: Sampled,
+def add_batch(
+    before: SamplingState,
     groups: Sequence[TrajectoryGroup],
     settings: DynamicSamplingSettings,
     *,
     step: int,
     wanted: int,
-) -> Sampled:
+) -> SamplingState:
     """The state after one more batch; `wanted` groups are to be learned from.
 
     Raises TrainerError when `dynamic_sampling_max_batches` are not enough.
@@ -98,7 +98,7 @@ def sampled(
     elif len(good) > len(groups) * settings.dynamic_sampling_min_replace_ratio:
         rng = random.Random(f"{settings.seed}/replace/{step}/{after.num_batches}")
         after = replace(
-            after, kept=with_bad_replaced(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
+            after, kept=replace_bad_groups(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
         )
     limit = settings.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
@@ -110,7 +110,7 @@ def sampled(
     return after
 
 
-def with_bad_replaced(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
+def replace_bad_groups(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
     """Each bad group's place taken by a good one: all different while there are enough good ones, drawn freely otherwise."""
     good = [group for group in groups if is_good(group)]
     num_bad = len(groups) - len(good)
@@ -118,7 +118,7 @@ def with_bad_replaced(groups: Sequence[TrajectoryGroup], rng: random.Random) -> 
     return [group if is_good(group) else next(drawn) for group in groups]
 
 
-def sampling_metrics(state: Sampled, settings: DynamicSamplingSettings) -> dict[str, float]:
+def sampling_metrics(state: SamplingState, settings: DynamicSamplingSettings) -> dict[str, float]:
     if settings.dynamic_sampling == "off":
         return {}
     return {

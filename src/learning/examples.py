@@ -8,8 +8,14 @@ from itertools import pairwise
 
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrajectoryGroup
-from src.learning.advantages import Estimator, group_advantages, token_weights, whitened
-from src.learning.datums import TokenSequence, scaled, sequences_of, step_sequences_of, with_advantage
+from src.learning.advantages import Estimator, group_advantages, token_weights, whiten
+from src.learning.datums import (
+    TokenSequence,
+    scale_advantages,
+    sequences_of,
+    step_sequences_of,
+    with_advantage,
+)
 from src.learning.filters import FilterSettings, is_trainable
 
 
@@ -42,7 +48,7 @@ def examples_of_batch(
 ) -> list[list[Example]]:
     """The examples of each group. Only reinforce++ compares groups with one another."""
     examples_P_G = [examples_of(group, settings, filters) for group in groups]
-    return whitened_examples(examples_P_G) if settings.estimator == "reinforce++" else examples_P_G
+    return whiten_examples(examples_P_G) if settings.estimator == "reinforce++" else examples_P_G
 
 
 def examples_of(
@@ -82,10 +88,10 @@ def _examples(
     ]
 
 
-def whitened_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
+def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
     """The examples with reinforce++'s advantages, for which every example's advantage so far is its return."""
     flat = [example for group in examples_P_G for example in group]
-    values = whitened([example.advantage for example in flat], [example.num_tokens for example in flat])
+    values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     changed = iter(
         replace(
             example,
@@ -110,7 +116,7 @@ def substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> li
     return [[example for unit in units[start:end] for example in unit] for start, end in pairwise(bounds)]
 
 
-def weighted(share: Sequence[Example], settings: AdvantageSettings) -> list[Example]:
+def apply_loss_reduction(share: Sequence[Example], settings: AdvantageSettings) -> list[Example]:
     """The share with its loss reduction worked into the advantages, since the server sums."""
     weights = token_weights(
         [example.num_tokens for example in share],
@@ -119,6 +125,6 @@ def weighted(share: Sequence[Example], settings: AdvantageSettings) -> list[Exam
         max_sequence_length=settings.length_limits.max_sequence_length,
     )
     return [
-        replace(example, sequences=[scaled(sequence, weight) for sequence in example.sequences])
+        replace(example, sequences=[scale_advantages(sequence, weight) for sequence in example.sequences])
         for example, weight in zip(share, weights, strict=True)
     ]

@@ -100,8 +100,8 @@ def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) 
         if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)
     ]
     return {
-        "rewards/zeroed_by_non_stop": float(len(non_stop)),
-        "rewards/zeroed_by_length": float(len(too_long)),
+        "reward/zeroed_by_non_stop": float(len(non_stop)),
+        "reward/zeroed_by_length": float(len(too_long)),
     }
 
 

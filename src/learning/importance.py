@@ -40,7 +40,7 @@ class ImportanceSettings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Correction:
+class TisResult:
     """For the N sampled tokens of one trajectory: the factor of each token's advantage, 0 where masked."""
 
     factors: np.ndarray  # [N]
@@ -49,7 +49,7 @@ class Correction:
     num_masked_tokens: int
 
 
-def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSettings) -> Correction:
+def token_factors(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSettings) -> TisResult:
     """`old` and `sampled` are the trainer's and the sampler's logprobs of the same N tokens.
 
     Bounds are inclusive: a ratio is out of bounds when strictly above the upper or below the lower one.
@@ -70,7 +70,7 @@ def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSetting
     high = np.inf if settings.tis_token_mask_high is None else settings.tis_token_mask_high
     inside = (ratios >= low) & (ratios <= high)
     kept = inside & (not is_masked)
-    return Correction(
+    return TisResult(
         factors=np.where(kept, factors, 0.0),
         num_capped=num_capped,
         is_masked=is_masked,
@@ -102,7 +102,7 @@ def apply_tis(
     Sequences without a gradient are left out. Weights of the loss reduction stay as they are: a masked token is one that counts, and
     contributes nothing.
     """
-    corrections: list[Correction] = []
+    corrections: list[TisResult] = []
     remaining = iter(old_logprobs_D)
 
     def correct(example: Example) -> Example:
@@ -114,7 +114,7 @@ def apply_tis(
         after = np.concatenate(
             [values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)]
         )
-        result = correction(after, before, settings)
+        result = token_factors(after, before, settings)
         corrections.append(result)
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(

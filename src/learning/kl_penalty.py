@@ -27,7 +27,7 @@ class KlResult:
     mean_kl: float
 
 
-async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> KlResult:
+async def apply_kl_penalty(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> KlResult:
     """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
 
     Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.

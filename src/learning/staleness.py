@@ -11,7 +11,7 @@ from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 
 
-def within_bound(
+def mask_stale(
     shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """The examples with a zero advantage for every token that was sampled more than `max_staleness` updates before `version`.

@@ -36,7 +36,7 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
             os.close(descriptor)
 
 
-def mend(path: Path) -> None:
+def truncate_torn_line(path: Path) -> None:
     """Cuts off what follows the last whole line, so that the next one starts on its own."""
     if not path.exists():
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from src.records.atomic_io import append_record, mend
+from src.records.atomic_io import append_record, truncate_torn_line
 from src.records.reading import Count, read_lines, same
 
 JOURNAL = "checkpoints.jsonl"
@@ -27,7 +27,7 @@ class Checkpoint:
 
 def append(log_path: Path, checkpoint: Checkpoint) -> None:
     """On disk before the call returns: the journal is written after the server has confirmed the checkpoint."""
-    mend(log_path / JOURNAL)
+    truncate_torn_line(log_path / JOURNAL)
     append_record(log_path / JOURNAL, asdict(checkpoint))
 
 

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
-from src.learning.metrics import environment
+from src.learning.played_groups import environment
 from src.records.atomic_io import replace_text
 
 logger = logging.getLogger(__name__)

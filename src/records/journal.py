@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
-from src.records.atomic_io import append_record, mend
+from src.records.atomic_io import append_record, truncate_torn_line
 from src.records.reading import JournalLine, read_lines, same
 
 JOURNAL = "journal.jsonl"
@@ -62,7 +62,7 @@ class Journal:
     def __init__(self, log_path: Path) -> None:
         """Reads what earlier processes left."""
         self._path = log_path / JOURNAL
-        mend(self._path)
+        truncate_torn_line(self._path)
         self._attempts: Counter[RolloutKey] = Counter()  # at rollouts that are not graded
         self._settled: set[tuple[str, int | None]] = set()
         self.progress = 0  # what was done for the first time and never needs to be done again

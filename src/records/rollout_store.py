@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from src.core.token_ids import TokenIds
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.learning.datums import extends
-from src.records.atomic_io import append_record, mend, remove
+from src.records.atomic_io import append_record, remove, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, same
 
@@ -97,7 +97,7 @@ class FinishedRollouts:
         self._log_path = log_path
         self._directory = log_path / "finished"
         for path in self._directory.glob("*.jsonl"):
-            mend(path)
+            truncate_torn_line(path)
 
     def load(self, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
         """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""

@@ -79,7 +79,7 @@ def run_path(config: TrainerConfig, *, name: str) -> Path:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def lock_run_dir(path: Path) -> Iterator[None]:
     """Nobody else trains or evaluates into the folder while the block runs; ConfigError where somebody does.
 
     The lock lies beside the folder, which may be deleted, or in it where nothing can be written beside it. The kernel drops it with the

@@ -16,7 +16,7 @@ from src.learning import curriculum
 from src.learning.curriculum import CurriculumSettings, curriculum_metrics
 from src.learning.dynamic_sampling import (
     DynamicSamplingSettings,
-    Sampled,
+    SamplingState,
     refill,
     sample_groups,
     sampling_metrics,
@@ -222,7 +222,7 @@ class StepGroups:
             self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0
         )
 
-    def _refills(self, batch: Batch, state: Sampled, num_wanted: int) -> Sequence[Task]:
+    def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
         """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
         settings, tasks = self._settings.curriculum, self._playable()
         place = {"step": batch.step, "attempt": state.num_batches}

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from src.learning.advantages import group_advantages, token_weights, whitened
+from src.learning.advantages import group_advantages, token_weights, whiten
 
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
 
@@ -75,14 +75,14 @@ def test_x2_groups_are_those_of_a_task_even_when_a_trial_was_lost():
 
 def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
     assert advantages([1, 0], "reinforce++") == [1, 0]
-    assert whitened([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
+    assert whiten([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
     # every token is one sample, so that longer sequences weigh more
     tokens = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
-    assert whitened([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
+    assert whiten([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
         [(value - mean) / deviation for value in (1, 0, 0.5)], abs=1e-6
     )
-    assert whitened([1], [1]) == [0.0] and whitened([], []) == [] and whitened([1, 1], [2, 2]) == [0, 0]
+    assert whiten([1], [1]) == [0.0] and whiten([], []) == [] and whiten([1, 1], [2, 2]) == [0, 0]
 
 
 @pytest.mark.parametrize(

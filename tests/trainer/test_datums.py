@@ -1,6 +1,13 @@
 import numpy as np
 
-from src.learning.datums import merge_turns, scaled, sequences_of, step_sequences_of, to_datum, to_datums
+from src.learning.datums import (
+    merge_turns,
+    scale_advantages,
+    sequences_of,
+    step_sequences_of,
+    to_datum,
+    to_datums,
+)
 from tests.fakes.trials import turn
 
 
@@ -90,6 +97,6 @@ def test_sequences_without_advantage_are_not_sent():
 
 def test_scaling_touches_only_advantages():
     [sequence] = sequences_of([turn([1], [10, 11])], advantage=2.0)
-    half = scaled(sequence, 0.5)
+    half = scale_advantages(sequence, 0.5)
     assert half.advantages.tolist() == [0, 1, 1]
     assert half.logprobs is sequence.logprobs

@@ -7,7 +7,7 @@ import pytest
 from scripts.bench.interval_coverage import POOLS, coverage
 from src.evaluate.eval_stats import (
     Tally,
-    compared,
+    compare_paired,
     mean_rate,
     pass_at_k,
     pass_hat_k,
@@ -109,7 +109,7 @@ def test_where_sums_are_too_many_the_sign_flip_test_errs_on_the_safe_side(primes
 
 def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_tasks():
     before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
-    difference = compared(before, after).difference
+    difference = compare_paired(before, after).difference
     assert (difference.low, difference.high) == (
         pytest.approx(0.2 - 4.3027 * 0.1 / 3**0.5, abs=1e-4),
         pytest.approx(0.4484, abs=1e-4),
@@ -119,7 +119,7 @@ def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_task
 def test_a_comparison_is_paired_by_task():
     before = [Tally(solved=count, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
     after = [Tally(solved=count + 1, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
-    comparison = compared(before, after)
+    comparison = compare_paired(before, after)
     assert (comparison.first, comparison.second) == (0.375, 0.625)
     assert (comparison.difference.value, comparison.difference.low, comparison.difference.high) == (
         0.25,
@@ -128,7 +128,10 @@ def test_a_comparison_is_paired_by_task():
     )
     assert comparison.p_value == pytest.approx(2 / 2**8)
     assert (comparison.num_better, comparison.num_worse) == (8, 0)
-    assert compared([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)]) == comparison
+    assert (
+        compare_paired([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)])
+        == comparison
+    )
 
 
 def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
@@ -139,7 +142,7 @@ def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
         first, second = (
             [Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2)
         )
-        comparison = compared(first, second)
+        comparison = compare_paired(first, second)
         held += comparison.difference.low <= 0 <= comparison.difference.high
         rejected += comparison.p_value < 0.05
     assert 0.93 <= held / 600 <= 0.97

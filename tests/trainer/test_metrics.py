@@ -6,14 +6,8 @@ import pytest
 from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.examples import Example
 from src.learning.filters import DropReason
-from src.learning.metrics import (
-    batch_metrics,
-    family,
-    group_metrics,
-    held_out_metrics,
-    num_response_tokens,
-    token_metrics,
-)
+from src.learning.metrics import batch_metrics, group_metrics, held_out_metrics, token_metrics
+from src.learning.played_groups import family, num_response_tokens
 from tests.fakes.trials import failure, task, trajectory, turn
 
 

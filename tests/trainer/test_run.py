@@ -284,7 +284,7 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("src.loop.run.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("src.rollouts.closing.CLOSE_TIMEOUT_S", 0.05)
     bench = Bench(tmp_path)
     bench.source.close = close
     await asyncio.wait_for(bench.go("max_steps=1"), 60)
