@@ -1,7 +1,7 @@
-"""Statistics of graded trials: pass@k, pass^k, confidence intervals and the paired comparison of two policies.
+"""Statistics of graded trials: pass@k, pass^k, confidence intervals and paired comparisons.
 
-The statistical unit is the task. Trials of one task are correlated, so intervals that treat them as independent
-would be too narrow. All means and variances are therefore over one number per task.
+The statistical unit is the task. Trials of one task are correlated, so intervals that treat them as
+independent would be too narrow. All means and variances are therefore over one number per task.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The success rates of two policies on the tasks that both have graded trials of, and their difference."""
+    """The success rates of two policies on the tasks graded under both, and their difference."""
 
     first: float
     second: float
@@ -70,7 +70,7 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """Return `pass_at_<k>` and `pass_hat_<k>` for k of 1 to 4, the powers of two up to `group_size`, and `group_size`.
+    """Return `pass_at_<k>` and `pass_hat_<k>`, with k from 1 to 4, powers of two, and `group_size`.
 
     Tasks with fewer than k graded trials are left out; `num_tasks` is the number of tasks that remain.
     """
@@ -94,17 +94,19 @@ def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estima
 def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     """Return the mean of one rate per task with Wilson's interval at the effective number of trials.
 
-    The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials whose mean
-    would vary as much as this mean does between tasks. It is at most `num_trials`, and equals the number of tasks if
-    the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and compares it with the
-    bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close to 0 or 1.
+    The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
+    whose mean would vary as much as this mean does between tasks. It is at most `num_trials`, and equals the
+    number of tasks if the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and
+    compares it with the bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close
+    to 0 or 1.
     """
     num_tasks, mean = len(rates_P), fmean(rates_P)
     if num_tasks == 1:  # one task gives no information about others
         return Estimate(value=mean, low=0.0, high=1.0, num_tasks=1)
-    variance_of_mean = variance(rates_P) / num_tasks
-    spread = mean * (1 - mean)
-    size = min(num_trials, max(num_tasks - 1, spread / variance_of_mean)) if variance_of_mean > 0 else num_tasks
+    spread, variance_of_mean = mean * (1 - mean), variance(rates_P) / num_tasks
+    size = num_tasks
+    if variance_of_mean > 0:
+        size = min(num_trials, max(num_tasks - 1, spread / variance_of_mean))
     quantile = NormalDist().inv_cdf((1 + LEVEL) / 2)
     ratio = quantile**2 / size
     centre = (mean + ratio / 2) / (1 + ratio)
@@ -117,8 +119,8 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
 def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
     """Compare two policies on the same tasks, given in the same order.
 
-    The difference of the success rates has Student's interval over tasks. The p-value is that of the exact sign-flip
-    test of no difference.
+    The difference of the success rates has Student's interval over tasks. The p-value is that of the exact
+    sign-flip test of no difference.
     """
     from scipy.stats import t  # takes a second to import, which training runs do not need
 
@@ -146,9 +148,9 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     """Return the two-sided p-value of the sign-flip (permutation) test, over all 2^P sign patterns.
 
     The distribution of the sum is computed by convolution, which stays exact for any number of tasks, while
-    `scipy.stats.permutation_test` draws samples from about 17 tasks on. If the common denominator of the differences
-    gives more than `MAX_SUMS` sums, the differences are rounded to a grid of that size, and sums within the rounding
-    error count as equally far from 0. The result is then a tight upper bound.
+    `scipy.stats.permutation_test` draws samples from about 17 tasks on. If the common denominator of the
+    differences gives more than `MAX_SUMS` sums, the differences are rounded to a grid of that size, and sums
+    within the rounding error count as equally far from 0. The result is then a tight upper bound.
 
     >>> sign_flip_p_value([Fraction(1), Fraction(1), Fraction(1)])
     0.25

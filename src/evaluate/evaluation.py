@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out tasks, with the same rollouts as training. Nothing of it is trained on."""
+"""Evaluation of a policy on held-out tasks, with the same rollouts as training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class EvaluationSettings:
 class EvalSection:
     """The results of all evaluated tasks, or of those of one domain."""
 
-    rates: dict[str, Estimate]  # pass_at_<k>, pass_hat_<k>; prefixed with the part if only a part of the grading counts
+    rates: dict[
+        str, Estimate
+    ]  # pass_at_<k>, pass_hat_<k>; prefixed with the part if only a part of the grading counts
     noop_success: Estimate | None  # what an agent that does nothing solves; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
@@ -98,7 +100,10 @@ async def evaluate(
 def section_of(
     groups: Sequence[TrajectoryGroup], noop_rewards: Mapping[str, float], *, group_size: int
 ) -> EvalSection:
-    """Summarize groups. If only a part of the grading counts, the rates are prefixed with the name of the part."""
+    """Summarize groups.
+
+    If only a part of the grading counts, the rates are prefixed with the name of the part.
+    """
     rates = pass_rates([tally(group) for group in groups], group_size=group_size)
     part = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))
     rewards = [noop_rewards[group.task.id] for group in groups if group.task.id in noop_rewards]

@@ -126,16 +126,19 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
     total = num_ungraded + sum(task["graded"] for task in results["tasks"])
     if num_ungraded > config.max_failure_rate * total:
         raise TooManyFailuresError(
-            f"{num_ungraded} of {total} trials are ungraded, more than max_failure_rate="
-            f"{config.max_failure_rate:g}; the others are no fair sample: fix the cause and repeat with the same "
-            f"log_path={directory}"
+            f"{num_ungraded} of {total} trials are ungraded, more than "
+            f"max_failure_rate={config.max_failure_rate:g}; the others are no fair sample: fix the cause and "
+            f"repeat with the same log_path={directory}"
         )
 
 
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], printer: Printer, *, write_to: Path | None = None
 ) -> Comparison:
-    """Compare two evaluations task by task; tasks match by content. Raises ConfigError if they share no graded task."""
+    """Compare two evaluations task by task; tasks match by content.
+
+    Raises ConfigError if they share no graded task.
+    """
     before, after = (
         {task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second)
     )

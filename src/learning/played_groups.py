@@ -67,8 +67,8 @@ def family(task_id: str) -> str:
 def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
     """Return how much groups offer to learn from, in the definitions of SkyRL's fork `fleet`.
 
-    A pass is any reward above 0. Variances are population variances of groups of two or more trials: one success
-    among four gives 0.1875, two give the largest, 0.25.
+    A pass is any reward above 0. Variances are population variances of groups of two or more trials: one
+    success among four gives 0.1875, two give the largest, 0.25.
 
     >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
     0.09375

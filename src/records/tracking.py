@@ -66,8 +66,8 @@ class RunLog:
     def log(self, step: int, metrics: Mapping[str, float], *, is_whole: bool = True) -> None:
         """Append the line of a step.
 
-        If `is_whole` is false, `amend` will complete the line, and wandb and trackio receive it then: they accept a
-        step only once.
+        If `is_whole` is false, `amend` will complete the line, and wandb and trackio receive it then: they
+        accept a step only once.
         """
         metrics = self._with_aliases(metrics)
         append_record(self._path, {"step": step, **finite(metrics)})
@@ -87,7 +87,7 @@ class RunLog:
         self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Remove the lines of this step and later ones, which the run repeats. wandb keeps its first values."""
+        """Remove the lines of the steps from `step` on, which are repeated. wandb keeps its first values."""
         if self._path.exists():
             self._rewrite([record for record in records(self._path) if record["step"] < step])
 
@@ -102,7 +102,9 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
-        """Send a line. wandb ignores a step that it has; trackio would store it twice, so it gets no repetition."""
+        """Send a line. wandb ignores a step that it has; trackio would store it twice, so it gets no
+        repetition.
+        """
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
             self._wandb_run.log(values, step=step, commit=True)
@@ -115,7 +117,7 @@ class RunLog:
 def open_run_log(
     log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]
 ) -> Iterator[RunLog]:
-    """Open the log of the run in `log_path`, new or resumed, and finish the wandb and trackio runs on exit."""
+    """Open the log of the run in `log_path`. On exit, finish its wandb and trackio runs."""
     with ExitStack() as stack:
         wandb_run = trackio_run = None
         if settings.wandb_project is not None:
@@ -224,12 +226,14 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the one that belongs to this folder. trackio identifies a run by its name."""
+    """Start a trackio run, or continue the one that belongs to this folder. trackio identifies a run by its
+    name.
+    """
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
         raise ConfigError(
-            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or remove trackio_project"
+            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or remove it"
         ) from error
     name_file = log_path / TRACKIO_NAME_FILE
     if not name_file.exists():

@@ -146,7 +146,7 @@ def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     both = settings(
         zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4
     )
-    assert zeroed_metrics(groups, both) == {"rewards/zeroed_by_non_stop": 1, "rewards/zeroed_by_length": 1}
+    assert zeroed_metrics(groups, both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 1}
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
 
 

@@ -9,7 +9,6 @@ import types
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.metric_names import with_aliases
 from src.records.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
@@ -210,34 +209,13 @@ def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
     assert project_name(project, is_judged=is_judged) == expected
 
 
-def test_the_names_of_others_stand_beside_ours_and_never_change_them():
-    ours = {
-        "progress/batch": 3.0,
-        "env/all/reward/total": 0.5,
-        "test/reward/avg_pass_at_4": 0.75,
-        "time/total": 1.0,
-    }
-    names = with_aliases(ours)
-    assert list(names)[:4] == list(ours) and names | ours == names
-    assert {
-        "trainer/global_step": 3.0,
-        "generation/avg_reward": 0.5,
-        "eval/all/pass_at_4": 0.75,
-        "timing/step": 1.0,
-    }.items() <= names.items()
-    assert list(with_aliases(names | {"late": 1.0})) == list(with_aliases(ours | {"late": 1.0}))
-
-
-def test_a_held_out_set_called_val_is_the_seeds_validation_set():
-    names = with_aliases(
-        {
-            "test/env/retail_val/positive_rate": 0.5,
-            "test/env/retail_val/reward/total": 0.4,
-            "test/env/all/reward/total": 1.0,
-        }
-    )
-    assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)
-    assert not any(name.startswith(("test-all", "eval-all")) for name in names)
+def test_renamed_metrics_are_announced_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
+        for step in range(2):
+            run_log.log(step, {"batch/sequences": 1.0})
+    [notice] = [text for text in caplog.messages if "metrics were renamed" in text]
+    assert "tokens/sequences -> batch/sequences" in notice and "\n" not in notice
 
 
 def test_a_log_that_is_dropped_finishes_nothing_and_one_that_is_closed_does_so_once(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from src.evaluate.eval_stats import (
     pass_hat_k,
     pass_rates,
     sign_flip_p_value,
-    student_quantile,
 )
 
 
@@ -147,11 +146,3 @@ def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
         rejected += comparison.p_value < 0.05
     assert 0.93 <= held / 600 <= 0.97
     assert rejected / 600 <= 0.06
-
-
-@pytest.mark.parametrize(
-    ("degrees", "exact", "within"),
-    [(2, 4.3027, 0.04), (4, 2.7764, 0.003), (9, 2.2622, 0.0002), (99, 1.9842, 0.0001)],
-)
-def test_students_quantile(degrees, exact, within):
-    assert student_quantile(0.975, degrees) == pytest.approx(exact, rel=within)
