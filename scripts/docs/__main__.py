@@ -1,6 +1,6 @@
 """Generate documentation pages from the tables in the code.
 
-python -m scripts.docs [metrics ...]
+python -m scripts.docs [metrics] [advantages]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PAGES = {"metrics": "docs/metrics.md"}  # module of this package -> the page that its `page()` returns
+PAGES = {name: f"docs/{name}.md" for name in ("metrics", "advantages")}  # made by the modules of these names
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,4 +1,4 @@
-"""Examples -> the datums of each optimizer step: shares, KL penalty, loss reduction and importance correction, in this order."""
+"""Preparation of a batch: substeps, KL penalty, loss reduction, importance correction and staleness mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PreparationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The datums of each optimizer step, and what is to be said of them."""
+    """The datums of each optimizer step, and metrics of the batch."""
 
     datums_per_substep: list[list[tinker.Datum]]
     metrics: dict[str, float]
@@ -45,9 +45,10 @@ async def prepare(
     settings: PreparationSettings,
     version: int = 0,
 ) -> Prepared:
-    """Asks `reference` for its logprobs where there is a KL penalty, and `learner` for its own where importance is corrected.
+    """Convert the examples of a batch to the datums of each optimizer step.
 
-    `version` is that of the weights the batch is to train; what is older than `max_staleness` allows is masked last of all.
+    `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
+    `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
     shares = substeps(examples_P_G, settings.advantages.num_substeps)
     metrics = batch_metrics(shares, dropped)
@@ -73,7 +74,7 @@ async def prepare(
 def stream_datums(
     examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
-    """The datums of one group out of a batch of `num_groups`. Each group weighs the same, whatever becomes of the others."""
+    """Return the datums of one of the `num_groups` groups of a batch. All groups have the same weight."""
     share = [
         replace(
             example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
@@ -91,7 +92,7 @@ def stream_metrics(
     *,
     version: int,
 ) -> dict[str, float]:
-    """What `prepare` would say of a batch whose groups have been streamed."""
+    """Return the metrics of a batch whose groups were streamed, as `prepare` returns them."""
     _, ages = mask_stale(examples_P_G, version=version, max_staleness=settings.max_staleness)
     return batch_metrics(examples_P_G, dropped) | ages
 

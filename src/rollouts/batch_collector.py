@@ -21,7 +21,7 @@ from src.learning.dynamic_sampling import (
     sample_groups,
     sampling_metrics,
 )
-from src.learning.filters import FilterSettings
+from src.learning.filters import FilterSettings, apply_reward_rules
 from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -151,11 +151,14 @@ class StepGroups:
         self._display.begin(title, num_groups=len(batch.tasks), group_size=settings.group_size)
         metrics = self._pipeline.metrics()
         taken: list[TimedGroup] = []
+        to_learn: list[TrajectoryGroup] = []
 
         def take(finished: TimedGroup) -> None:
             taken.append(finished)
             self._display.group(finished)
-            on_group(finished.group)
+            [group] = apply_reward_rules([finished.group], settings.filters)
+            to_learn.append(group)
+            on_group(group)
 
         before = self._journal.groups_of(batch.step)
         if before is not None:
@@ -179,7 +182,7 @@ class StepGroups:
             "trials/retries": float(num_retries),
             "groups/quarantined": float(len(batch.tasks) - len(groups)),
         }
-        return StepBatch(played=groups, to_learn=groups, metrics=metrics)
+        return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
         tasks = {task.id: task for task in self._source.train}

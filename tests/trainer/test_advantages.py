@@ -2,10 +2,15 @@
 
 import random
 import statistics
+from pathlib import Path
+from typing import get_args
 
+import chz
 import pytest
 
-from src.learning.advantages import group_advantages, token_weights, whiten
+from scripts.docs import advantages as advantages_page
+from src.config import TrainerConfig
+from src.learning.advantages import ADVANTAGE_ESTIMATORS, Estimator, group_advantages, token_weights, whiten
 
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
 
@@ -137,3 +142,17 @@ def test_a_batch_without_a_token_divides_by_nothing(reduction):
     weights = token_weights([0, 0], reduction=reduction, max_sequence_length=10, prompts_S=["a", "b"])
     assert all(0 < weight <= 1 for weight in weights)
     assert token_weights([], reduction=reduction, max_sequence_length=10, prompts_S=[]) == []
+
+
+def test_every_estimator_has_an_entry():
+    assert set(ADVANTAGE_ESTIMATORS) == set(get_args(Estimator))
+
+
+def test_options_of_estimators_exist():
+    options = {option for estimator in ADVANTAGE_ESTIMATORS.values() for option in estimator.options}
+    assert options <= set(chz.chz_fields(TrainerConfig))
+
+
+def test_the_page_of_estimators_is_current():
+    page = Path(__file__).resolve().parents[2] / "docs" / "advantages.md"
+    assert page.read_text() == advantages_page.page(), "run python -m scripts.docs advantages"

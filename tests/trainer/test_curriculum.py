@@ -28,18 +28,21 @@ def group(name, *rewards):
 
 def test_evidence_adds_up_and_fades():
     state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
-    assert (state.of(task("a")).solved, state.of(task("a")).failed) == (DECAY * 1 + 2, DECAY * 3 + 2)
-    assert state.of(task("b")).mean == 0.5
+    assert (state.posterior(task("a")).solved, state.posterior(task("a")).failed) == (
+        DECAY * 1 + 2,
+        DECAY * 3 + 2,
+    )
+    assert state.posterior(task("b")).mean == 0.5
 
 
 def test_a_group_without_a_grade_says_nothing_but_had_its_turn():
     before = Curriculum().after([group("a", 1, 0)])
     after = before.after([group("a")])
-    assert (after.of(task("a")).solved, after.of(task("a")).failed) == (
-        before.of(task("a")).solved,
-        before.of(task("a")).failed,
+    assert (after.posterior(task("a")).solved, after.posterior(task("a")).failed) == (
+        before.posterior(task("a")).solved,
+        before.posterior(task("a")).failed,
     )
-    assert after.of(task("a")).last_played == 1
+    assert after.posterior(task("a")).last_played == 1
 
 
 def test_the_tasks_near_one_half_are_taken_and_one_in_four_is_the_longest_unplayed():

@@ -56,9 +56,9 @@ def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
 
 
 def test_filter_collects_over_batches_and_cuts_to_whole_groups():
-    first = add_batch(EMPTY, [*good("a"), *bad("b")], settings("filter"), step=1, wanted=2)
+    first = add_batch(EMPTY, [*good("a"), *bad("b")], settings("filter"), step=1, num_groups=2)
     assert not first.is_complete and names(first.kept) == ["a"]
-    second = add_batch(first, good("c", "d"), settings("filter"), step=1, wanted=2)
+    second = add_batch(first, good("c", "d"), settings("filter"), step=1, num_groups=2)
     assert second.is_complete and names(second.kept) == ["a", "c"]
     metrics = sampling_metrics(second, settings("filter"))
     assert (
@@ -73,7 +73,9 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
 
 
 def test_replace_puts_good_groups_in_bad_places():
-    state = add_batch(EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, wanted=4)
+    state = add_batch(
+        EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
+    )
     assert state.is_complete and state.num_copies == 2
     assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
         "a",
@@ -88,22 +90,22 @@ def test_replace_draws_freely_when_good_groups_are_fewer():
 
 def test_replace_needs_strictly_more_than_the_ratio():
     batch = [*good("a", "b", "c"), *bad(*"tuvwxyz")]
-    assert not add_batch(EMPTY, batch, settings("replace", ratio=0.3), step=1, wanted=10).is_complete
-    assert add_batch(EMPTY, batch, settings("replace", ratio=0.29), step=1, wanted=10).is_complete
+    assert not add_batch(EMPTY, batch, settings("replace", ratio=0.3), step=1, num_groups=10).is_complete
+    assert add_batch(EMPTY, batch, settings("replace", ratio=0.29), step=1, num_groups=10).is_complete
 
 
 def test_too_many_batches_stop_the_run_with_a_reason():
-    state = add_batch(EMPTY, bad("a"), settings("filter", limit=2), step=7, wanted=1)
+    state = add_batch(EMPTY, bad("a"), settings("filter", limit=2), step=7, num_groups=1)
     with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had equal rewards"):
-        add_batch(state, bad("b"), settings("filter", limit=2), step=7, wanted=1)
+        add_batch(state, bad("b"), settings("filter", limit=2), step=7, num_groups=1)
     unlimited = state
     for _ in range(50):
-        unlimited = add_batch(unlimited, bad("b"), settings("filter", limit=0), step=7, wanted=1)
+        unlimited = add_batch(unlimited, bad("b"), settings("filter", limit=0), step=7, num_groups=1)
 
 
 def test_off_keeps_everything():
     groups = [*good("a"), *bad("b")]
-    assert add_batch(EMPTY, groups, settings("off"), step=1, wanted=2).kept == groups
+    assert add_batch(EMPTY, groups, settings("off"), step=1, num_groups=2).kept == groups
 
 
 def test_a_refill_depends_on_seed_step_and_attempt_alone():

@@ -108,9 +108,9 @@ def test_a_group_that_failures_made_too_small_is_dropped():
 def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
     [kept], _ = keep_groups([group(1, failures=2)], settings())
     assert kept.rewards == [1]
-    [apply_reward_rules], _ = keep_groups([group(1, failures=2)], settings(failed_trial_reward=0))
-    assert apply_reward_rules.rewards == [1, 0, 0]
-    assert [member.turns for member in apply_reward_rules.trajectories[1:]] == [[], []]
+    [rewarded] = apply_reward_rules([group(1, failures=2)], settings(failed_trial_reward=0))
+    assert rewarded.rewards == [1, 0, 0]
+    assert [member.turns for member in rewarded.trajectories[1:]] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,11 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
 
 def test_a_judges_bonus_is_part_of_what_is_learned_from():
     members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
-    [kept], _ = keep_groups([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
-    assert kept.rewards == [1.5, 0.0] and members[0].reward == 1
-    assert keep_groups([kept], settings()) == ([kept], {})  # it counts once
+    [group] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
+    assert group.rewards == [1.5, 0.0] and members[0].reward == 1
+
+
+def test_filters_apply_no_reward_rules():
+    cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
+    groups = [TrajectoryGroup(task=task("a"), trajectories=[cut], failures=[failure()])]
+    assert keep_groups(groups, settings(zero_reward_on_non_stop=True, failed_trial_reward=0)) == (groups, {})

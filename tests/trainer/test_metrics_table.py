@@ -12,7 +12,7 @@ from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, task
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 METRICS = [metric for section in SECTIONS.values() for metric in section]
 
 
@@ -30,7 +30,7 @@ class SmallRun(FakeRun):
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text() == metrics_page.page(), "run python -m scripts.docs metrics"
+    assert (DOCS / "metrics.md").read_text() == metrics_page.page(), "run python -m scripts.docs metrics"
 
 
 @pytest.mark.parametrize(
