@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
-from src.records.reading import Hashes, read_document, same
+from src.records.reading import Hashes, read_document, unchanged
 
 HASHES_FILE = "train_tasks.json"  # of a run: task id -> content hash
 NUM_PROPOSED = 5  # tasks that an error message proposes
@@ -76,4 +76,4 @@ def read_hashes(log_path: Path) -> dict[str, str]:
         raise ConfigError(
             f"{log_path} has no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks"
         )
-    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), same)
+    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), unchanged)

@@ -18,7 +18,7 @@ from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import replace_text
-from src.records.reading import Count, read_document, same
+from src.records.reading import Count, read_document, unchanged
 
 RESULTS_FILE = "results.json"
 SUCCESS_SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
@@ -180,7 +180,7 @@ def read_results(path: Path) -> Mapping[str, Any]:
     file = path / RESULTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} has no {RESULTS_FILE}; give the folder of an evaluation")
-    return read_document(file, TypeAdapter(Results), same)
+    return read_document(file, TypeAdapter(Results), unchanged)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

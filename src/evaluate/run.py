@@ -45,7 +45,7 @@ from src.records import checkpoints
 from src.records.journal import Journal
 from src.records.log_file import logging_to_file
 from src.records.private_folder import make_private, resolved
-from src.records.reading import read_document, same
+from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.run_folder import lock_run_dir
@@ -233,7 +233,7 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """Create the folder, or accept that of the same evaluation. Raises ConfigError for any other folder."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
-    before = read_document(path, TypeAdapter(dict[str, Any]), same) if path.is_file() else None
+    before = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
     for option in (  # may differ when an evaluation is resumed
         "log_path",
         "logs_dir",

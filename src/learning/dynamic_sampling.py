@@ -112,8 +112,8 @@ def add_batch(
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
             f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards, so "
-            f"dynamic_sampling={settings.dynamic_sampling} found too few to train on; use easier tasks, a larger "
-            "group_size or a larger dynamic_sampling_max_batches"
+            f"dynamic_sampling={settings.dynamic_sampling} found too few to train on; use easier tasks, a "
+            "larger group_size or a larger dynamic_sampling_max_batches"
         )
     return after
 

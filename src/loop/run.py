@@ -302,7 +302,7 @@ def end_state(error: BaseException) -> RunState:
         case StorageError():
             return RunState.STORAGE
         case TooManyFailuresError():
-            return RunState.RUBBLE
+            return RunState.TOO_MANY_FAILURES
         case _:
             return RunState.FAILED
 

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
 from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
-from src.records.reading import MetricsLine, read_lines, read_word, same
+from src.records.reading import MetricsLine, read_lines, read_word, unchanged
 
 if TYPE_CHECKING:
     import wandb
@@ -161,7 +161,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl. Raises ConfigError for a damaged line."""
-    return list(read_lines(path, LINE, same))
+    return list(read_lines(path, LINE, unchanged))
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:

@@ -131,7 +131,7 @@ class StepGroups:
         scheduled = self._chosen(batch)
         tasks = [task for task in scheduled if task.id not in self._faults.quarantined]
         num_retries: list[int] = []
-        self._journal.begun(batch.step, [(batch.step, task.id) for task in scheduled])
+        self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
         play = partial(self._play, batch, num_retries)
         refills = partial(self._refills, batch)
         state = await sample_groups(
@@ -175,7 +175,7 @@ class StepGroups:
         groups = [finished.group for finished in taken]
         for step in sorted({group.step for group in groups}):
             await asyncio.to_thread(self._source.batch_ended, self._ahead[step][0].directory)
-        self._journal.begun(batch.step, [(group.step, group.task.id) for group in groups])
+        self._journal.batch_fixed(batch.step, [(group.step, group.task.id) for group in groups])
         self._reckon(groups, self._plan_ahead(batch.step)[0])
         num_retries = sum(finished.num_retries for finished in taken)
         metrics |= {

@@ -111,7 +111,7 @@ def test_a_name_that_somebody_else_took_is_refused(open_to_all: Path, tmp_path: 
     (tmp_path / "mine").mkdir()
     (open_to_all / "linked").symlink_to(tmp_path / "mine")
     (open_to_all / "file").touch()
-    for name, reason in (("linked", "is a symbolic link"), ("file", "is no folder")):
+    for name, reason in (("linked", "is a symbolic link"), ("file", "is not a folder")):
         for path in (open_to_all / name, open_to_all / name / "run"):
             with pytest.raises(ConfigError, match=f"{reason}.*give another log_path or logs_dir"):
                 run_path(config(path), name="a")

@@ -20,7 +20,7 @@ def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(
         StorageError,
-        match=r"cannot write .*a.jsonl: No space left on device; make room or mend it, then resume the run",
+        match=r"cannot write .*a.jsonl: No space left on device; free space or fix the cause, then resume the run",
     ):
         append_record(path, {"n": 2})
     assert path.read_text() == before
@@ -39,7 +39,7 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
 
 def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
     path, block = tmp_path / "a.jsonl", 8
-    monkeypatch.setattr("src.records.atomic_io.BLOCK", block)
+    monkeypatch.setattr("src.records.atomic_io.CHUNK_BYTES", block)
     for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
         for torn in range(3 * block):
             path.write_text(whole + "x" * torn)

@@ -95,7 +95,7 @@ def test_failures_stand_only_once_their_step_was_trained(tmp_path):
     finished = FinishedRollouts(tmp_path, journal)
     finished.add(STEP, FinishedRollout(result=failure("a"), seed=5, attempts=3))
     assert finished.load("step", 1) == {} and finished.load("eval", 1) == {} and not any_graded(tmp_path)
-    journal.begun(1, [(STEP.step, STEP.task)])
+    journal.batch_fixed(1, [(STEP.step, STEP.task)])
     journal.trained(1, groups=[], state={})
     assert finished.load("step", 1)[STEP].attempts == 3
 
