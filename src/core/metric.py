@@ -35,10 +35,11 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric[Source]:
-    """One metric, or a family of metrics whose names differ in the parts in angle brackets: `trials/failed/<kind>`.
+    """One metric, or a family of metrics whose names differ in the parts in angle brackets:
+    `trials/failed/<kind>`.
 
-    `compute` returns the value; None if the step has none; a mapping of full names to values for a family. It is
-    None for a metric that its producer computes together with others.
+    `compute` returns the value; None if the step has none; a mapping of full names to values for a family. It
+    is None for a metric that its producer computes together with others.
     """
 
     name: str
@@ -49,7 +50,10 @@ class Metric[Source]:
 
 
 def measure[Source](metrics: Iterable[Metric[Source]], source: Source) -> dict[str, float]:
-    """Return the values of all metrics that have a `compute` function. A later value replaces an earlier one."""
+    """Return the values of all metrics that have a `compute` function.
+
+    A later value replaces an earlier one.
+    """
     values: dict[str, float] = {}
     for metric in metrics:
         value = metric.compute(source) if metric.compute else None

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 MODES = {  # in MAST's order, 1.1 to 3.3
     "task_rules_broken": "The agent acted against a rule or limit that it was given for the task.",
     "role_left": (
-        "The agent did what is not its part, for instance spoke for the customer or decided in the customer's "
-        "place."
+        "The agent did what is not its part, for instance spoke for the customer or decided in the "
+        "customer's place."
     ),
     "steps_repeated": "The agent did again, for no reason, what it had done already.",
     "history_lost": "The agent forgot or undid something from earlier in the conversation.",

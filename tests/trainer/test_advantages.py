@@ -71,7 +71,7 @@ def test_x1_groups_are_not_normalised_over_the_batch():
     assert ours != pytest.approx(fleet, abs=0.1)
 
 
-def test_x2_groups_are_those_of_a_task_even_when_a_trial_was_lost():
+def test_x2_a_failed_trial_does_not_change_the_grouping():
     by_position = [-0.5557189, -0.5557189, -0.5557189, 1.6671568, 0.7409586, 0.7409586, -1.4819171]
     ours = advantages([0, 0, 0]) + advantages([1, 1, 1, 0])
     assert ours[:3] == [0, 0, 0]

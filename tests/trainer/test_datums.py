@@ -57,14 +57,14 @@ class Counted(list):
         return found
 
 
-def test_a_history_rewritten_at_every_turn_is_not_compared_with_all_before_it():
+def test_rewritten_histories_are_compared_cheaply():
     turns = [turn(Counted([*range(10 * number), number + 1000]), [number]) for number in range(1, 101)]
     Counted.copied = 0
     assert merge_turns(turns) == [[each] for each in turns]
     assert Counted.copied < 2 * 100 * 100
 
 
-def test_a_second_answer_to_the_same_prompt_is_a_sequence_of_its_own():
+def test_a_second_answer_to_a_prompt_is_another_sequence():
     assert len(merge_turns([turn([1], [10]), turn([1], [11])])) == 2
 
 

@@ -136,7 +136,7 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
     assert names(state.kept) == ["a", "d"]
 
 
-async def test_groups_are_good_by_the_rewards_to_learn_from_and_played_with_their_own():
+async def test_groups_are_good_by_rewards_after_the_reward_rules():
     played = [group("a", 1), replace(group("b", 1), failures=[failure()])]
 
     async def play(tasks, attempt):

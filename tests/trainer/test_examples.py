@@ -72,7 +72,7 @@ def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
     ("reduction", "first", "total"),
     [("token_mean", 0.5, 1.0), ("sequence_mean", 0.25, 0.5), ("seq_mean_token_sum_norm", 0.05, 0.1)],
 )
-def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, first, total):
+def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
     examples = apply_loss_reduction(
         examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS),
         settings(loss_reduction=reduction),
@@ -84,7 +84,7 @@ def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, 
 
 
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
-def test_l13_to_l15_a_sequence_over_the_limit_trains_nothing_and_still_counts(num_tokens, num_trained):
+def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
     # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of it is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
@@ -105,13 +105,13 @@ def test_l13_to_l15_a_sequence_over_the_limit_trains_nothing_and_still_counts(nu
     ]
 
 
-def test_l15_a_prompt_alone_over_the_limit_is_counted_and_nothing_is_cut_from_the_wrong_end():
+def test_l15_an_overlong_prompt_is_counted_and_not_cut():
     long = trajectory(reward=1, turns=[turn([1] * 12, [2])])
     [example] = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long]), settings(), FILTERS)
     assert example.sequences == [] and example.num_too_long == 1
 
 
-def test_s7_step_by_step_every_turn_is_an_example_with_its_trajectorys_advantage():
+def test_s7_every_turn_has_the_advantage_of_its_trajectory():
     # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out here.
     turns = [turn([1] * 3, [2, 3]), turn([1, 1, 1, 2, 3, 4], [5])]
     members = [trajectory(reward=1, turns=turns), trajectory(reward=0, turns=[turn([1], [2])])]
@@ -153,7 +153,7 @@ class Reference:
         return [-1.0] * (len(token_ids) - 1)
 
 
-async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
+async def test_the_kl_penalty_keeps_the_sum_of_advantages():
     members = [
         trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]),
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)]),

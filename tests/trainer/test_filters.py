@@ -42,7 +42,7 @@ def test_constant_groups_stay_unless_they_are_to_go():
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
 
 
-def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_variance_to_miss():
+def test_rounding_is_no_variance_and_a_lone_trial_stays():
     kept, dropped = keep_groups(
         [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
     )
@@ -62,7 +62,7 @@ def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_varia
         ("failed", 0),
     ],
 )
-def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
+def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
     turns = [turn([1], [2])]
     before = TrajectoryGroup(
         task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))]
@@ -105,7 +105,7 @@ def test_a_group_that_failures_made_too_small_is_dropped():
     )
 
 
-def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
+def test_failures_leave_the_group_or_get_a_reward():
     [kept], _ = keep_groups([group(1, failures=2)], settings())
     assert kept.rewards == [1]
     [rewarded] = apply_reward_rules([group(1, failures=2)], settings(failed_trial_reward=0))

@@ -94,7 +94,7 @@ def test_each_correction_alone_is_one(option):
     assert settings(**option).is_on and not settings().is_on
 
 
-def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_them():
+def test_the_capped_fraction_counts_masked_tokens():
     one = example(turn([1], [10, 11], logprob=-1.0))
     _, metrics = apply_tis(
         [[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
@@ -115,7 +115,7 @@ def example(*turns, advantage=1.0):
     )
 
 
-def test_a_correction_scales_advantages_and_replaces_logprobs_at_sampled_tokens_only():
+def test_tis_changes_sampled_tokens_only():
     one = example(turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0)
     old = np.array([9.0, -1.0, -1.0, 9.0, -3.0], dtype=np.float32)
     [[changed]], metrics = apply_tis([[one]], [old], settings(tis="token"))

@@ -42,7 +42,7 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     assert records(tmp_path / JOURNAL)[-1]["state"] == "done"
 
 
-def test_steps_after_the_checkpoint_that_was_taken_up_do_not_count_as_trained(tmp_path):
+def test_steps_after_the_resumed_checkpoint_are_not_trained(tmp_path):
     journal = Journal(tmp_path)
     journal.started(resumed_from=0)
     for step in (1, 2, 3):
@@ -68,7 +68,7 @@ def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
     assert sum(record["event"] == "batch_fixed" for record in records(tmp_path / JOURNAL)) == 1
 
 
-def test_a_result_is_settled_by_the_step_that_learned_from_it_or_by_its_evaluation(tmp_path):
+def test_a_result_is_settled_by_the_step_that_used_it(tmp_path):
     journal, late = Journal(tmp_path), RolloutKey(purpose="step", step=1, task="late", member=0)
     journal.batch_fixed(1, [(1, "a")])
     journal.batch_fixed(2, [(1, "late")])
@@ -95,7 +95,7 @@ def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
-def test_what_was_trained_waits_for_the_disk_and_what_is_played_does_not(tmp_path, monkeypatch):
+def test_only_trained_events_are_synced_to_disk(tmp_path, monkeypatch):
     journal, synced, fsync = Journal(tmp_path), [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(fsync(descriptor)))
     journal.rollout_started(HERE, policy_version=0, seed=7)

@@ -22,7 +22,7 @@ def group(name, *rewards, failures=()):
 FOUR = [group("a", 1, 0, 0, 0), group("b", 0, 0, 0, 0), group("c", 1, 1, 1, 1), group("d", 0.5, -0.5, 0, 0)]
 
 
-def test_reward_metrics_have_the_values_of_skyrl_in_fleets_definitions():
+def test_reward_metrics_have_skyrls_values():
     metrics = group_metrics(FOUR, group_size=4)
     assert metrics["reward/avg_pass_at_4"] == 0.75
     assert metrics["reward/variance_per_prompt"] == 0.078125
@@ -33,13 +33,13 @@ def test_reward_metrics_have_the_values_of_skyrl_in_fleets_definitions():
     assert metrics["reward/zero_reward_rate"] == 9 / 16
 
 
-def test_a_pass_is_a_positive_sum_as_in_fleet_and_not_a_positive_last_token_as_upstream():
+def test_a_pass_is_a_positive_sum_of_rewards():
     token_level = [[1, 0], [0, 1], [0, 0]]  # upstream: 0.3333
     groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_level)]
     assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
 
 
-def test_every_environment_has_its_own_signal_where_tasks_form_families():
+def test_every_family_has_signal_metrics():
     metrics = group_metrics(
         [group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2
     )
@@ -50,7 +50,7 @@ def test_every_environment_has_its_own_signal_where_tasks_form_families():
     assert not any(name.startswith("reward/a/") for name in group_metrics(FOUR, group_size=4))
 
 
-def test_response_lengths_have_the_values_of_skyrl():
+def test_response_lengths_have_skyrls_values():
     metrics = token_metrics([2, 4, 1], [1.0, 0.0, -1.0])
     assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (1, 4)
     assert metrics["generate/avg_num_tokens"] == pytest.approx(2.3333333)
@@ -61,7 +61,7 @@ def test_response_lengths_have_the_values_of_skyrl():
     )
 
 
-def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
+def test_assistant_tokens_have_skyrls_values():
     # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at all there.
     members = [
         trajectory("a", 1.0, [turn([1], [2, 3])]),
@@ -77,7 +77,7 @@ def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
     assert metrics["generate/batch_num_seq"] == 3
 
 
-def test_nothing_to_measure_is_six_zeros_and_a_warning(caplog):
+def test_an_empty_batch_gives_six_zeros_and_a_warning(caplog):
     metrics = token_metrics([], [])
     names = [
         "min_num_tokens",
@@ -129,7 +129,7 @@ def test_shares_of_groups_add_up():
     assert shares == [0.5, 0.25, 0.25]
 
 
-def test_trials_whose_agents_prevented_their_grading_are_counted_by_reason():
+def test_prevented_gradings_are_counted_by_reason():
     voided = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
     metrics = group_metrics(
         [replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2
@@ -195,7 +195,7 @@ def test_a_family_is_an_id_without_its_number(task_id, name):
     assert family(task_id) == name
 
 
-def test_what_environments_measure_is_summed_up_by_its_name_and_averaged_per_trial():
+def test_environment_metrics_are_reduced_by_their_names():
     members = [
         replace(
             trajectory(turns=[turn([1], [2])]),

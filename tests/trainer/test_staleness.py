@@ -20,7 +20,7 @@ def example(*versions):
     )
 
 
-def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
+def test_tokens_older_than_the_bound_lose_their_advantage():
     before = example(2, 3, 4)
     ((after,),), metrics = mask_stale([[before]], version=4, max_staleness=1)
     (sequence,), (was,) = after.sequences, before.sequences

@@ -75,7 +75,7 @@ for start in (0, 2):
 """
 
 
-def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(tmp_path):
+def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
     environment = {"WANDB_MODE": "offline", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE, str(tmp_path)],
@@ -132,7 +132,7 @@ class FakeWandb(types.ModuleType):
         self.released.wait(10)
 
 
-def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_path, monkeypatch):
+def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
     fake = FakeWandb(is_down=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
@@ -175,9 +175,7 @@ class FakeTrackio(types.ModuleType):
         self.finished += 1
 
 
-def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_now(
-    tmp_path, monkeypatch, capsys
-):
+def test_trackio_continues_the_run_of_the_folder(tmp_path, monkeypatch, capsys):
     fake = FakeTrackio()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     for start, name in ((0, "monday"), (1, "tuesday")):
@@ -218,7 +216,7 @@ def test_renamed_metrics_are_announced_once(tmp_path, caplog):
     assert "tokens/sequences -> batch/sequences" in notice and "\n" not in notice
 
 
-def test_a_log_that_is_dropped_finishes_nothing_and_one_that_is_closed_does_so_once(tmp_path, monkeypatch):
+def test_only_a_closed_log_finishes_its_runs(tmp_path, monkeypatch):
     fake = FakeTrackio()
     dropped = RunLog(tmp_path / "metrics.jsonl", trackio_run=fake)
     del dropped
