@@ -17,18 +17,22 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
+from skyrl_tx_server.engine.executor_protocol import (
+    EngineInfo,
+    Executor,
+    FailedSequence,
+    FinishedSequence,
+    PrefillResult,
+    SequencesLostError,
+)
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
-    CsrMatrix,
     ForwardBackward,
     Op,
     OpResult,
     Sample,
     SampledSequence,
     SampleResult,
-    TopkLogprobs,
 )
 from skyrl_tx_server.engine.scheduler import (
     Decode,
@@ -45,60 +49,6 @@ logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
 OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineInfo:
-    """What clients may ask of this engine."""
-
-    base_model: str
-    max_context_length: int  # prompt + completion
-    max_lora_rank: int
-    vocab_size: int
-    model_type: str = "qwen3"  # the family, as config.json names it
-    eos_token_ids: tuple[int, ...] = ()
-    devices: str = ""  # how many of which kind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedRow:
-    """Sample `index` of request `request_id` is complete."""
-
-    request_id: int
-    index: int
-    sequence: SampledSequence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailedRow:
-    """A sample of request `request_id` went wrong, and with it the request; nobody else is concerned."""
-
-    request_id: int
-    error: Exception
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillResult:
-    """What prefilling a request brought at once."""
-
-    prompt_logprobs: np.ndarray | None  # [P] float32
-    prompt_cache_hit_tokens: int
-    finished: Sequence[FinishedRow | FailedRow]  # rows that were over after their first token
-    topk_prompt_logprobs: TopkLogprobs | None = None
-    target_prompt_logprobs: CsrMatrix | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunningRow:
-    """Sample `index` of a request, as far as it has come. The sequences grow; copy what is to be kept."""
-
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-
-
-class RowsLostError(ServerError):
-    """The device state of every running sample is gone; the executor has an empty cache again."""
 
 
 class WithdrawnError(ServerError):
@@ -135,59 +85,6 @@ class EngineSide(Protocol):
     def stats(self) -> dict[str, object]: ...
 
 
-class Executor(Protocol):
-    """Sole owner of the devices; called from the engine's thread only."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def rows_decoding(self) -> int: ...
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """How many tokens of prompts that are computed in part the cache keeps without harm to others."""
-        ...
-
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
-        """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
-        ...
-
-    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute the first of these, or the first several together, and give their samples a slot each: an admission for each that was
-        taken. None: a piece of a long prompt has been computed and there is more; ask again.
-
-        CapacityError: no room for the first now. RowsLostError: see there. After any other error nothing has changed.
-        """
-        ...
-
-    def decode(self) -> bool:
-        """Compute one decode block over all occupied slots, if none is under way, and wait for it: whether it ended rows. `collect` must
-        follow. After any exception no slot is occupied."""
-        ...
-
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
-        """What became of the block's rows. Where the caller would `go_on` with another block at once, that one is begun first."""
-        ...
-
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Free the slots of these rows, each (ticket, index), until they are admitted again. Only after a `collect` without `go_on`."""
-        ...
-
-    def running(self, request_id: int) -> Sequence[RunningRow]:
-        """The rows of a request that are not complete yet."""
-        ...
-
-    def release(self, request_id: int) -> None:
-        """Free the slots of a request that failed."""
-        ...
-
-    def stats(self) -> dict[str, object]: ...
-
-
 @dataclass(kw_only=True, slots=True)
 class _Sampling:
     """A `Sample` on its way: rows arrive one by one, in any order."""
@@ -206,7 +103,7 @@ class Engine:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._scheduler = Scheduler(unfinished_tokens=executor.unfinished_tokens)
+        self._scheduler = Scheduler(unfinished_tokens=executor.sampler.max_unfinished_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
         self._watchers: dict[int, Watcher] = {}  # of samples that have not begun
@@ -301,7 +198,7 @@ class Engine:
                         self._decode()
                     case Pause():
                         kind = "pause"
-                        self._executor.pause(turn.rows)
+                        self._executor.sampler.pause(turn.rows)
                 self._seconds[kind] += time.perf_counter() - began
         except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
             logger.exception("the engine thread died")
@@ -312,9 +209,9 @@ class Engine:
         """Wait for work; None when stopping."""
         with self._work:
             while not self._stopping:
-                decoding = self._executor.rows_decoding
+                decoding = self._executor.sampler.num_running
                 turn = self._scheduler.next(
-                    free_slots=self._executor.num_slots - decoding, rows_decoding=decoding
+                    free_slots=self._executor.sampler.num_slots - decoding, rows_decoding=decoding
                 )
                 if turn is not None:
                     return turn
@@ -352,15 +249,15 @@ class Engine:
         if not admits:
             return
         try:
-            admissions = self._executor.admit(admits)
+            admissions = self._executor.sampler.prefill(admits)
         except CapacityError as error:
-            if self._executor.rows_decoding:  # a row that finishes makes room
+            if self._executor.sampler.num_running:  # a row that finishes makes room
                 with self._work:
                     self._scheduler.hold(admits)
             else:
                 self._put_back(admits[1:])
                 self._fail_sample(admits[0].request_id, error)
-        except RowsLostError as error:
+        except SequencesLostError as error:
             self._fail_all_samples(error, *(admit.request_id for admit in admits))
         except Exception as error:
             self._put_back(admits[1:])
@@ -386,7 +283,7 @@ class Engine:
     def _admitted(self, admit: PrefillRequest, admission: PrefillResult | None) -> None:
         if admit.request_id not in self._sampling:
             if not self._begin(admit.request_id):
-                self._executor.release(admit.request_id)
+                self._executor.sampler.release(admit.request_id)
                 with self._work:
                     self._scheduler.drop_sample(admit.request_id)
                 return
@@ -411,8 +308,10 @@ class Engine:
     def _decode(self) -> None:
         self._counts["decode_blocks"] += 1
         try:
-            ended = self._executor.decode()
-            finished = self._executor.collect(go_on=self._decodes_next(free_slots=1 if ended else 0))
+            ended = self._executor.sampler.decode()
+            finished = self._executor.sampler.poll(
+                dispatch_next=self._decodes_next(free_slots=1 if ended else 0)
+            )
         except Exception as error:
             self._fail_all_samples(error)
         else:
@@ -422,15 +321,15 @@ class Engine:
     def _decodes_next(self, *, free_slots: int) -> bool:
         """Whether nobody else wants the devices, where so many more slots are about to be free."""
         with self._work:
-            free_slots += self._executor.num_slots - self._executor.rows_decoding
+            free_slots += self._executor.sampler.num_slots - self._executor.sampler.num_running
             return not self._stopping and not self._scheduler.interrupts(free_slots=free_slots)
 
-    def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
+    def _collect(self, rows: Sequence[FinishedSequence | FailedSequence]) -> None:
         for row in rows:
             sampling = self._sampling.get(row.request_id)
             if sampling is None:  # another row of the request has failed
                 continue
-            if isinstance(row, FailedRow):
+            if isinstance(row, FailedSequence):
                 self._fail_sample(row.request_id, row.error)
                 continue
             sampling.sequences[row.index] = row.sequence
@@ -459,7 +358,7 @@ class Engine:
             if not sampling.watcher.wanted():
                 self._fail_sample(request_id, WithdrawnError("withdrawn: the client has gone"))
                 continue
-            for row in self._executor.running(request_id) if sampling.watcher.follows else ():
+            for row in self._executor.sampler.running(request_id) if sampling.watcher.follows else ():
                 seen = sampling.reported.get(row.index, 0)
                 if len(row.tokens) > seen:
                     sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
@@ -471,7 +370,7 @@ class Engine:
             self._scheduler.drop_sample(request_id)
         if not begun:
             return
-        self._executor.release(request_id)
+        self._executor.sampler.release(request_id)
         self._fail(request_id, error, what="Sample")
 
     def _fail_all_samples(self, error: Exception, *beginning: int) -> None:
