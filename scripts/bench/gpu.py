@@ -42,7 +42,8 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, PrefillRequest
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.lora.adapter import adapter_size

@@ -39,7 +39,7 @@ from skyrl_tx_server.engine.engine import (
     RunningRow,
 )
 from skyrl_tx_server.engine.operations import Op, OpResult
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from skyrl_tx_server.distributed.multihost import ALONE, Hosts
 from skyrl_tx_server.engine.engine import FailedRow, FinishedRow, PrefillResult, RowsLostError, RunningRow
 from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, SampledSequence, TopkLogprobs
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.cache_size import CacheSize, kernel_decodes

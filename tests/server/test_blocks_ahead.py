@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx_server.engine.engine import FailedRow, FinishedRow
 from skyrl_tx_server.engine.operations import Sample, SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings

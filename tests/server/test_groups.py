@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import Sample, SamplingSettings
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.executor.cache_size import CacheSize
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.sampling.batch_runner import BatchRunner

@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     StopReason,
     TrainDatum,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
