@@ -24,6 +24,7 @@ from jax.stages import Lowered
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.distributed.multihost import ALONE, Hosts
 from skyrl_tx_server.engine.engine import EngineInfo, FailedRow, FinishedRow, PrefillResult, RunningRow
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -71,8 +72,8 @@ from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
-from skyrl_tx_server.training.losses import LossSelection, select_loss, trained_positions
-from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
+from skyrl_tx_server.training.losses import LossSelection, select_loss
+from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack
 from skyrl_tx_server.training.train_step import (
     TokenOutputs,
     adam_from_arrays,
@@ -276,13 +277,14 @@ class DeviceExecutor:
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
         model = self._models.get(op.model_id)
-        loss = select_loss(op.loss_fn, op.settings)
-        trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
+        loss, spec = select_loss(op.loss_fn, op.settings), LOSSES[op.loss_fn]
+        trained = [spec.has_gradient(datum) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)
-        if op.loss_fn is LossFn.GSPO:
+        if spec.add_sequence_term is not None:
             logprobs, _ = yield from self._forward(op.model_id, batches, loss)
             yield
-            batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
+            data = [spec.add_sequence_term(*pair) for pair in zip(op.data, logprobs, strict=True)]
+            batches = pack(data, trained, self._train_shapes)
         if op.forward_only:
             logprobs, total = yield from self._forward(op.model_id, batches, loss)
             return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})

@@ -152,12 +152,12 @@ def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_o
     result = run(engine, op)
     expected = sum(
         reference_losses.total(
-            "gspo",
+            LossFn.GSPO,
             own,
             sampler_logprobs=datum.logprobs,
             advantages=datum.advantages,
             sequence_ratio_mask=datum.sequence_ratio_mask,
-            high=1.1,
+            options={"clip_high_threshold": 1.1},
         )
         for datum, own in zip(batch, result.logprobs, strict=True)
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CsrMatrix,
@@ -37,20 +38,6 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 _CONVERTED_AT_ONCE = 1 << 16
 
-LOSS_INPUTS = {
-    LossFn.CROSS_ENTROPY: frozenset({"target_tokens", "weights"}),
-    LossFn.IMPORTANCE_SAMPLING: frozenset({"target_tokens", "logprobs", "advantages"}),
-    LossFn.PPO: frozenset({"target_tokens", "logprobs", "advantages"}),
-    LossFn.CISPO: frozenset({"target_tokens", "logprobs", "advantages"}),
-    LossFn.DRO: frozenset({"target_tokens", "logprobs", "advantages"}),
-    LossFn.GSPO: frozenset({"target_tokens", "logprobs", "advantages", "sequence_ratio_mask"}),
-}
-LOSS_CONFIG = {
-    LossFn.PPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
-    LossFn.CISPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
-    LossFn.DRO: frozenset({"beta"}),
-    LossFn.GSPO: frozenset({"clip_low_threshold", "clip_high_threshold"}),
-}
 INPUT_HINTS = {
     "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
     "weights": "only cross_entropy takes weights; fold them into the advantages",
@@ -364,15 +351,13 @@ def parse_loss_fn(name: str) -> LossFn:
 
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
-    known = LOSS_CONFIG.get(loss_fn, frozenset())
+    known = LOSSES[loss_fn].options
     for name, value in config.items():
         if name not in known:
             allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
-        if not is_finite_number(value) or not isinstance(value, int | float) or value < 0:
-            raise UserError(
-                f"loss_fn_config: {name} must be a finite number, not negative, got {quoted(value)}"
-            )
+        if not is_finite_number(value) or not isinstance(value, int | float) or value not in known[name]:
+            raise UserError(f"loss_fn_config: {name} must be {known[name]}, got {quoted(value)}")
     settings = LossSettings(
         **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
     )
@@ -389,15 +374,16 @@ def check_datum(
 ) -> TrainDatum:
     """One datum from its decoded arrays, with every property the loss relies on checked."""
     where = f"datum {index}"
-    expected = LOSS_INPUTS[loss_fn]
+    spec = LOSSES[loss_fn]
+    expected = spec.inputs
     for name, array in inputs.items():
         if name not in expected:
             hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
             raise UserError(f"{where}: loss {loss_fn.value} does not use the input {quoted(name)}; {hint}")
-        if array.ndim != 1 and (array.ndim != 2 or loss_fn is not LossFn.CROSS_ENTROPY):
+        if array.ndim != 1 and (array.ndim != 2 or not spec.takes_several_targets):
             takes = (
                 "[N] or [N, K]"
-                if loss_fn is LossFn.CROSS_ENTROPY
+                if spec.takes_several_targets
                 else "[N]: only cross_entropy takes several targets per position"
             )
             raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
@@ -405,7 +391,7 @@ def check_datum(
             raise UserError(
                 f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must be equal"
             )
-    missing = expected - set(inputs) - {"weights"}
+    missing = expected - set(inputs) - spec.optional_inputs
     if missing:
         raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
     if tokens.size == 0:
@@ -431,7 +417,7 @@ def check_datum(
         advantages=_finite(inputs, "advantages", where),
         sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
-    if loss_fn is LossFn.GSPO and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
+    if "sequence_ratio_mask" in expected and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
         raise UserError(
             f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion"
         )
