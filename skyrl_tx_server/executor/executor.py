@@ -52,14 +52,14 @@ from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
 from skyrl_tx_server.files.base_model import fingerprint
-from skyrl_tx_server.files.checkpoints import (
+from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
     CheckpointKind,
-    CheckpointStore,
     checkpoint_path,
     is_on_disk,
     parse_path,
 )
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 from skyrl_tx_server.model.lora.adapter import (
     Adapter,

@@ -17,7 +17,8 @@ from skyrl_tx_server.engine.operations import OpResult
 from skyrl_tx_server.errors import NotFoundError, ServerError
 from skyrl_tx_server.external.background_tasks import Errands
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 
 PREFIX = "adapter-"

@@ -18,7 +18,7 @@ from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
 from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
-from skyrl_tx_server.http.wire.requests import Limits
+from skyrl_tx_server.http.wire.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import json
 import numpy as np
 from skyrl_tx_server.engine.loss_spec import LossFn
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.requests import parse_loss_config, parse_loss_fn
+from skyrl_tx_server.http.wire.training_requests import parse_loss_config, parse_loss_fn
 from skyrl_tx_server.training.losses import LossInputs, select_loss, token_losses
 
 loss_fn = parse_loss_fn("squared_error")

@@ -26,7 +26,7 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_p
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
-from skyrl_tx_server.http.wire.requests import (
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     check_optimizer_config,
     parse_adam,

@@ -21,13 +21,19 @@ from skyrl_tx_server.engine.operations import (
     SaveWeights,
 )
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
+from skyrl_tx_server.files.checkpoint_record import (
+    CheckpointInfo,
+    CheckpointKind,
+    checkpoint_path,
+    parse_path,
+)
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.training import begin_model, submit
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
+from skyrl_tx_server.http.wire.limits import check_ttl
+from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
 
 CHECKPOINT_TYPES = {
     CheckpointKind.TRAINING: "training",
