@@ -282,7 +282,7 @@ def _app_state(
         registry=Registry(session_timeout_s=config.session_timeout_s),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(config.checkpoints_path, config.alias),
-        ledger=run_index,
+        run_index=run_index,
         settings=HttpSettings(
             model_dir=model_dir,
             max_request_bytes=config.max_request_mb << 20,

@@ -92,7 +92,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
-        ledger=RunIndex(folder / "ledger.jsonl"),
+        run_index=RunIndex(folder / "ledger.jsonl"),
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()

@@ -549,7 +549,7 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
             await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
-        site.context.ledger.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
+        site.context.run_index.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
         await housekeep(site.context)
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

@@ -87,7 +87,7 @@ def begin_model(
             context.registry.forget_model(op.model_id)
             return
         try:
-            context.ledger.record_run(run)
+            context.run_index.record_run(run)
         except OSError as error:  # a full disk: without an entry the model could not be found again
             context.registry.forget_model(op.model_id)
             context.engine.submit(UnloadModel(model_id=op.model_id))
