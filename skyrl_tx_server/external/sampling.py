@@ -34,7 +34,7 @@ from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
 from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, ExternalAdapters
 from skyrl_tx_server.external.background_tasks import BackgroundTasks
-from skyrl_tx_server.external.logprob_mismatch import LogprobMismatch, LogprobDiff, logprob_diff
+from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore

@@ -79,8 +79,8 @@ def outcomes(number: int, seed: int) -> list[str]:
         try:
             if name == "protobuf":
                 message = bytearray(rng.choice(valid_messages))
-                for _ in range(rng.randint(1, 4)):
-                    message[rng.randrange(len(message))] = rng.randrange(256)
+                # One byte only: of two wrong inputs the parser reports the one that the map gives first.
+                message[rng.randrange(len(message))] = rng.randrange(256)
                 parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
             else:
                 body = bodies.VALID[name]
