@@ -42,7 +42,8 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, PrefillRequest
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.lora.adapter import adapter_size
@@ -156,14 +157,14 @@ def main(config: GpuConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
         open_executor = partial(opened, model_dir, config, dtype)
-        with open_executor(decode_block=16) as driver:
+        with open_executor(decode_steps_per_dispatch=16) as driver:
             training(config, model, driver)
             prefill(config, model, driver)
             block_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
         del driver
         gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
-        with open_executor(decode_block=64) as driver:
+        with open_executor(decode_steps_per_dispatch=64) as driver:
             longer_s = driver.block_s(
                 driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
             )
@@ -172,19 +173,27 @@ def main(config: GpuConfig) -> None:
 
 
 @contextlib.contextmanager
-def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
+def opened(
+    model_dir: Path, config: GpuConfig, dtype: str, *, decode_steps_per_dispatch: int
+) -> Iterator[Driver]:
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
     given = {
         "max_context_length": longest,
-        "decode_slots": config.rows,
+        "max_num_seqs": config.rows,
         "train_tokens_per_batch": config.train_length,
     }
     given |= {
-        "compile_ahead": False
+        "warmup": False
     }  # or other programs would be compiled, and tried on the device, while these are timed
     with tempfile.TemporaryDirectory() as folder:
         executor = DeviceExecutor(
-            settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)
+            settings(
+                model_dir,
+                Path(folder),
+                dtype=dtype,
+                decode_steps_per_dispatch=decode_steps_per_dispatch,
+                **given,
+            )
         )
         if executor.sampler.num_slots < config.rows:
             sys.exit(

@@ -18,12 +18,13 @@ import numpy as np
 
 from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
-from skyrl_tx_server.training.losses import select_loss, trained_positions
+from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, train_shapes
 from skyrl_tx_server.training.train_step import TrainBatch, forward_backward, train_batch
 
@@ -108,7 +109,7 @@ def batch(*, every: int) -> TrainBatch:
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
     tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
     data = [TrainDatum(tokens=row[:-1], target_tokens=row[1:], weights=weights) for row in tokens]
-    trained = [trained_positions(datum, LossFn.CROSS_ENTROPY) for datum in data]
+    trained = [LOSSES[LossFn.CROSS_ENTROPY].has_gradient(datum) for datum in data]
     (packed,) = pack(data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=ROWS * LENGTH))
     return train_batch(packed)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from skyrl_tx_server.engine.operations import CsrMatrix, Op, OpResult, SampledSequence, TopkLogprobs
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 ON_ALL_RANKS: set[str] = set()

@@ -21,11 +21,12 @@ import jax
 import numpy as np
 from jax.stages import Lowered
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
 from skyrl_tx_server.engine.executor_protocol import (
     EngineInfo,
 )
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -52,14 +53,14 @@ from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
 from skyrl_tx_server.files.base_model import fingerprint
-from skyrl_tx_server.files.checkpoints import (
+from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
     CheckpointKind,
-    CheckpointStore,
     checkpoint_path,
     is_on_disk,
     parse_path,
 )
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 from skyrl_tx_server.model.lora.adapter import (
     Adapter,
@@ -72,8 +73,8 @@ from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
-from skyrl_tx_server.training.losses import LossSelection, select_loss, trained_positions
-from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
+from skyrl_tx_server.training.losses import LossSelection, select_loss
+from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack
 from skyrl_tx_server.training.train_step import (
     TokenOutputs,
     adam_from_arrays,
@@ -98,7 +99,7 @@ logger = logging.getLogger(__name__)
 class DeviceExecutor:
     """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
-    def __init__(self, settings: EngineSettings, ranks: RankGroup = SINGLE_RANK) -> None:
+    def __init__(self, settings: EngineOptions, ranks: RankGroup = SINGLE_RANK) -> None:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
@@ -111,8 +112,8 @@ class DeviceExecutor:
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
-            settings.checkpoints_dir,
-            settings.base_model,
+            settings.checkpoints_path,
+            settings.alias,
             fingerprint(settings.model_dir),
             quota_bytes=settings.checkpoint_quota_bytes,
             tenant_quota=settings.tenant_quota,
@@ -127,7 +128,7 @@ class DeviceExecutor:
         self.adapters = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
-            slots=settings.max_snapshots,
+            slots=settings.max_loras,
             dtype=dtype,
             read=self._read,
             free_host_bytes=lambda: ranks.broadcast_from_rank0(available_host_bytes),
@@ -142,14 +143,14 @@ class DeviceExecutor:
             size=fitting_cache(model, cache_budget),
             dp_ranks=settings.mesh.batch,
             max_context_length=model.context,
-            steps=settings.decode_block,
+            steps=settings.decode_steps_per_dispatch,
             dtype=dtype,
             model_dir=settings.model_dir,
-            processed_logprobs=settings.tempered_logprobs,
+            processed_logprobs=settings.logprobs_mode == "processed",
             ranks=ranks,
         )
         self.info = EngineInfo(
-            base_model=settings.base_model,
+            base_model=settings.alias,
             max_context_length=model.context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
@@ -158,11 +159,7 @@ class DeviceExecutor:
             devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
-        ahead = (
-            on_gpu() and jax.process_count() == 1
-            if settings.compile_ahead is None
-            else settings.compile_ahead
-        )
+        ahead = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
         if ahead:
             threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
 
@@ -249,13 +246,14 @@ class DeviceExecutor:
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
         model = self._models.get(op.model_id)
-        loss = select_loss(op.loss_fn, op.settings)
-        trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
+        loss, spec = select_loss(op.loss_fn, op.settings), LOSSES[op.loss_fn]
+        trained = [spec.has_gradient(datum) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)
-        if op.loss_fn is LossFn.GSPO:
+        if spec.add_sequence_term is not None:
             logprobs, _ = yield from self._forward(op.model_id, batches, loss)
             yield
-            batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
+            data = [spec.add_sequence_term(*pair) for pair in zip(op.data, logprobs, strict=True)]
+            batches = pack(data, trained, self._train_shapes)
         if op.forward_only:
             logprobs, total = yield from self._forward(op.model_id, batches, loss)
             return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})

@@ -10,13 +10,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
@@ -32,26 +33,15 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
-from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
-from skyrl_tx_server.external.background_tasks import Errands
-from skyrl_tx_server.external.logprob_mismatch import Agreement, LogprobDiff, gap
+from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, ExternalAdapters
+from skyrl_tx_server.external.background_tasks import BackgroundTasks
+from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 PROOF_TOKENS = 16
 """So many tokens of a snapshot must have agreed before samples of it are passed on unseen."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalSettings:
-    """The view of the server's options that sampling elsewhere takes."""
-
-    adapters: Path  # absolute; where adapters are written
-    max_adapters: int  # loaded there at once
-    check: float  # share of samples that the engine scores again
-    check_limit: float  # nats per token
-    model_dir: Path
 
 
 class ExternalSampling:
@@ -62,8 +52,13 @@ class ExternalSampling:
         engine: EngineSide,
         server: ExternalServer,
         checkpoints: CheckpointStore,
-        settings: ExternalSettings,
+        options: SamplerOptions,
+        *,
+        adapters: Path,
+        max_adapters: int,
+        model_dir: Path,
     ) -> None:
+        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded in the sampler."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's {engine.info.max_context_length}; "
@@ -72,14 +67,15 @@ class ExternalSampling:
             )
         self._engine = engine
         self._server = server
-        self._settings = settings
+        self._options = options
+        self._model_dir = model_dir
         self._loop = asyncio.get_running_loop()
-        self._errands = Errands()
+        self._tasks = BackgroundTasks()
         self._adapters = ExternalAdapters(
-            server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters
+            server, checkpoints, self._tasks, root=adapters, max_loaded=max_adapters
         )
-        self._agreement = Agreement(limit=settings.check_limit)
-        self._agreed: Agreed = Counter()  # of the base model
+        self._mismatch = LogprobMismatch(limit=options.sampler_check_limit)
+        self._agreed: AgreedTokens = Counter()  # of the base model
         self._proving = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
@@ -92,7 +88,7 @@ class ExternalSampling:
         return {
             **self._engine.stats(),
             **self._counts,
-            **self._agreement.stats(),
+            **self._mismatch.stats(),
             "sampler_adapters": self._adapters.num_loaded,
         }
 
@@ -121,7 +117,7 @@ class ExternalSampling:
     async def close(self) -> None:
         """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
         self._stopping = True
-        await self._errands.cancel()
+        await self._tasks.cancel()
 
     def _is_plain(self, op: Sample) -> bool:
         """Whether the external server can give all that is asked for: it has no log-probabilities of prompts and of other tokens for us."""
@@ -146,7 +142,7 @@ class ExternalSampling:
         return future
 
     async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
-        sampled = self._errands.run(self._sampled(op, adapter, tenant))
+        sampled = self._tasks.run(self._sampled(op, adapter, tenant))
         try:
             result = await sampled
         except asyncio.CancelledError:
@@ -198,12 +194,12 @@ class ExternalSampling:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._settings.model_dir)
+        return load_tokenizer(self._model_dir)
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
     async def _check(
-        self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str
+        self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
         """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
 
@@ -217,15 +213,15 @@ class ExternalSampling:
                         op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
                     )
         for sequence in sequences:
-            if random.random() < self._settings.check:
-                self._errands.run(self._compare(op, sequence, tenant))
+            if random.random() < self._options.sampler_check:
+                self._tasks.run(self._compare(op, sequence, tenant))
 
     async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
         """How many tokens agree. SamplerError where they do not."""
         found = await self._compare(op, sequence, tenant)
         if found is None:
             return 0
-        if self._agreement.is_gross(found):
+        if self._mismatch.is_gross(found):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of {op.weights or 'the base model'} differ from "
                 f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter out, or reports them after "
@@ -249,6 +245,6 @@ class ExternalSampling:
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        found = gap(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
-        self._agreement.add(found)
+        found = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        self._mismatch.add(found)
         return found

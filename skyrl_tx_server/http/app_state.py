@@ -6,18 +6,19 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.engine import EngineSide
 from skyrl_tx_server.engine.futures import FutureStore
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys
+from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
 from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
-from skyrl_tx_server.http.wire.requests import Limits
+from skyrl_tx_server.http.wire.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class HttpSettings:
     )
     access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
     tenant_keys: TenantKeys | None = None
-    tenant_quota: Quota = field(default_factory=Quota)
+    tenant_quota: TenantOptions = field(default_factory=TenantOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class AppState:
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
-    ledger: RunIndex
+    run_index: RunIndex
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(
         default_factory=Counter
@@ -69,11 +70,11 @@ class AppState:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
-                engine=EngineShare(self.engine, tenant, quota.max_tokens),
+                engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.of(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
-                checkpoints=self.checkpoints.of(tenant, self.ledger.public.__contains__),
-                ledger=self.ledger.of(tenant),
+                checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
+                run_index=self.run_index.of(tenant),
                 tenant=tenant,
             )
         return self.tenants[tenant]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, is_on_disk, parse_path
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, is_on_disk, parse_path
 from skyrl_tx_server.model.lora.adapter import Adapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -119,7 +119,7 @@ class AdapterCache:
             slot = self._free_slot()
             if slot is None:
                 raise CapacityError(
-                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_snapshots"
+                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_loras"
                 )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1

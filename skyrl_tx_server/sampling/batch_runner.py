@@ -27,7 +27,7 @@ from skyrl_tx_server.engine.executor_protocol import (
     RunningSequence,
     SequencesLostError,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache

@@ -9,7 +9,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence, PrefillResult
 from skyrl_tx_server.engine.operations import Sample
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.allocation import PageAllocator

@@ -15,7 +15,7 @@ import numpy as np
 
 from skyrl_tx_server.distributed.multihost import RankGroup
 from skyrl_tx_server.engine.operations import CsrMatrix, TopkLogprobs
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, blocks_of, common_length

@@ -155,20 +155,6 @@ def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tupl
     return tuple(found[index] for index in range(len(found)))
 
 
-def with_sequence_ratios(
-    data: Sequence[TrainDatum], logprobs: Sequence[np.ndarray]
-) -> tuple[TrainDatum, ...]:
-    """The data for gspo, from the model's own `logprobs`: s in place of the sampler's (see `steps/losses.py`)."""
-
-    def ratio(datum: TrainDatum, own: np.ndarray) -> TrainDatum:
-        assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, "checked before packing"
-        counts = datum.sequence_ratio_mask != 0
-        mean = np.mean((own - datum.logprobs)[counts], dtype=np.float64) if counts.any() else 0.0
-        return replace(datum, logprobs=np.full(len(own), mean, np.float32))
-
-    return tuple(ratio(datum, own) for datum, own in zip(data, logprobs, strict=True))
-
-
 # --- sequences in the order of a stream ------------------------------------------------------------------------------
 
 

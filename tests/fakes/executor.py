@@ -36,9 +36,9 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 
 @dataclass(kw_only=True)

@@ -88,9 +88,7 @@ class Defective:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
     folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(
-        make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4
-    )
+    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
     context = AppState(
@@ -98,7 +96,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
-        ledger=RunIndex(folder / "ledger.jsonl"),
+        run_index=RunIndex(folder / "ledger.jsonl"),
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()

@@ -87,7 +87,7 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     assert cache.on_device == ["a", "d"]
     cache.pin("d")
     save(cache, "e")  # all slots are pinned: `pin` loads it later
-    with pytest.raises(CapacityError, match="raise max_snapshots"):
+    with pytest.raises(CapacityError, match="raise max_loras"):
         cache.pin("e")
     for name in "ad":
         cache.unpin(name)

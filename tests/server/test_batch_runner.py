@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import Sample, SamplingSettings
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import NotFoundError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.weights import load_params

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence
 from skyrl_tx_server.engine.operations import Sample, SampledSequence, SamplingSettings, StopReason
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.sampling.decode import InFlightBatch
@@ -89,8 +89,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     settings = make_settings(
         make_model(folder / "model", MODEL),
         folder,
-        decode_slots=SLOTS,
-        decode_block=STEPS,
+        max_num_seqs=SLOTS,
+        decode_steps_per_dispatch=STEPS,
         max_context_length=192,
         cache_tokens=request.param,
     )

@@ -153,7 +153,7 @@ def test_out_of_memory_says_what_to_lower(caplog: pytest.LogCaptureFixture):
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
-    assert "start the server with smaller decode_slots" in str(error) and "allocating 9 bytes" in str(error)
+    assert "start the server with smaller max_num_seqs" in str(error) and "allocating 9 bytes" in str(error)
 
 
 def test_a_sample_that_cannot_be_honoured_fails_alone():

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +10,6 @@ from skyrl_tx_server.training.packing import (
     pack,
     train_shapes,
     unpack,
-    with_sequence_ratios,
 )
 from tests.server import tiny_qwen3
 
@@ -203,18 +200,6 @@ def test_missing_weights_mean_one_on_every_real_token() -> None:
     (batch,) = packed(tiny_qwen3.data((20,)))
     assert batch.weights.sum() == 20
     assert not np.any(batch.advantages)
-
-
-def test_a_sequences_ratio_is_the_mean_over_its_mask() -> None:
-    sampler, own = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
-    masks = [np.array(mask, np.float32) for mask in ([0, 1, 1], [0, 0, 0])]
-    data = tuple(
-        replace(datum([1, 2, 3], [2, 3, 4]), logprobs=sampler, sequence_ratio_mask=mask) for mask in masks
-    )
-    assert [found.logprobs.tolist() for found in with_sequence_ratios(data, [own, own])] == [
-        [1.5] * 3,
-        [0] * 3,
-    ]
 
 
 def test_blocks_of_padding_look_at_nothing() -> None:

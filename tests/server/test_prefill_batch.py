@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.operations import SamplingSettings
-from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.mesh import to_host

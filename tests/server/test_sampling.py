@@ -26,7 +26,7 @@ from skyrl_tx_server.engine.operations import (
     StopReason,
     TrainDatum,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
@@ -460,7 +460,7 @@ def test_processed_logprobs_are_those_after_temperature(temperature: float, expe
 
 def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
     model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
-    executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
+    executor = DeviceExecutor(make_settings(model, tmp_path, max_num_seqs=1, logprobs_mode="processed"))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
     executor.sampler.prefill(

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_mask, zero_adapter
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
-from skyrl_tx_server.training.losses import select_loss, trained_positions
+from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import (
     BucketShapes,
     PackedBatch,
     pack,
     train_shapes,
     unpack,
-    with_sequence_ratios,
 )
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
@@ -40,7 +40,7 @@ SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 def packed(
     data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES
 ) -> list[PackedBatch]:
-    return pack(data, [trained_positions(datum, loss_fn) for datum in data], shapes)
+    return pack(data, [LOSSES[loss_fn].has_gradient(datum) for datum in data], shapes)
 
 
 def gradient(
@@ -54,8 +54,8 @@ def gradient(
     """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
-    if loss_fn is LossFn.GSPO:
-        data = with_sequence_ratios(data, logprobs_of(adapter, data))
+    if (add_term := LOSSES[loss_fn].add_sequence_term) is not None:
+        data = tuple(map(add_term, data, logprobs_of(adapter, data)))
     batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, LossSettings(**(config or {})))
     for batch in batches:
         grad_sum, output = forward_backward(
@@ -121,18 +121,12 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-SETTINGS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "config"),
     [
-        *((loss_fn, {}) for loss_fn in LossFn),
-        *(
-            (loss_fn, {name: value})
-            for loss_fn in (LossFn.PPO, LossFn.CISPO)
-            for name, value in CLIPS.items()
-        ),
+        *((loss_fn, {}) for loss_fn in LOSSES),
+        *((LossFn.PPO, {name: value}) for name, value in CLIPS.items()),
+        *((LossFn.CISPO, {name: value}) for name, value in CLIPS.items()),
         (LossFn.DRO, {"beta": 0.4}),
         (LossFn.GSPO, {"clip_low_threshold": 0.99}),
         (LossFn.GSPO, {"clip_high_threshold": 1.01}),
@@ -167,7 +161,7 @@ def test_gradients_match_central_differences_of_the_float64_reference(
                 advantages=datum.advantages,
                 sequence_ratio_mask=datum.sequence_ratio_mask,
                 frozen_logprobs=frozen,
-                **{SETTINGS[name]: value for name, value in config.items()},
+                options=config,
             )
             for datum, logprobs, frozen in zip(data, logprobs_of(adapter, data), start, strict=True)
         )

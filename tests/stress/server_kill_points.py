@@ -34,13 +34,14 @@ from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 
 from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 ALIAS = "local/killed"
 SIZES = (
     "max_lora_rank=4",
-    "decode_slots=8",
-    "decode_block=4",
+    "max_num_seqs=8",
+    "decode_steps_per_dispatch=4",
     "max_context_length=128",
     "train_tokens_per_batch=128",
 )
