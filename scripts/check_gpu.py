@@ -42,7 +42,7 @@ from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE, BucketShape
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
@@ -50,8 +50,8 @@ from skyrl_tx_server.sampling.prefill_step import PrefillBatch, prefill
 from skyrl_tx_server.sampling.sequences import batch_settings
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, example
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import dummy_batch
+from skyrl_tx_server.training.train_step import forward_backward
 
 H200 = """
 gpu_device_info {
@@ -113,8 +113,8 @@ def main(config: CheckConfig) -> None:
     )
     params = param_shapes(model, np.dtype("bfloat16"))
     adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
-    shape = BucketShape(rows=axes.batch, length=config.length)
-    batch = train_batch(example(shape))
+    shape = BucketShape(streams=axes.batch, length=config.length)
+    batch = dummy_batch(shape)
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)

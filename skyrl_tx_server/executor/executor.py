@@ -74,7 +74,7 @@ from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
 from skyrl_tx_server.training.losses import LossSelection, select_loss
-from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack
+from skyrl_tx_server.training.packing import PackedBatch, dummy_batch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     TokenOutputs,
     adam_from_arrays,
@@ -85,7 +85,6 @@ from skyrl_tx_server.training.train_step import (
     forward_backward,
     init_adam,
     place_adam,
-    train_batch,
 )
 from skyrl_tx_server.training.training_model_pool import (
     TrainingModel,
@@ -193,7 +192,7 @@ class DeviceExecutor:
         for shape in reversed(
             [shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]
         ):
-            batch = train_batch(example(shape))
+            batch = dummy_batch(shape)
             given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
             yield (
                 f"forward_backward, {shape.length} tokens",
@@ -267,7 +266,7 @@ class DeviceExecutor:
                 model.adapter,
                 gradient,
                 self._params,
-                train_batch(packed),
+                packed.arrays,
                 loss,
                 config=self._config,
                 remat=self._remat,
@@ -287,9 +286,7 @@ class DeviceExecutor:
             if outputs:
                 yield
             adapter = self._models.get(model_id).adapter
-            outputs.append(
-                to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config))
-            )
+            outputs.append(to_host(forward(adapter, self._params, packed.arrays, loss, config=self._config)))
         return _logprobs(batches, outputs), _loss(outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:

@@ -35,15 +35,15 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adap
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, PAGE, train_shapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.sequences import batch_settings
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import pack, train_shapes
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_step import forward_backward
 
 DENSE = ModelConfig(
     model_type="qwen2",
@@ -94,7 +94,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
     data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
     trained = [np.ones(len(datum.tokens), bool) for datum in data]
     (packed,) = pack(
-        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch)
+        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, dp_ranks=shape.batch)
     )
 
     def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
@@ -102,7 +102,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
             place_adapter(config, adapter),
             place_adapter(config, zero_adapter(config, RANK)),
             load_params(model_dir, config, "float32"),
-            train_batch(packed),
+            packed.arrays,
             select_loss(LossFn.CROSS_ENTROPY),
             config=config,
             remat=Remat.NOTHING,

@@ -10,7 +10,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import to_host
-from skyrl_tx_server.model.shapes import PAGE, PrefillShapes
+from skyrl_tx_server.model.shapes import PAGE, BucketShape, BucketShapes, PrefillShapes
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
@@ -18,8 +18,8 @@ from skyrl_tx_server.sampling.prefill_step import prefill
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, BucketShapes, pack, unpack
-from skyrl_tx_server.training.train_step import forward, train_batch
+from skyrl_tx_server.training.packing import pack, unpack
+from skyrl_tx_server.training.train_step import forward
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
@@ -103,8 +103,8 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
 
 def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
     """The trainer's log p of every token except the first."""
-    shape = BucketShape(rows=1, length=256)
+    shape = BucketShape(streams=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], BucketShapes(shapes=(shape,), budget=shape))
-    output = forward(adapter, params, train_batch(batch), select_loss(LossFn.CROSS_ENTROPY), config=CONFIG)
+    output = forward(adapter, params, batch.arrays, select_loss(LossFn.CROSS_ENTROPY), config=CONFIG)
     return unpack([batch], [np.asarray(output.logprobs)])[0]

@@ -36,15 +36,16 @@ from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_r
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
-from skyrl_tx_server.model.shapes import BLOCK, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, PAGE, BucketShape, BucketShapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import decode_batch, model_runner
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.sequences import batch_settings
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, BucketShapes, PackedBatch, pack
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.train_step import forward_backward
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
@@ -54,7 +55,7 @@ INTERPRETED = jax.jit(partial(paged_attention, interpret=True))
 TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
-def forest(*, seed: int, rows: int) -> PackedBatch:
+def forest(*, seed: int, rows: int) -> TrainBatch:
     """Streams of 512 tokens in which some sequences begin alike, the last block padding."""
     random = np.random.default_rng(seed)
     sequences: list[np.ndarray] = []
@@ -64,21 +65,19 @@ def forest(*, seed: int, rows: int) -> PackedBatch:
             own = np.concatenate([sequences[-1][: random.integers(16, 60)], own])
         sequences.append(own.astype(np.int32))
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
-    shape = BucketShape(rows=rows, length=512)
+    shape = BucketShape(streams=rows, length=512)
     (batch,) = pack(
         data,
         [np.ones(len(datum.tokens), bool) for datum in data],
         BucketShapes(shapes=(shape,), budget=shape),
     )
-    assert (batch.num_key_blocks[:, -1] == 0).any() and (batch.num_key_blocks > 1).any()
-    return batch
+    arrays = batch.arrays
+    assert (arrays.layout.num_key_blocks[:, -1] == 0).any() and (arrays.layout.num_key_blocks > 1).any()
+    return arrays
 
 
-def layout_of(batch: PackedBatch) -> TreeLayout:
-    return jax.tree.map(
-        jnp.asarray,
-        TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks),
-    )
+def layout_of(batch: TrainBatch) -> TreeLayout:
+    return jax.tree.map(jnp.asarray, batch.layout)
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
@@ -357,7 +356,7 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
 def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
-    batch = train_batch(forest(seed=0, rows=1))
+    batch = forest(seed=0, rows=1)
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)

@@ -10,16 +10,11 @@ from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import (
-    BucketShapes,
-    PackedBatch,
-    pack,
-    train_shapes,
-    unpack,
-)
+from skyrl_tx_server.training.packing import PackedBatch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
@@ -28,7 +23,6 @@ from skyrl_tx_server.training.train_step import (
     forward,
     forward_backward,
     init_adam,
-    train_batch,
 )
 from tests.server import reference_losses, tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
@@ -59,7 +53,7 @@ def gradient(
     batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, LossSettings(**(config or {})))
     for batch in batches:
         grad_sum, output = forward_backward(
-            adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+            adapter, grad_sum, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG
         )
         outputs.append(output)
     return (
@@ -72,9 +66,7 @@ def gradient(
 def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
     batches = packed(data)
     loss = select_loss(LossFn.CROSS_ENTROPY)
-    outputs = [
-        forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches
-    ]
+    outputs = [forward(adapter, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG) for batch in batches]
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
 
@@ -102,7 +94,7 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         adapter,
         zero_adapter(config, MAX_RANK),
         load_params(directory, config, "float32"),
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=config,
     )
@@ -303,7 +295,7 @@ def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None
         )
     data = (*data, data[1], replace(data[0], weights=np.r_[common, np.ones(30)].astype(np.float32)))
     (batch,) = packed(data)
-    assert np.count_nonzero(batch.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
+    assert np.count_nonzero(batch.arrays.layout.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
     together, loss, logprobs = gradient(data)
     apart, losses = None, 0.0
     for datum, own in zip(data, logprobs, strict=True):
@@ -347,7 +339,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
         tiny_qwen3.adapter(),
         nothing,
         tiny_qwen3.params(),
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=CONFIG,
     )
@@ -365,7 +357,7 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
         tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096)
     )
     lowered = forward_backward.lower(
-        adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO), config=config
+        adapter, adapter, params, batch.arrays, select_loss(LossFn.PPO), config=config
     )
     all_logits = 4096 * config.vocab_size * 4
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
@@ -461,7 +453,7 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
         adapter,
         zero_adapter(CONFIG, MAX_RANK),
         params,
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=CONFIG,
     )
@@ -520,9 +512,9 @@ def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
         for settings in (AdamSettings(), AdamSettings(weight_decay=0.1, grad_clip_norm=1.0)):
             loss = select_loss(loss_fn)
             grad_sum, _ = forward_backward(
-                adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+                adapter, grad_sum, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG
             )
-            forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
+            forward(adapter, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG)
             adapter, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
             after_first = after_first or [program._cache_size() for program in programs]
     assert [program._cache_size() for program in programs] == after_first
