@@ -23,12 +23,12 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.executor.resolved_model import served_model
 from skyrl_tx_server.model.lora.adapter import Adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.weights import load_params
-from skyrl_tx_server.sampling.score_step import Text, score
+from skyrl_tx_server.sampling.score_step import ScoreInputs, score
 from skyrl_tx_server.training.train_step import adam_scalars, adam_step, init_adam, place_adam
 from tests.fakes.tiny_model import make_model, make_settings
 
 SCORED_TOKENS, SCORED_TARGETS, SCORED_TOP = 128, 2, 4
-BANK_SLOTS = 3
+LORA_SLOTS = 3
 
 
 def main() -> None:
@@ -44,14 +44,14 @@ def programs(directory: Path) -> Iterator[tuple[str, Lowered]]:
     model = served_model(settings)
     params = load_params(settings.model_dir, model.config, model.dtype)
     adapter = place_adapter(model.config, zero_adapter(model.config, settings.max_lora_rank))
-    text = Text(
+    inputs = ScoreInputs(
         tokens=np.zeros(SCORED_TOKENS, np.int32),
         length=np.array(SCORED_TOKENS, np.int32),
         adapter_index=np.array(0, np.int32),
         temperature=np.array(1.0, np.float32),
         targets=np.zeros((SCORED_TOKENS, SCORED_TARGETS), np.int32),
     )
-    yield "score", score.lower(params, _stack(adapter), text, config=model.config, top=SCORED_TOP)
+    yield "score", score.lower(params, _stack(adapter), inputs, config=model.config, top=SCORED_TOP)
     adam = place_adam(model.config, init_adam(model.config, settings.max_lora_rank))
     yield "adam_step", adam_step.lower(adapter, adapter, adam, adapter, adam_scalars(AdamSettings()))
 
@@ -65,7 +65,7 @@ def hash_of(lowered: Lowered) -> str:
 
 
 def _stack(adapter: Adapter) -> Adapter:
-    return jax.tree.map(lambda leaf: np.zeros((BANK_SLOTS, *leaf.shape), leaf.dtype), adapter)
+    return jax.tree.map(lambda leaf: np.zeros((LORA_SLOTS, *leaf.shape), leaf.dtype), adapter)
 
 
 if __name__ == "__main__":

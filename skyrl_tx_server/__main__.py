@@ -24,7 +24,7 @@ import uvloop
 
 from skyrl_tx_server.config.command_line import help_text, move_secrets, parse, print_help, with_secrets
 from skyrl_tx_server.config.server_config import ServerConfig
-from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, MultihostExecutor, RankZero
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
@@ -93,13 +93,13 @@ def _follow(config: ServerConfig) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as at SIGTERM; rank 0 notices
     config = _with_local_model(config)
-    follower = join(config, config, lambda reason: _exit_now(_fail(HostLostError(reason), status=1)))
+    follower = join(config, config, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
     logger.info(
         "process %d of %d follows %s", config.process_id, config.num_processes, config.coordinator_address
     )
     try:
         follower.follow(lambda: DeviceExecutor(config, follower))
-    except HostLostError as error:
+    except RankLostError as error:
         return _fail(error, status=1)
     logger.info("stopped")
     return 0
@@ -146,7 +146,7 @@ class _Loaded:
     """The result of loading: an engine, or the error."""
 
     engine: Engine | None = None
-    rank_zero: RankZero = ALONE
+    rank_zero: RankZero = SINGLE_RANK
     model_dir: Path | None = None
     error: Exception | None = None
 
@@ -192,7 +192,7 @@ async def _serve_until_stopped(
     if not loaded.done():
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1) if lost.done() else 0)
+        _exit_now(_fail(RankLostError(lost.result()), status=1) if lost.done() else 0)
     result = loaded.result()
     if result.engine is None:
         server.should_exit = True
@@ -210,7 +210,7 @@ async def _serve_until_stopped(
         result.engine.abandon(lost.result())
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1))
+        _exit_now(_fail(RankLostError(lost.result()), status=1))
     logger.info("stopping")
     if isinstance(state.engine, ExternalSampling):
         await state.engine.close()
@@ -246,7 +246,7 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
 
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     """Load the model and start the engine. Runs in its own thread, because importing jax alone takes seconds."""
-    rank_zero = ALONE
+    rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
         from skyrl_tx_server.engine.stop_strings import check_tokenizer
@@ -282,7 +282,7 @@ def _app_state(
         registry=Registry(session_timeout_s=config.session_timeout_s),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(config.checkpoints_path, config.alias),
-        ledger=run_index,
+        run_index=run_index,
         settings=HttpSettings(
             model_dir=model_dir,
             max_request_bytes=config.max_request_mb << 20,

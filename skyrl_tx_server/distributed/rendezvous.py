@@ -22,7 +22,7 @@ from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.config.process_options import CLUSTER_KEY, ProcessOptions
 from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
-from skyrl_tx_server.distributed.multihost import Follower, RankZero
+from skyrl_tx_server.distributed.multihost import RankZero, WorkerRank
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.base_model import fingerprint
 
@@ -88,7 +88,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
     return leader
 
 
-def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> Follower:
+def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
     with contextlib.ExitStack() as undo:
@@ -117,7 +117,7 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         undo.pop_all()
-    follower = Follower(channel, on_lost)
+    follower = WorkerRank(channel, on_lost)
     _start_jax(hosts, answer["jax"])
     return follower
 

@@ -13,6 +13,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
+
 DEFAULT_TENANT = "default"
 """The tenant of every operation on a server that does not tell tenants apart."""
 
@@ -22,17 +24,6 @@ LORA_ALPHA = 32.0
 
 NO_LOGPROB = -99999.0
 """What the contract writes, with token 0, at a position of a top-k that has none."""
-
-
-class LossFn(StrEnum):
-    """The losses this server computes; formulas in `steps/losses.py`."""
-
-    CROSS_ENTROPY = "cross_entropy"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    PPO = "ppo"
-    CISPO = "cispo"
-    DRO = "dro"
-    GSPO = "gspo"
 
 
 class StopReason(StrEnum):
@@ -67,15 +58,6 @@ class AdamSettings:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossSettings:
-    """A request's loss_fn_config; which loss reads which is in `wire.LOSS_CONFIG`, what for in `steps/losses.py`."""
-
-    clip_low_threshold: float = 0.8  # both bound the ratio itself
-    clip_high_threshold: float = 1.2
-    beta: float = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

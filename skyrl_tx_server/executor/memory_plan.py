@@ -18,12 +18,12 @@ from skyrl_tx_server.executor.cache_size import CacheSize, asked_cache, fitting_
 from skyrl_tx_server.executor.resolved_model import ServedModel, served_model, use_compilation_cache
 from skyrl_tx_server.model.lora.adapter import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE, BucketShape
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, example
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import dummy_batch
+from skyrl_tx_server.training.train_step import forward_backward
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
 
 COPIES_PER_MODEL = 5
@@ -147,7 +147,7 @@ def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
 def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int:
     """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
     program puts down on its way."""
-    batch, config = train_batch(example(shape)), model.config
+    batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)
     lowered = forward_backward.lower(
@@ -155,7 +155,7 @@ def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int
     )
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
-    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.rows
+    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.streams
 
 
 def _gib(num_bytes: int) -> str:

@@ -15,8 +15,8 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.mesh import check_device, make_mesh
 from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import check_divisible
-from skyrl_tx_server.training.packing import BucketShapes, train_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def served_model(settings: EngineOptions) -> ServedModel:
     shapes = train_shapes(
         max_context_length=context,
         tokens_per_batch=settings.train_tokens_per_batch,
-        row_groups=settings.mesh.batch,
+        dp_ranks=settings.mesh.batch,
     )
     return ServedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
 

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from skyrl_tx_server.engine.operations import OpResult
 from skyrl_tx_server.errors import NotFoundError, ServerError
-from skyrl_tx_server.external.background_tasks import Errands
+from skyrl_tx_server.external.background_tasks import BackgroundTasks
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 
 PREFIX = "adapter-"
 
-type Agreed = Counter[bool]
+type AgreedTokens = Counter[bool]
 """How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
 distribution."""
 
@@ -38,7 +39,7 @@ class ExternalAdapter:
     )  # the operation that writes the directory; None: to be written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name there; None: not there
     users: set[Future[OpResult]] = field(default_factory=set)
-    agreed: Agreed = field(default_factory=Counter)
+    agreed: AgreedTokens = field(default_factory=Counter)
 
 
 class ExternalAdapters:
@@ -46,7 +47,7 @@ class ExternalAdapters:
         self,
         server: ExternalServer,
         checkpoints: CheckpointStore,
-        errands: Errands,
+        tasks: BackgroundTasks,
         *,
         root: Path,
         max_loaded: int,
@@ -54,7 +55,7 @@ class ExternalAdapters:
         """No other server may use `root`: what a killed one left there is deleted."""
         self._server = server
         self._checkpoints = checkpoints
-        self._errands = errands
+        self._tasks = tasks
         self._root = root
         self._max_loaded = max_loaded
         self._adapters: dict[str, ExternalAdapter] = {}  # by their weights, unused for longest first
@@ -88,14 +89,14 @@ class ExternalAdapters:
 
     def drop(self, weights: str) -> asyncio.Task[None]:
         """Forget a snapshot, if there is one under this name; over when nobody samples from it any more."""
-        return self._errands.run(self._retire(self._adapters.pop(weights, None)))
+        return self._tasks.run(self._retire(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
         """The loading of an adapter, begun unless it is done or under way; one that failed is begun anew."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
-            adapter.loaded = self._errands.run(self._loading(adapter))
+            adapter.loaded = self._tasks.run(self._loading(adapter))
         return adapter.loaded
 
     async def _loading(self, adapter: ExternalAdapter) -> str:
@@ -124,14 +125,14 @@ class ExternalAdapters:
             if is_on_disk(adapter.weights):
                 self.drop(adapter.weights)
             else:
-                self._errands.run(self._unload(adapter))
+                self._tasks.run(self._unload(adapter))
 
     async def _retire(self, adapter: ExternalAdapter | None) -> None:
         if adapter is not None:
             await asyncio.gather(
                 *(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True
             )
-            self._errands.run(self._forget(adapter))
+            self._tasks.run(self._forget(adapter))
 
     async def _forget(self, adapter: ExternalAdapter) -> None:
         await self._unload(adapter)

@@ -11,7 +11,7 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 
-class Errands:
+class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
 

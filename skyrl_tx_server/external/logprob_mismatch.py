@@ -30,7 +30,7 @@ class LogprobDiff:
         return self.absolute / self.num_tokens
 
 
-def gap(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
+def logprob_diff(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
     """Of two [n] arrays of log-probabilities, n >= 1.
 
     >>> gap(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
@@ -46,7 +46,7 @@ def gap(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
     )
 
 
-class Agreement:
+class LogprobMismatch:
     def __init__(self, *, limit: float) -> None:
         self._limit = limit
         self._recent: deque[LogprobDiff] = deque(maxlen=WINDOW)

@@ -18,7 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.config.sampler_options import SamplerOptions
-from skyrl_tx_server.engine.engine import STOPPING, EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     DropSnapshot,
@@ -32,9 +33,9 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
-from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
-from skyrl_tx_server.external.background_tasks import Errands
-from skyrl_tx_server.external.logprob_mismatch import Agreement, LogprobDiff, gap
+from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, ExternalAdapters
+from skyrl_tx_server.external.background_tasks import BackgroundTasks
+from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
@@ -69,12 +70,12 @@ class ExternalSampling:
         self._options = options
         self._model_dir = model_dir
         self._loop = asyncio.get_running_loop()
-        self._errands = Errands()
+        self._tasks = BackgroundTasks()
         self._adapters = ExternalAdapters(
-            server, checkpoints, self._errands, root=adapters, max_loaded=max_adapters
+            server, checkpoints, self._tasks, root=adapters, max_loaded=max_adapters
         )
-        self._agreement = Agreement(limit=options.sampler_check_limit)
-        self._agreed: Agreed = Counter()  # of the base model
+        self._mismatch = LogprobMismatch(limit=options.sampler_check_limit)
+        self._agreed: AgreedTokens = Counter()  # of the base model
         self._proving = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
@@ -87,7 +88,7 @@ class ExternalSampling:
         return {
             **self._engine.stats(),
             **self._counts,
-            **self._agreement.stats(),
+            **self._mismatch.stats(),
             "sampler_adapters": self._adapters.num_loaded,
         }
 
@@ -116,7 +117,7 @@ class ExternalSampling:
     async def close(self) -> None:
         """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
         self._stopping = True
-        await self._errands.cancel()
+        await self._tasks.cancel()
 
     def _is_plain(self, op: Sample) -> bool:
         """Whether the external server can give all that is asked for: it has no log-probabilities of prompts and of other tokens for us."""
@@ -141,7 +142,7 @@ class ExternalSampling:
         return future
 
     async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
-        sampled = self._errands.run(self._sampled(op, adapter, tenant))
+        sampled = self._tasks.run(self._sampled(op, adapter, tenant))
         try:
             result = await sampled
         except asyncio.CancelledError:
@@ -198,7 +199,7 @@ class ExternalSampling:
     # --- agreement --------------------------------------------------------------------------------------------------
 
     async def _check(
-        self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str
+        self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
         """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
 
@@ -213,14 +214,14 @@ class ExternalSampling:
                     )
         for sequence in sequences:
             if random.random() < self._options.sampler_check:
-                self._errands.run(self._compare(op, sequence, tenant))
+                self._tasks.run(self._compare(op, sequence, tenant))
 
     async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
         """How many tokens agree. SamplerError where they do not."""
         found = await self._compare(op, sequence, tenant)
         if found is None:
             return 0
-        if self._agreement.is_gross(found):
+        if self._mismatch.is_gross(found):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of {op.weights or 'the base model'} differ from "
                 f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter out, or reports them after "
@@ -244,6 +245,6 @@ class ExternalSampling:
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        found = gap(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
-        self._agreement.add(found)
+        found = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        self._mismatch.add(found)
         return found

@@ -46,12 +46,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 
-def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
+def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
     """Serves 503 until someone puts a `AppState` in the lobby."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        housekeeper = asyncio.create_task(_housekeeping(lobby, housekeeping_period_s))
+        housekeeper = asyncio.create_task(_housekeeping(startup, housekeeping_period_s))
         yield
         housekeeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -59,16 +59,17 @@ def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Sta
 
     return Starlette(
         routes=[
-            Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS
+            Route(endpoint.path, _bind(endpoint, startup), methods=[endpoint.method])
+            for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,
         exception_handlers={404: _no_route, 405: _no_route},
     )
 
 
-def _bind(endpoint: Endpoint, lobby: StartupState) -> Callable[[Request], Awaitable[Response]]:
+def _bind(endpoint: Endpoint, startup: StartupState) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        return await serve(endpoint, lobby, request)
+        return await serve(endpoint, startup, request)
 
     return handle
 
@@ -80,13 +81,13 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
 
 
-async def _housekeeping(lobby: StartupState, period_s: float) -> None:
+async def _housekeeping(startup: StartupState, period_s: float) -> None:
     """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
     while True:
         await asyncio.sleep(period_s)
-        if lobby.context is not None:
+        if startup.context is not None:
             try:
-                await housekeep(lobby.context)
+                await housekeep(startup.context)
             except Exception:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 
@@ -98,8 +99,8 @@ async def housekeep(context: AppState) -> None:
         each.futures.prune()
     for session_id in context.registry.expired():
         sessions.end_session(context, session_id, "no sign of life from its client")
-    for path in context.ledger.expired():
-        generation = context.ledger.expiring_generation(path)
+    for path in context.run_index.expired():
+        generation = context.run_index.expiring_generation(path)
         try:
             generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
             if generation is None:
@@ -111,5 +112,5 @@ async def housekeep(context: AppState) -> None:
             logger.warning(
                 "the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error
             )
-        context.ledger.forget(path, generation)
+        context.run_index.forget(path, generation)
     await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

@@ -18,7 +18,7 @@ from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
 from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
-from skyrl_tx_server.http.wire.requests import Limits
+from skyrl_tx_server.http.wire.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class AppState:
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
-    ledger: RunIndex
+    run_index: RunIndex
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(
         default_factory=Counter
@@ -73,8 +73,8 @@ class AppState:
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.of(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
-                checkpoints=self.checkpoints.of(tenant, self.ledger.public.__contains__),
-                ledger=self.ledger.of(tenant),
+                checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
+                run_index=self.run_index.of(tenant),
                 tenant=tenant,
             )
         return self.tenants[tenant]

@@ -58,13 +58,13 @@ class Endpoint:
     body: BodyLimits = CONTROL_BODY
 
 
-async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
+async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
     """Run one request, whatever happens."""
     began = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
-    response = await _answer(endpoint, lobby, request)
-    if lobby.context is not None:
-        lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    response = await _answer(endpoint, startup, request)
+    if startup.context is not None:
+        startup.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
@@ -79,13 +79,13 @@ async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Re
     return response
 
 
-async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
-    if lobby.context is None:
+async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
+    if startup.context is None:
         return refusal(
             endpoint.path, LoadingError("the server is still loading its model; try again in a moment")
         )
     try:
-        context = lobby.context
+        context = startup.context
         check_access(context.settings.access, request)
         if endpoint.needs_key:
             context = context.of(_check_key(context.settings, request))

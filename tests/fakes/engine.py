@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     CreateModel,
@@ -35,7 +36,8 @@ from skyrl_tx_server.engine.operations import (
     WeightsSaved,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 UNLUCKY_TOKEN = 13
 """A prompt or datum that begins with this token fails in the engine."""

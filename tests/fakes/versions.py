@@ -11,7 +11,8 @@ import numpy as np
 import safetensors.numpy
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "base_model.model.lm_head.lora_{}.weight"

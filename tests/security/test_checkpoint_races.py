@@ -172,23 +172,23 @@ async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
     assert listed["expires_at"] is not None
     generation = context.checkpoints.info(PATH).generation
-    context.ledger.set_expiry(PATH, datetime.now(UTC) - timedelta(seconds=1), generation)
+    context.run_index.set_expiry(PATH, datetime.now(UTC) - timedelta(seconds=1), generation)
     save_version(context.checkpoints, PATH, 2)
     await housekeep(context)
     assert version_on_disk(context.checkpoints, PATH) == 2
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
     assert listed["expires_at"] is None
-    context.ledger.forget(PATH, generation)
-    assert context.ledger.expiries == {}
+    context.run_index.forget(PATH, generation)
+    assert context.run_index.expiries == {}
 
 
 async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor(context: AppState) -> None:
     old = save_version(context.checkpoints, PATH, 1).generation
     new = save_version(context.checkpoints, PATH, 2).generation
     soon = datetime.now(UTC) + timedelta(hours=1)
-    context.ledger.set_expiry(PATH, soon, new)
-    context.ledger.forget(PATH, old)
-    assert context.ledger.expiry(PATH, new) == soon
+    context.run_index.set_expiry(PATH, soon, new)
+    context.run_index.forget(PATH, old)
+    assert context.run_index.expiry(PATH, new) == soon
     fake_engine(context).stop()
 
 

@@ -189,18 +189,18 @@ def test_a_ledger_of_huge_metadata_becomes_small_and_keeps_its_runs(tmp_path: Pa
 def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
-    ledger, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
-    ledger.set_public("tinker://a/weights/1", True)
+    run_index, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
+    run_index.set_public("tinker://a/weights/1", True)
     largest = 0
     for _ in range(6000):
         for path in ("tinker://a/weights/1", "tinker://b/weights/2"):
-            ledger.set_expiry(path, when, "0" * 32)
-        ledger.set_expiry("tinker://b/weights/2", None)
+            run_index.set_expiry(path, when, "0" * 32)
+        run_index.set_expiry("tinker://b/weights/2", None)
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
     again = RunIndex(file)
     assert (again.runs, again.expiries, again.public) == (
-        ledger.runs,
+        run_index.runs,
         {"tinker://a/weights/1": when},
         {"tinker://a/weights/1"},
     )
@@ -217,12 +217,12 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
         *(run_line(number, 4000, "tenant-bob.") for number in range(50)),
     ]
     file.write_text("\n".join(lines))
-    ledger = RunIndex(file)
-    assert list(ledger.of("alice").runs) == ["tenant-alice.s:train:0"]
-    assert list(ledger.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
+    run_index = RunIndex(file)
+    assert list(run_index.of("alice").runs) == ["tenant-alice.s:train:0"]
+    assert list(run_index.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
     assert (
-        ledger.of("alice").run("tenant-bob.s:train:49") is None
-        and ledger.run("tenant-bob.s:train:49") is not None
+        run_index.of("alice").run("tenant-bob.s:train:49") is None
+        and run_index.run("tenant-bob.s:train:49") is not None
     )
 
 
@@ -243,9 +243,9 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
 def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
-    ledger = RunIndex(file)
+    run_index = RunIndex(file)
     assert (
-        list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
+        list(run_index.runs) == ["s:train:1", "s:train:2"] and run_index.expired() == [] and run_index.public == set()
     )
 
 

@@ -169,7 +169,7 @@ async def test_a_disk_that_is_full_when_a_model_is_recorded_costs_that_model_and
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-        patch.setattr(context.ledger, "record_run", full)
+        patch.setattr(context.run_index, "record_run", full)
         answer = await make_model(http, 1)
     assert "No space left on device" in answer["error"] and "Traceback" not in caplog.text
     (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != before]

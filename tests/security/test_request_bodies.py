@@ -21,9 +21,11 @@ from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyBudget, decompress
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
-from skyrl_tx_server.http.wire.requests import Limits, parse_sample, parse_training_json
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample
+from skyrl_tx_server.http.wire.training_requests import parse_training_json
 from tests.fakes.server import fake_context, fake_engine
 
 JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}

@@ -18,7 +18,8 @@ import pytest
 from skyrl_tx_server import keys
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.config.tenant_options import TenantOptions
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
@@ -549,7 +550,7 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
             await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
-        site.context.ledger.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
+        site.context.run_index.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
         await housekeep(site.context)
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

@@ -106,13 +106,13 @@ def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
 
 
 async def test_nothing_is_served_before_the_engine_can_work(context: AppState) -> None:
-    lobby = StartupState()
-    transport = httpx.ASGITransport(build_app(lobby))
+    startup = StartupState()
+    transport = httpx.ASGITransport(build_app(startup))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
             response = await http.request(method, route)
             assert (response.status_code, "still loading" in response.text) == (503, True)
-        lobby.context = context
+        startup.context = context
         response = await http.get("healthz")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
     fake_engine(context).stop()
@@ -315,7 +315,7 @@ async def test_a_model_that_could_not_be_made_does_not_exist(
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
-    arrays = next(Path(context.ledger._file).parent.rglob("*.safetensors"))
+    arrays = next(Path(context.run_index._file).parent.rglob("*.safetensors"))
     arrays.write_bytes(b"torn")
     reply = await post(
         http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True
@@ -517,7 +517,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
         gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
-    assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
+    assert executor.log.count("decode") <= blocks + 2 and not executor.num_running
 
 
 async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
@@ -538,11 +538,11 @@ async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
             ),
         )
         paths.append(str(saved["path"]))
-        context.ledger.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
+        context.run_index.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
     damaged, _ = sorted(records(tmp_path))
     damaged.write_text("{")
     await housekeep(context)
-    assert context.ledger.expired() == []
+    assert context.run_index.expired() == []
     assert records(tmp_path) == [damaged]
 
 
@@ -556,10 +556,10 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
     old = await result(
         http, await post(http, "save_weights", model_id=model_id, seq_id=2, path="old", ttl_seconds=3600)
     )
-    context.ledger.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
+    context.run_index.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
     await housekeep(context)
-    with (tmp_path / "ledger.jsonl").open("a") as ledger:
-        ledger.write('\n{"run_id": "torn')
+    with (tmp_path / "ledger.jsonl").open("a") as run_index:
+        run_index.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
     transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))

@@ -188,10 +188,6 @@ def test_the_start_script_takes_its_words_in_the_order_of_its_usage(
     assert subprocess.run([copied, *words], capture_output=True, text=True, check=True).stdout == says + "\n"
 
 
-def test_none_is_none_in_any_case() -> None:
-    assert parse(["base_model=x", "compilation_cache_dir=none"]).compilation_cache_dir is None
-
-
 def test_the_alias_follows_the_model(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     assert ServerConfig(base_model=str(tmp_path / "tiny")).alias == "local/tiny"
@@ -277,3 +273,9 @@ def test_a_former_option_name_is_accepted_with_one_notice(
 def test_every_former_name_stands_for_an_option() -> None:
     options = chz.chz_fields(ServerConfig)
     assert all(new in options and old not in options for old, new in RENAMED_OPTIONS.items())
+
+
+@pytest.mark.parametrize("value", ["", "none", "None", "null", "NULL"])
+def test_an_empty_value_none_and_null_mean_none(value: str) -> None:
+    assert parse(["base_model=x", f"max_context_length={value}"]).max_context_length is None
+    assert parse(["base_model=x", f"compilation_cache_dir={value}"]).compilation_cache_dir is None

@@ -19,17 +19,10 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import (
-    PREFILLS_PER_TURN,
-    PROMPTS_PER_PREFILL,
-    QUANTUM,
-    Decode,
-    Pause,
-    Prefill,
-    PrefillRequest,
-    Scheduler,
-    Step,
-)
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.sample_requests import QUANTUM
+from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
+from skyrl_tx_server.engine.scheduler import PREFILLS_PER_DISPATCH, Scheduler
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -56,26 +49,26 @@ def queue(*ops: Op) -> Scheduler:
 def run_steps(scheduler: Scheduler) -> list[int]:
     """Tickets in the order they run when every operation takes one step and nothing samples."""
     order = []
-    while isinstance(turn := scheduler.next(free_slots=0, rows_decoding=0), Step):
+    while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
         order.append(turn.request_id)
         scheduler.finish(turn)
     return order
 
 
 def next_turn(
-    scheduler: Scheduler, *, free_slots: int, rows_decoding: int
+    scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
     """Of an executor that computes one prompt at a time."""
-    turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
+    turn = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
         return turn
-    scheduler.put_back(turn.admits[1:])
-    return turn.admits[0]
+    scheduler.requeue(turn.requests[1:])
+    return turn.requests[0]
 
 
 def test_nothing_to_do_is_none():
-    assert Scheduler().next(free_slots=4, rows_decoding=0) is None
+    assert Scheduler().next(free_slots=4, num_running=0) is None
 
 
 def test_operations_of_one_model_run_in_submission_order_and_models_take_turns():
@@ -85,7 +78,7 @@ def test_operations_of_one_model_run_in_submission_order_and_models_take_turns()
 
 def test_an_unfinished_operation_keeps_its_model_but_not_the_others_waiting():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
-    turns = [scheduler.next(free_slots=0, rows_decoding=0) for _ in range(4)]
+    turns = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
     assert [turn.request_id for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
 
 
@@ -93,7 +86,7 @@ def test_training_and_decoding_alternate_when_both_have_work():
     scheduler = queue(*[forward("a") for _ in range(3)])
     kinds = []
     for _ in range(6):
-        turn = scheduler.next(free_slots=0, rows_decoding=2)
+        turn = scheduler.next(free_slots=0, num_running=2)
         kinds.append(type(turn))
         if isinstance(turn, Step):
             scheduler.finish(turn)
@@ -103,22 +96,22 @@ def test_training_and_decoding_alternate_when_both_have_work():
 def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
     scheduler = Scheduler()
     for _ in range(5):
-        assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
+        assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
     scheduler.add(1, forward("a"))
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
     scheduler.add(2, forward("b"))
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
 
 
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
-    first = next_turn(scheduler, free_slots=2, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
-    assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
-    rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
+    assert isinstance(next_turn(scheduler, free_slots=0, num_running=2), Decode)
+    rest = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(rest, PrefillRequest) and (rest.request_id, rest.first, rest.count) == (1, 2, 1)
-    second = next_turn(scheduler, free_slots=1, rows_decoding=1)
+    second = next_turn(scheduler, free_slots=1, num_running=1)
     assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
 
 
@@ -130,65 +123,68 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
         sample(num_samples=2),
         sample(),
     )
-    save = scheduler.next(free_slots=5, rows_decoding=0)
-    offered = scheduler.next(free_slots=5, rows_decoding=0)
+    save = scheduler.next(free_slots=5, num_running=0)
+    offered = scheduler.next(free_slots=5, num_running=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
     ]  # 3 waits for its snapshot
-    scheduler.put_back(offered.admits[1:])
+    scheduler.requeue(offered.requests[1:])
     scheduler.finish(save)
-    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
         (3, 0, 1),
         (4, 0, 1),
     ]
-    assert isinstance(scheduler.next(free_slots=0, rows_decoding=5), Decode)
-    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    assert isinstance(scheduler.next(free_slots=0, num_running=5), Decode)
+    offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
         (4, 1, 1),
         (5, 0, 1),
     ]
 
     scheduler = queue(*[sample() for _ in range(PROMPTS_PER_PREFILL + 1)])
-    offered = scheduler.next(free_slots=100, rows_decoding=0)
-    assert isinstance(offered, Prefill) and len(offered.admits) == PROMPTS_PER_PREFILL
+    offered = scheduler.next(free_slots=100, num_running=0)
+    assert isinstance(offered, Prefill) and len(offered.requests) == PROMPTS_PER_PREFILL
 
 
 def test_all_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
-    turns = [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(9)]
+    turns = [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(9)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * 8 + [Decode]
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
-    turns = [next_turn(scheduler, free_slots=8, rows_decoding=0)]
+    turns = [next_turn(scheduler, free_slots=8, num_running=0)]
     assert isinstance(turns[0], Step)
     scheduler.finish(turns[0])
-    turns += [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
-    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_TURN + [Decode, Step]
+    turns += [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(PREFILLS_PER_DISPATCH + 2)]
+    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
+        Decode,
+        Step,
+    ]
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
-    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step)
     scheduler.finish(first)
-    turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Step]
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), PrefillRequest), (
+    turns = [next_turn(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
+    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), PrefillRequest), (
         "nor does training starve them"
     )
 
 
 def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
     scheduler = queue(*[sample() for _ in range(20)])
-    turns = [next_turn(scheduler, free_slots=3, rows_decoding=1) for _ in range(2 * PREFILLS_PER_TURN + 3)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Decode] + [
+    turns = [next_turn(scheduler, free_slots=3, num_running=1) for _ in range(2 * PREFILLS_PER_DISPATCH + 3)]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Decode] + [
         PrefillRequest
-    ] * PREFILLS_PER_TURN + [
+    ] * PREFILLS_PER_DISPATCH + [
         Decode,
         PrefillRequest,
     ]
@@ -196,24 +192,24 @@ def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
 
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
-    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step) and first.request_id == 1
     scheduler.finish(first)
-    passing = next_turn(scheduler, free_slots=4, rows_decoding=0)
+    passing = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(passing, PrefillRequest) and passing.request_id == 4
-    next_turn(scheduler, free_slots=3, rows_decoding=1)
-    save = next_turn(scheduler, free_slots=3, rows_decoding=1)
+    next_turn(scheduler, free_slots=3, num_running=1)
+    save = next_turn(scheduler, free_slots=3, num_running=1)
     assert isinstance(save, Step) and save.request_id == 2
     scheduler.finish(save)
-    waited = next_turn(scheduler, free_slots=3, rows_decoding=1)
+    waited = next_turn(scheduler, free_slots=3, num_running=1)
     assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
 def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
-    assert next_turn(scheduler, free_slots=0, rows_decoding=0) is None
-    assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), PrefillRequest)
-    drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
+    assert next_turn(scheduler, free_slots=0, num_running=0) is None
+    assert isinstance(next_turn(scheduler, free_slots=1, num_running=0), PrefillRequest)
+    drop = next_turn(scheduler, free_slots=0, num_running=1)
     assert isinstance(drop, Step) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
@@ -228,16 +224,16 @@ def test_what_is_put_back_keeps_its_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
 
     def offers(free_slots: int) -> list[tuple[int, int, int]]:
-        offered = scheduler.next(free_slots=free_slots, rows_decoding=0)
+        offered = scheduler.next(free_slots=free_slots, num_running=0)
         assert isinstance(offered, Prefill)
-        scheduler.put_back(offered.admits[-1:] if free_slots == 3 else offered.admits)
-        return [(admit.request_id, admit.first, admit.count) for admit in offered.admits]
+        scheduler.requeue(offered.requests[-1:] if free_slots == 3 else offered.requests)
+        return [(admit.request_id, admit.first, admit.count) for admit in offered.requests]
 
     for _ in range(2):
         assert offers(5) == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
     assert offers(3) == [(1, 0, 2), (2, 0, 1)]
     assert offers(9) == [(2, 0, 2), (3, 0, 2)]
-    first = scheduler.next(free_slots=1, rows_decoding=0)
+    first = scheduler.next(free_slots=1, num_running=0)
     assert isinstance(first, Prefill)
     assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, (
         "of a request that has begun the rest"
@@ -246,27 +242,27 @@ def test_what_is_put_back_keeps_its_order():
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     scheduler = queue(sample("s"), sample())
-    admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
+    admit = next_turn(scheduler, free_slots=2, num_running=1)
     assert isinstance(admit, PrefillRequest)
-    scheduler.hold([admit])
+    scheduler.defer([admit])
     assert not scheduler.interrupts(free_slots=2)
-    assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
-    scheduler.row_finished(99, 0)
+    assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
+    scheduler.sequence_finished(99, 0)
     assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
-    assert next_turn(scheduler, free_slots=2, rows_decoding=1) == admit
+    assert next_turn(scheduler, free_slots=2, num_running=1) == admit
 
 
 def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block():
     scheduler = queue(sample(), sample())
     for _ in range(3):
-        admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
+        admit = next_turn(scheduler, free_slots=2, num_running=1)
         assert isinstance(admit, PrefillRequest) and admit.request_id == 1
-        scheduler.resume(admit)
-        assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
-    admit = next_turn(scheduler, free_slots=2, rows_decoding=0)
+        scheduler.prefill_continues(admit)
+        assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
+    admit = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(admit, PrefillRequest) and admit.request_id == 1
-    scheduler.resume(admit)
-    last = next_turn(scheduler, free_slots=2, rows_decoding=0)  # nobody to wait for
+    scheduler.prefill_continues(admit)
+    last = next_turn(scheduler, free_slots=2, num_running=0)  # nobody to wait for
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
@@ -274,10 +270,10 @@ def test_a_dropped_request_does_not_enter():
     scheduler = queue(
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
-    scheduler.drop_sample(2)
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
-    offered = scheduler.next(free_slots=4, rows_decoding=0)
-    assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.admits] == [1, 3]
+    scheduler.drop_request(2)
+    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), Step)
+    offered = scheduler.next(free_slots=4, num_running=0)
+    assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
 
 
 # --- fair shares ----------------------------------------------------------------------------------------------------
@@ -330,15 +326,15 @@ class Simulation:
         return self.blocks - began
 
     def turn(self) -> bool:
-        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), rows_decoding=len(self.rows))
+        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), num_running=len(self.rows))
         if turn is None:
             return False
         self.turns.append(turn)
         match turn:
             case Prefill():
-                self._prefill(turn.admits)
+                self._prefill(turn.requests)
             case Pause():
-                for row in turn.rows:
+                for row in turn.sequences:
                     self.paused[row] = self.rows.pop(row)
             case Decode():
                 self._decode()
@@ -357,7 +353,7 @@ class Simulation:
                 budget -= computed
                 self.prompts[admit.request_id] += computed
                 if self.prompts[admit.request_id] < len(admit.op.prompt):
-                    self.scheduler.resume(admit)
+                    self.scheduler.prefill_continues(admit)
                     taken += 1
                     continue
             taken += 1
@@ -367,10 +363,10 @@ class Simulation:
                 self.rows[admit.request_id, index] = self.paused.pop(
                     (admit.request_id, index), self.lengths[admit.request_id]
                 )
-            self.scheduler.admitted(
+            self.scheduler.prefill_finished(
                 admit.request_id, prompt_tokens=0 if admit.paused else len(admit.op.prompt)
             )
-        self.scheduler.put_back(admits[taken:])
+        self.scheduler.requeue(admits[taken:])
 
     def _decode(self) -> None:
         self.blocks += 1
@@ -378,7 +374,7 @@ class Simulation:
         self.scheduler.interrupts(free_slots=self.slots - len(self.rows) + bool(over))
         self.rows = {row: left - 1 for row, left in self.rows.items() if left > 1}
         for request_id, index in over:
-            self.scheduler.row_finished(request_id, index)
+            self.scheduler.sequence_finished(request_id, index)
             if not any(key[0] == request_id for key in (*self.rows, *self.paused)):
                 self.ended[request_id] = self.blocks
 
@@ -387,7 +383,7 @@ class Simulation:
 
     @property
     def pauses(self) -> int:
-        return sum(len(turn.rows) for turn in self.turns if isinstance(turn, Pause))
+        return sum(len(turn.sequences) for turn in self.turns if isinstance(turn, Pause))
 
 
 def test_two_tenants_with_large_requests_have_half_of_the_slots_each():
@@ -509,25 +505,25 @@ def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
 
 def test_one_large_request_alone_is_never_interrupted():
     scheduler = queue(long_sample(4096))
-    turn = scheduler.next(free_slots=32, rows_decoding=0)
+    turn = scheduler.next(free_slots=32, num_running=0)
     assert isinstance(turn, Prefill)
-    scheduler.admitted(1, prompt_tokens=1)
+    scheduler.prefill_finished(1, prompt_tokens=1)
     for _ in range(50):
-        assert isinstance(scheduler.next(free_slots=0, rows_decoding=32), Decode)
+        assert isinstance(scheduler.next(free_slots=0, num_running=32), Decode)
         assert not scheduler.interrupts(free_slots=0)
 
 
 def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     scheduler = queue(long_sample(4096))
-    scheduler.next(free_slots=4, rows_decoding=0)
+    scheduler.next(free_slots=4, num_running=0)
     for _ in range(5):
-        assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+        assert isinstance(scheduler.next(free_slots=0, num_running=4), Decode)
     assert not scheduler.interrupts(free_slots=0)
     scheduler.add(2, sample(), tenant="b")
-    assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+    assert isinstance(scheduler.next(free_slots=0, num_running=4), Decode)
     assert scheduler.interrupts(free_slots=0)
-    assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
-    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(
+    assert scheduler.next(free_slots=0, num_running=4) == Pause(sequences=((1, 3),))
+    assert next_turn(scheduler, free_slots=1, num_running=3) == PrefillRequest(
         request_id=2, op=sample(), first=0, count=1, tenant="b"
     )
 
@@ -587,7 +583,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
         sys.setprofile(count)
         try:
             for number in range(100):
-                simulation.scheduler.drop_sample(waiting - number)
+                simulation.scheduler.drop_request(waiting - number)
                 simulation.submit(long_sample(1), "tenant 0", blocks=5)
                 simulation.run(1)
         finally:

@@ -288,11 +288,11 @@ def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
                 for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
             ]
         )
-        assert RunIndex(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
+        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # after a restart too
     assert marks == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
-    assert context.ledger.public == set()
+    assert context.run_index.public == set()
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         rest.publish_checkpoint_from_tinker_path(path).result()
 

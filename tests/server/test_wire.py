@@ -27,17 +27,12 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_proto
-from skyrl_tx_server.http.wire.requests import (
-    Limits,
-    parse_adam,
-    parse_lora,
-    parse_sample,
-    parse_sampling_params,
-    parse_training_json,
-)
 from skyrl_tx_server.http.wire.results import result_to_json
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample, parse_sampling_params
+from skyrl_tx_server.http.wire.training_requests import parse_adam, parse_lora, parse_training_json
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 

@@ -34,7 +34,8 @@ from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 
 from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 ALIAS = "local/killed"
 SIZES = (

@@ -30,13 +30,14 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl_tx_server.engine.operations import SaveExternal
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, checkpoint_path
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import check_ttl
+from skyrl_tx_server.http.wire.limits import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"

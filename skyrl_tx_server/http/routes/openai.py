@@ -18,13 +18,14 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
 from skyrl_tx_server.http.streaming import follow, results_of
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
     ChatDoor,
     Choices,
@@ -36,7 +37,6 @@ from skyrl_tx_server.http.wire.openai_replies import (
     usage,
 )
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
-from skyrl_tx_server.http.wire.requests import check_tokens
 
 
 async def chat_completions(context: AppState, request: Request) -> Reply:

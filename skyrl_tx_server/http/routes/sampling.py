@@ -9,14 +9,14 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.futures import RequestKey
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import CheckpointKind
+from skyrl_tx_server.files.checkpoint_record import CheckpointKind
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
 from skyrl_tx_server.http.streaming import StreamWatcher
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import SampleRequest, parse_sample
+from skyrl_tx_server.http.wire.sampling_requests import SampleRequest, parse_sample
 
 
 async def create_sampling_session(context: AppState, request: Request) -> Reply:

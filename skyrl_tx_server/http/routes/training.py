@@ -26,7 +26,7 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_p
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
-from skyrl_tx_server.http.wire.requests import (
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     check_optimizer_config,
     parse_adam,
@@ -87,7 +87,7 @@ def begin_model(
             context.registry.forget_model(op.model_id)
             return
         try:
-            context.ledger.record_run(run)
+            context.run_index.record_run(run)
         except OSError as error:  # a full disk: without an entry the model could not be found again
             context.registry.forget_model(op.model_id)
             context.engine.submit(UnloadModel(model_id=op.model_id))

@@ -21,13 +21,19 @@ from skyrl_tx_server.engine.operations import (
     SaveWeights,
 )
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
+from skyrl_tx_server.files.checkpoint_record import (
+    CheckpointInfo,
+    CheckpointKind,
+    checkpoint_path,
+    parse_path,
+)
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.training import begin_model, submit
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
+from skyrl_tx_server.http.wire.limits import check_ttl
+from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
 
 CHECKPOINT_TYPES = {
     CheckpointKind.TRAINING: "training",
@@ -154,7 +160,7 @@ def save_named(
         if not context.checkpoints.exists(
             path
         ):  # a mark that a server which was killed has left of an earlier checkpoint of this name
-            context.ledger.forget(path)
+            context.run_index.forget(path)
         return context.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -162,7 +168,7 @@ def save_named(
             return
         with contextlib.suppress(NotFoundError):  # deleted already
             generation = None if ttl_seconds is None else context.checkpoints.own(path).generation
-            context.ledger.set_expiry(path, _expiry(ttl_seconds), generation)
+            context.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
     return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
@@ -277,7 +283,7 @@ async def list_training_runs(context: AppState, request: Request) -> Reply:
 
 def _runs(context: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
     """Every run of the ledger, and those that only their checkpoints tell of (a directory copied here)."""
-    runs = context.ledger.runs
+    runs = context.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
 
@@ -290,7 +296,7 @@ def _run_of(info: CheckpointInfo) -> TrainingRun:
 async def get_training_run(context: AppState, request: Request) -> Reply:
     run_id = request.path_params["run_id"]
     infos = await asyncio.to_thread(context.checkpoints.list, run_id)
-    run = context.ledger.run(run_id) or (_run_of(infos[0]) if infos else None)
+    run = context.run_index.run(run_id) or (_run_of(infos[0]) if infos else None)
     if run is None:
         raise NotFoundError(f"no training run {run_id}")
     return _run_to_json(context, run, infos)
@@ -319,14 +325,14 @@ def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[Checkpoint
 
 
 def _checkpoint_to_json(context: AppState, info: CheckpointInfo) -> dict[str, object]:
-    expires_at = context.ledger.expiry(info.path, info.generation)
+    expires_at = context.run_index.expiry(info.path, info.generation)
     return {
         "checkpoint_id": f"{info.kind}/{info.name}",
         "checkpoint_type": CHECKPOINT_TYPES[info.kind],
         "time": info.created_at.isoformat(),
         "tinker_path": info.path,
         "size_bytes": info.size_bytes,
-        "public": info.path in context.ledger.public,
+        "public": info.path in context.run_index.public,
         "user_metadata": info.user_metadata,
         "expires_at": None if expires_at is None else expires_at.isoformat(),
     }
@@ -356,7 +362,7 @@ async def list_checkpoints(context: AppState, request: Request) -> Reply:
 async def delete_checkpoint(context: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await asyncio.to_thread(context.checkpoints.delete, path)
-    context.ledger.forget(path, generation)
+    context.run_index.forget(path, generation)
     return None
 
 
@@ -371,7 +377,7 @@ async def unpublish(context: AppState, request: Request) -> Reply:
 
 def _mark(context: AppState, path: str, *, public: bool) -> None:
     context.checkpoints.own(path)  # refuses a path that does not exist
-    context.ledger.set_public(path, public)
+    context.run_index.set_public(path, public)
 
 
 async def set_ttl(context: AppState, request: Request) -> Reply:
@@ -380,7 +386,7 @@ async def set_ttl(context: AppState, request: Request) -> Reply:
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
     info = context.checkpoints.own(path)  # refuses a path that does not exist
-    context.ledger.set_expiry(path, _expiry(ttl_seconds), info.generation)
+    context.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 
 

@@ -14,7 +14,9 @@ from skyrl_tx_server.engine.operations import SamplingSettings
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
-from skyrl_tx_server.http.wire.requests import Limits, check_tokens, integers, parse_sampling_params
+from skyrl_tx_server.http.wire.limits import Limits, check_tokens
+from skyrl_tx_server.http.wire.sampling_requests import parse_sampling_params
+from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_CHOICES = 128
 HARMLESS = (

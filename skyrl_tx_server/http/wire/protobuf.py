@@ -28,15 +28,13 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import named
+from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.http.wire.requests import (
-    Limits,
+from skyrl_tx_server.http.wire.tensors import cells_from_csr, dense_array
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
-    cells_from_csr,
     check_datum,
     check_request_cells,
-    check_tokens,
-    dense_array,
     parse_loss_config,
     parse_loss_fn,
 )

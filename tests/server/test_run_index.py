@@ -17,26 +17,26 @@ def run_of(run_id: str) -> TrainingRun:
 
 
 def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: Path) -> None:
-    ledger = RunIndex(tmp_path / "ledger.jsonl")
-    ledger.record_run(run_of("one"))
+    run_index = RunIndex(tmp_path / "ledger.jsonl")
+    run_index.record_run(run_of("one"))
     for path in (PATH, OTHER):
-        ledger.set_expiry(path, NOW - timedelta(hours=1))
-        ledger.set_public(path, True)
-    ledger.set_expiry(PATH, NOW + timedelta(hours=1))
-    ledger.forget(OTHER)
-    for known in (ledger, RunIndex(tmp_path / "ledger.jsonl")):
+        run_index.set_expiry(path, NOW - timedelta(hours=1))
+        run_index.set_public(path, True)
+    run_index.set_expiry(PATH, NOW + timedelta(hours=1))
+    run_index.forget(OTHER)
+    for known in (run_index, RunIndex(tmp_path / "ledger.jsonl")):
         assert known.runs == {"one": run_of("one")}
         assert known.expiries == {PATH: NOW + timedelta(hours=1)} and known.public == {PATH}
         assert known.expired() == []
-    ledger.set_expiry(PATH, NOW - timedelta(hours=1))
-    assert ledger.expired() == [PATH]
+    run_index.set_expiry(PATH, NOW - timedelta(hours=1))
+    assert run_index.expired() == [PATH]
 
 
 def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
-    ledger = RunIndex(file)
-    ledger.record_run(run_of("one"))
-    ledger.record_run(run_of("torn"))
+    run_index = RunIndex(file)
+    run_index.record_run(run_of("one"))
+    run_index.record_run(run_of("torn"))
     file.write_text(file.read_text()[:-20])
     RunIndex(file).record_run(run_of("two"))
     assert list(RunIndex(file).runs) == ["one", "two"]
