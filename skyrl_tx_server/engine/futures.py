@@ -1,8 +1,9 @@
 """request_id -> result: each submitted operation's future, found again by the id the client was given.
 
-A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the first one's id, so nothing runs
-twice. Waiting is on an event, never by asking again. A finished future is kept until it has been delivered and a grace period is over
-(the delivery itself may get lost), within bounds on count and bytes; after that its id is answered like one this server never gave.
+A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the first
+one's id, so nothing runs twice. Waiting is on an event, never by asking again. A finished future is kept
+until it has been delivered and a grace period is over (the delivery itself may get lost), within bounds on
+count and bytes; after that its id is answered like one this server never gave.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FAILURE_SIZE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """What makes a re-sent request recognisable: a model, sampler or session, and the number the client gave the request in it."""
+    """What makes a re-sent request recognisable: a model, sampler or session, and the number the client gave
+    the request in it."""
 
     scope: str  # begins with the session's id
     seq_id: int
@@ -83,7 +85,9 @@ class FutureStore:
         self._closed = False
 
     def share(self, parts: int) -> FutureStore:
-        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
+        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's
+        requests.
+        """
         max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
         return FutureStore(
             replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
@@ -100,8 +104,8 @@ class FutureStore:
         when_done: Callable[[Outcome], None] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> str:
-        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves no trace. `withdraw` is called
-        when nobody will come for the result."""
+        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves
+        no trace. `withdraw` is called when nobody will come for the result."""
         if key is not None and (known := self.find(key, kind=kind)) is not None:
             return known
         future = start()
@@ -132,7 +136,8 @@ class FutureStore:
             return None
         if known[0] != kind:
             raise UserError(
-                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its own seq_id"
+                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its "
+                f"own seq_id"
             )
         return known[1]
 
@@ -141,11 +146,13 @@ class FutureStore:
         return None if entry is None else entry.session_id
 
     async def wait(self, request_id: str) -> Outcome | None:
-        """The outcome, or None when it is still pending after the hold. FutureLostError when this server does not know the id."""
+        """The outcome, or None when it is still pending after the hold. FutureLostError when this server does
+        not know the id."""
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted since, or its result was delivered and dropped; send it again"
+                f"no request {request_id}: the server was restarted since, or its result was delivered and "
+                f"dropped; send it again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:
@@ -176,7 +183,8 @@ class FutureStore:
                 self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody will come for the result: withdraw the request. An unknown id is none that could be withdrawn."""
+        """Nobody will come for the result: withdraw the request. An unknown id is none that could be
+        withdrawn."""
         entry = self._entries.get(request_id)
         if entry is None:
             return

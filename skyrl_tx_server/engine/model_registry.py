@@ -1,7 +1,9 @@
-"""Who exists and who is alive: sessions with their models and samplers, under the ids that the SDK derives by itself.
+"""Who exists and who is alive: sessions with their models and samplers, under the ids that the SDK derives by
+itself.
 
-`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Pure bookkeeping on the event loop's thread: ending a session returns
-the operations that free what it held, and the caller submits them. What belongs to another tenant is answered like what never was.
+`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Pure bookkeeping on the event loop's
+thread: ending a session returns the operations that free what it held, and the caller submits them. What
+belongs to another tenant is answered like what never was.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """What a sampling client samples from: the base model, a sampler checkpoint, or a snapshot that lives in memory only."""
+    """What a sampling client samples from: the base model, a sampler checkpoint, or a snapshot that lives in
+    memory only."""
 
     sampler_id: str
     session_id: str
@@ -93,7 +96,8 @@ class Registry:
     ) -> Session:
         if self._quota is not None and len(self.sessions()) >= self._quota.tenant_max_sessions:
             raise UserError(
-                f"you have {self._quota.tenant_max_sessions} open sessions, which is the limit (tenant_max_sessions); close some, or wait until they expire"
+                f"you have {self._quota.tenant_max_sessions} open sessions, which is the limit "
+                f"(tenant_max_sessions); close some, or wait until they expire"
             )
         session = Session(
             session_id=f"{id_prefix(self._tenant or DEFAULT_TENANT)}session-{uuid.uuid4().hex[:16]}",
@@ -130,7 +134,9 @@ class Registry:
         return self._find(session_id) is not None
 
     def heartbeat(self, session_id: str) -> None:
-        """The SDK stops its heartbeats at a 410, so that is the answer for a session that will never be back."""
+        """The SDK stops its heartbeats at a 410, so that is the answer for a session that will never be
+        back.
+        """
         try:
             self.session(session_id)
         except NotFoundError as error:
@@ -181,7 +187,8 @@ class Registry:
             )
         if self._quota is not None and self.stats()["models"] >= self._quota.tenant_max_models:
             raise UserError(
-                f"you have {self._quota.tenant_max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
+                f"you have {self._quota.tenant_max_models} models, which is the limit (tenant_max_models); "
+                f"unload one, or close its session"
             )
         model = Model(model_id=model_id, session_id=session_id, lora=lora, created_at=datetime.now(UTC))
         session.models[model_id] = model
@@ -224,7 +231,8 @@ class Registry:
             and self.stats()["samplers"] >= self._quota.tenant_max_samplers
         ):
             raise UserError(
-                f"you have {self._quota.tenant_max_samplers} samplers, which is the limit (tenant_max_samplers); close a session"
+                f"you have {self._quota.tenant_max_samplers} samplers, which is the limit "
+                f"(tenant_max_samplers); close a session"
             )
         sampler = Sampler(
             sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
@@ -232,7 +240,8 @@ class Registry:
         known = session.samplers.setdefault(sampler_id, sampler)
         if known != sampler:
             raise UserError(
-                f"sampler {sampler_id} exists already with other weights; give each sampling session its own number"
+                f"sampler {sampler_id} exists already with other weights; give each sampling session its own "
+                f"number"
             )
         if sampler.is_snapshot:
             self._snapshots[sampler_id] = None
@@ -247,7 +256,8 @@ class Registry:
         sampler = self.session(session_id).samplers.get(sampler_id)
         if sampler is None:
             raise NotFoundError(
-                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for newer ones"
+                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for "
+                f"newer ones"
             )
         self._use(sampler_id)
         return sampler
@@ -269,7 +279,8 @@ class Registry:
             self._snapshots.pop(sampler_id, None)
 
     def free_surplus_snapshots(self) -> list[DropSnapshot]:
-        """Forget the tenant's least recently used snapshots above its quota; what has to run so that they are freed."""
+        """Forget the tenant's least recently used snapshots above its quota; what has to run so that they are
+        freed."""
         if self._quota is None:
             return []
         own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]

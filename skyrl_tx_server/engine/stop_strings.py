@@ -16,13 +16,15 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead"
+            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids "
+            "instead"
         )
     return Tokenizer.from_file(str(path))
 
 
 def check_tokenizer(model_dir: Path) -> None:
-    """ConfigError where the directory has a tokenizer.json that is cut short; without one only text cannot be had."""
+    """ConfigError where the directory has a tokenizer.json that is cut short; without one only text cannot be
+    had."""
     path = model_dir / "tokenizer.json"
     if path.is_file():
         try:
@@ -36,8 +38,8 @@ def find_stop(
 ) -> int | None:
     """The length to cut `tokens` to, just after the token that completes a stop string; None when none does.
 
-    Only the last `new` tokens are new: earlier calls have looked at the others. A token is at least one byte of text, so a stop string
-    of n bytes lies within n tokens.
+    Only the last `new` tokens are new: earlier calls have looked at the others. A token is at least one byte
+    of text, so a stop string of n bytes lies within n tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3

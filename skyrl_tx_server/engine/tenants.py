@@ -1,11 +1,13 @@
 """Tenants: which key belongs to whom, who owns an object, and how much each tenant may hold.
 
-The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs and checkpoint paths begin
-with the id of their session. Ownership therefore needs no other record and survives a restart. An id without this prefix belongs to
-`DEFAULT_TENANT`, which is the operator: the holder of `api_key`, or everyone where the server has no key.
+The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs
+and checkpoint paths begin with the id of their session. Ownership therefore needs no other record and
+survives a restart. An id without this prefix belongs to `DEFAULT_TENANT`, which is the operator: the holder
+of `api_key`, or everyone where the server has no key.
 
-A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys are made at random with 256 bits
-(`python -m skyrl_tx_server.keys add`), so nobody can find one by trying, and a slow password hash would add nothing.
+A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys are made at random with 256
+bits (`python -m skyrl_tx_server.keys add`), so nobody can find one by trying, and a slow password hash would
+add nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def check_name(name: str) -> None:
     """ConfigError for what cannot be the name of a tenant."""
     if not NAME.fullmatch(name) or name == DEFAULT_TENANT:
         raise ConfigError(
-            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, and not {DEFAULT_TENANT!r}"
+            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, "
+            f"and not {DEFAULT_TENANT!r}"
         )
 
 
@@ -81,7 +84,8 @@ def read_keys(file: Path) -> dict[str, str]:
             raise ConfigError(f"api_keys_file={file}: line {number}: {error}") from None
         if keys.setdefault(key_digest, name) != name:
             raise ConfigError(
-                f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} too"
+                f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} "
+                f"too"
             )
     return keys
 

@@ -1,5 +1,6 @@
-"""Which sampler snapshots an external server has: written in PEFT's layout by the operation that saves them, loaded there at once, unloaded
-when they are dropped. What it lost, or what had to make room, is loaded again for the next sample.
+"""Which sampler snapshots an external server has: written in PEFT's layout by the operation that saves them,
+loaded there at once, unloaded when they are dropped. What it lost, or what had to make room, is loaded again
+for the next sample.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
-distribution."""
+"""How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a
+temperature that changes the distribution."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -115,7 +116,8 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must stay."""
+        """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must
+        stay."""
         unused = [
             adapter
             for adapter in self._adapters.values()

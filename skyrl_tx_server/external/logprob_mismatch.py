@@ -1,4 +1,6 @@
-"""How well an external sampler's log-probabilities agree with ours, over the last samples that were compared."""
+"""How well an external sampler's log-probabilities agree with ours, over the last samples that were
+compared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class LogprobDiff:
 
     num_tokens: int
     absolute: float  # |ours - theirs|
-    kl: float  # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours) (Schulman 2020)
+    # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours)
+    # (Schulman 2020)
+    kl: float
     largest: float  # |ours - theirs|
 
     @property
@@ -68,9 +72,12 @@ class LogprobMismatch:
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the last %d compared samples, limit "
-                "%g: it may run another base model or revision, another dtype or quantised weights, leave an adapter out, or report them "
-                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
+                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the "
+                "last %d compared samples, limit "
+                "%g: it may run another base model or revision, another dtype or quantised weights, leave an "
+                "adapter out, or report them "
+                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),
                 self._limit,

@@ -1,6 +1,8 @@
-"""Rollouts by an external vLLM or SGLang: stands where the engine stands for the routes, and passes on what the engine does itself.
+"""Rollouts by an external vLLM or SGLang: stands where the engine stands for the routes, and passes on what
+the engine does itself.
 
-What the external server cannot give exactly (see `_is_plain`) the engine samples. Lives on the event loop's thread.
+What the external server cannot give exactly (see `_is_plain`) the engine samples. Lives on the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -57,11 +59,14 @@ class ExternalSampling:
         max_adapters: int,
         model_dir: Path,
     ) -> None:
-        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded in the sampler."""
+        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded
+        in the sampler."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
-                f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's {engine.info.max_context_length}; "
-                f"start it with --max-model-len (SGLang: --context-length) {engine.info.max_context_length}, or this one with "
+                f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's "
+                f"{engine.info.max_context_length}; "
+                f"start it with --max-model-len (SGLang: --context-length) {engine.info.max_context_length}, "
+                f"or this one with "
                 f"max_context_length={server.max_model_len}"
             )
         self._engine = engine
@@ -94,7 +99,8 @@ class ExternalSampling:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
+        """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and
+        can be cancelled at any time."""
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
                 return self._submit_sample(op, tenant)
@@ -114,12 +120,14 @@ class ExternalSampling:
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
-        """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
+        """Let go of every request that waits for the external server; later ones are the engine's, which is
+        stopping."""
         self._stopping = True
         await self._tasks.cancel()
 
     def _is_plain(self, op: Sample) -> bool:
-        """Whether the external server can give all that is asked for: it has no log-probabilities of prompts and of other tokens for us."""
+        """Whether the external server can give all that is asked for: it has no log-probabilities of prompts
+        and of other tokens for us."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs
@@ -128,7 +136,7 @@ class ExternalSampling:
         )
         return not scores and self._server.dialect.serves(op.settings, self.info.eos_token_ids)
 
-    # --- samples ----------------------------------------------------------------------------------------------------
+    # --- samples ---------------------------------------------------------------------------------
 
     def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
@@ -195,14 +203,16 @@ class ExternalSampling:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._model_dir)
 
-    # --- agreement --------------------------------------------------------------------------------------------------
+    # --- agreement -------------------------------------------------------------------------------
 
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
+        """Compare a share of the samples behind their results' back, and the first of a snapshot before
+        anyone sees them.
 
-        Log-probabilities of a temperature that changes the distribution may be wrong where others are right: they are a first of their own.
+        Log-probabilities of a temperature that changes the distribution may be wrong where others are right:
+        they are a first of their own.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < PROOF_TOKENS:
@@ -222,14 +232,17 @@ class ExternalSampling:
             return 0
         if self._mismatch.is_gross(found):
             raise SamplerError(
-                f"the sampler at {self._server.url} is not used: its log-probabilities of {op.weights or 'the base model'} differ from "
-                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter out, or reports them after "
+                f"the sampler at {self._server.url} is not used: its log-probabilities of "
+                f"{op.weights or 'the base model'} differ from "
+                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter "
+                f"out, or reports them after "
                 "temperature; start it as docs/external-sampler.md says"
             )
         return found.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Let the engine score a sample again. None: the text leaves no room in the context to score any of it."""
+        """Let the engine score a sample again. None: the text leaves no room in the context to score any of
+        it."""
         text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         scored = len(text) - len(op.prompt)
         if not scored:

@@ -1,4 +1,5 @@
-"""The connection to an external vLLM or SGLang: found out about once, then loaded with adapters and asked for samples."""
+"""The connection to an external vLLM or SGLang: found out about once, then loaded with adapters and asked for
+samples."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ExternalServer:
         self._line = line
 
     async def sample(self, ask: SamplingRequest, adapter: str | None) -> Answer:
-        """SamplerError for anything but what was asked for; AdapterLostError when `adapter` is not there any more."""
+        """SamplerError for anything but what was asked for; AdapterLostError when `adapter` is not there any
+        more."""
         path, body = self.dialect.request(ask, adapter or self._model, adapter)
         response = await self._line.send("POST", path, body)
         if response.is_client_error and adapter is not None and adapter not in await self._line.served():
@@ -42,15 +44,18 @@ class ExternalServer:
         return await asyncio.to_thread(read_answer, self.dialect, self._line.checked(response).content, ask)
 
     async def load(self, directory: Path) -> str:
-        """Hot-load an adapter in PEFT's layout; the name it goes by from now on, which nothing has had before."""
+        """Hot-load an adapter in PEFT's layout; the name it goes by from now on, which nothing has had
+        before."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
         response = await self._line.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
         )
         if response.is_error:
             raise SamplerError(
-                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it must be able to read that "
-                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every part that is trained"
+                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); "
+                f"it must be able to read that "
+                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every "
+                "part that is trained"
             )
         return name
 
@@ -84,7 +89,8 @@ class _Line:
             ) from None
         except httpx.HTTPError as error:
             raise SamplerError(
-                f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try again"
+                f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try "
+                f"again"
             ) from error
 
     def checked(self, response: httpx.Response) -> httpx.Response:
@@ -125,7 +131,8 @@ async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalSer
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights this server has"
+            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights "
+            f"this server has"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(

@@ -1,7 +1,8 @@
-"""What vLLM and SGLang are asked for a sample, and how their answers are read. Facts from vLLM 0.33 and SGLang 0.5.23.
+"""What vLLM and SGLang are asked for a sample, and how their answers are read. Facts from vLLM 0.33 and
+SGLang 0.5.23.
 
-Both are told everything that decides a sample, so that a generation_config.json of theirs changes nothing. What they answer is taken as
-it is or not at all: a missing token id or log-probability fails the request.
+Both are told everything that decides a sample, so that a generation_config.json of theirs changes nothing.
+What they answer is taken as it is or not at all: a missing token id or log-probability fails the request.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Sglang:
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """It draws anew for the same seed unless started deterministic, and stop tokens bring the model's end tokens with them."""
+        """It draws anew for the same seed unless started deterministic, and stop tokens bring the model's end
+        tokens with them."""
         stops_at_others = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
@@ -185,13 +187,15 @@ def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answe
         ) from None
     if len(answer.samples) != ask.num_samples:
         raise SamplerError(
-            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were asked for"
+            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were "
+            f"asked for"
         )
     return answer
 
 
 def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None) -> SampledSequence:
-    """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere. `tokenizer`: for stop strings."""
+    """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere.
+    `tokenizer`: for stop strings."""
     tokens = drawn.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
     if (
@@ -201,7 +205,8 @@ def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None)
         ends.append(cut)
     if not ends and len(tokens) != ask.max_tokens:
         raise SamplerError(
-            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, where nothing said that it should"
+            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, "
+            f"where nothing said that it should"
         )
     length = min(ends, default=ask.max_tokens)
     return SampledSequence(

@@ -1,4 +1,5 @@
-"""A base model's directory as numpy sees it: its tensors by name, and a fingerprint by which checkpoints recognise it."""
+"""A base model's directory as numpy sees it: its tensors by name, and a fingerprint by which checkpoints
+recognise it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def open_base_model(directory: Path) -> BaseTensors:
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json, every weight file's tensor table, and 64 samples of its bytes: seconds, however large the model."""
+    """SHA-256 over config.json, every weight file's tensor table, and 64 samples of its bytes: seconds,
+    however large the model."""
     digest = hashlib.sha256()
     with _told(directory):
         config = read_json_object(directory / "config.json")

@@ -1,8 +1,9 @@
 """Files that are made from a checkpoint's arrays when someone asks for them, such as a download's archive.
 
-They lie in `<root>/.derived/<generation>/`, not beside the checkpoint. A generation is one state of a checkpoint's arrays, which never
-change once they are written, so files of one generation never change either, and a save under the same name gets new ones. A file is
-complete or absent, because it is built aside and renamed. What is no longer used is removed by age, and so is what a killed process left.
+They lie in `<root>/.derived/<generation>/`, not beside the checkpoint. A generation is one state of a
+checkpoint's arrays, which never change once they are written, so files of one generation never change either,
+and a save under the same name gets new ones. A file is complete or absent, because it is built aside and
+renamed. What is no longer used is removed by age, and so is what a killed process left.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class DerivedFiles:
             self.discard(self._folder / generation)
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or directory of the same file system at once: it vanishes whole. False: there is none."""
+        """Remove a file or directory of the same file system at once: it vanishes whole. False: there is
+        none."""
         self._folder.mkdir(parents=True, exist_ok=True)
         grave = self._folder / f".removed-{uuid.uuid4().hex}"
         try:

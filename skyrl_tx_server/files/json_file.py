@@ -15,7 +15,8 @@ MAX_DEPTH = 32
 def read_json_object(
     file: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool = True
 ) -> dict[str, object]:
-    """The object in `file`. OSError when it cannot be read or is not a regular file, ValueError with the reason for anything else."""
+    """The object in `file`. OSError when it cannot be read or is not a regular file, ValueError with the
+    reason for anything else."""
     descriptor = os.open(
         file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     )

@@ -1,4 +1,5 @@
-"""A base model and an adapter become one Hugging Face model, file by file, so that a model larger than memory is no obstacle."""
+"""A base model and an adapter become one Hugging Face model, file by file, so that a model larger than memory
+is no obstacle."""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ from skyrl_tx_server.files.base_model import BaseTensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
-"""It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its dtype."""
+"""It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its
+dtype.
+"""
 
 
 def write_merged(
     base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None
 ) -> None:
-    """Write `base` + `deltas` into the directory `output`. `dtype` None keeps each tensor's own; sums are made in float32.
+    """Write `base` + `deltas` into the directory `output`. `dtype` None keeps each tensor's own; sums are
+    made in float32.
 
     A tied head that has a delta of its own is untied: config.json says so and `lm_head.weight` is written.
     """
@@ -62,7 +66,8 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:
         raise UserError(
-            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to another model"
+            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to "
+            f"another model"
         )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 

@@ -1,6 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors have one dtype.
+Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors
+have one dtype.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with each factor's own rank."""
+    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with
+    each factor's own rank."""
     found = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
@@ -89,7 +91,8 @@ def write_adapter(
 
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """An adapter of `base` in float32, under a checkpoint's names. UserError for what this server cannot train as it is."""
+    """An adapter of `base` in float32, under a checkpoint's names. UserError for what this server cannot
+    train as it is."""
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
@@ -106,7 +109,8 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         )
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(
-            f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}"
+            f"{directory}: only LoRA without biases can be imported, this is "
+            f"{config.get('peft_type')}/{config.get('bias')}"
         )
     for name in _UNSUPPORTED:
         if config.get(name):
@@ -143,7 +147,8 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
-    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled so that B @ A stays."""
+    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled
+    so that B @ A stays."""
     side = 0 if ".lora_A." in name else 1
     rank = array.shape[side]
     if rank == lora.rank:
@@ -160,7 +165,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int
     kept, rest = np.split(array, [own], axis=side)
     if np.any(rest):
         raise UserError(
-            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead"
+            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // "
+            f"num_experts_per_tok); merge it instead"
         )
     return kept if side == 0 else kept / np.float32(rank / own)
 
@@ -171,7 +177,8 @@ def _spec(
     """Which whole parts are trained; a part trained here and there has no counterpart."""
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        """Not those of layers beyond the last, which DeepSeek's checkpoints have for predicting more tokens ahead."""
+        """Not those of layers beyond the last, which DeepSeek's checkpoints have for predicting more tokens
+        ahead."""
         matches = (pattern.fullmatch(name) for name in base.files)
         return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
 
@@ -184,7 +191,8 @@ def _spec(
     rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
     if rest or not modules:
         raise UserError(
-            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head each as a whole and in all "
+            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head "
+            f"each as a whole and in all "
             f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
         )
     return LoraSpec(

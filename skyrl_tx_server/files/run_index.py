@@ -1,8 +1,10 @@
-"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, when checkpoints expire, which are public.
+"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, when checkpoints
+expire, which are public.
 
-One line of JSON per fact in `<checkpoints_dir>/ledger.jsonl`; a later line about the same thing wins, and a line that cannot be read is
-skipped. New facts are appended. When most of the file is out of date it is written anew and renamed into place. The runs of one tenant
-take at most `MAX_RUN_BYTES` in all; beyond that the oldest run is forgotten, and its checkpoints stay.
+One line of JSON per fact in `<checkpoints_dir>/ledger.jsonl`; a later line about the same thing wins, and a
+line that cannot be read is skipped. New facts are appended. When most of the file is out of date it is
+written anew and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES` in all; beyond that
+the oldest run is forgotten, and its checkpoints stay.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A model that was trained here, alive or not. UserError where its metadata is larger than `MAX_METADATA_BYTES`."""
+    """A model that was trained here, alive or not. UserError where its metadata is larger than
+    `MAX_METADATA_BYTES`."""
 
     run_id: str
     base_model: str
@@ -134,7 +137,8 @@ class RunIndex:
         self._compact_if_due()
 
     def forget(self, path: str, generation: str | None = None) -> None:
-        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation` stays."""
+        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation`
+        stays."""
         if generation is None or self._expiring.get(path, generation) == generation:
             self.set_expiry(path, None)
         self.set_public(path, False)

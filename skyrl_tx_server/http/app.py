@@ -30,8 +30,8 @@ from skyrl_tx_server.http.routes import (
 
 logger = logging.getLogger(__name__)
 
-# Looked through in this order for every request, so those that clients send all the time come first. `downloads` before `weights`: its
-# longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# Looked through in this order for every request, so those that clients send all the time come first.
+# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would swallow.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
@@ -59,7 +59,8 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
 
     return Starlette(
         routes=[
-            Route(endpoint.path, _bind(endpoint, startup), methods=[endpoint.method]) for endpoint in ENDPOINTS
+            Route(endpoint.path, _bind(endpoint, startup), methods=[endpoint.method])
+            for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,
         exception_handlers={404: _no_route, 405: _no_route},

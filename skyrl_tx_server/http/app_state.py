@@ -1,4 +1,5 @@
-"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked against, for each tenant."""
+"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked
+against, for each tenant."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ class HttpSettings:
 class AppState:
     """The operator's context, which reaches everything, or, made by `of`, a tenant's.
 
-    A tenant's context holds views of the registry, the checkpoints and the ledger in which nothing of another tenant exists, futures of
-    its own, and an engine that counts what it has under way. A handler gets the context of whoever sent the request, so it needs no check
-    of its own.
+    A tenant's context holds views of the registry, the checkpoints and the ledger in which nothing of another
+    tenant exists, futures of its own, and an engine that counts what it has under way. A handler gets the
+    context of whoever sent the request, so it needs no check of its own.
     """
 
     engine: EngineSide

@@ -1,7 +1,9 @@
-"""The HTTP border: every route runs inside `serve`, which refuses browsers, logs one line and turns errors into statuses.
+"""The HTTP border: every route runs inside `serve`, which refuses browsers, logs one line and turns errors
+into statuses.
 
-Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go away (a name taken, a bug
-of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure is a 200 with an `error` field, in `futures.py`.
+Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go
+away (a name taken, a bug of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure
+is a 200 with an `error` field, in `futures.py`.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:
-    """The tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
+    """The tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a
+    bearer token."""
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT

@@ -1,4 +1,5 @@
-"""The engine as one tenant's requests reach it: with the tenant's name, and within its quota of tokens under way."""
+"""The engine as one tenant's requests reach it: with the tenant's name, and within its quota of tokens under
+way."""
 
 from __future__ import annotations
 
@@ -34,16 +35,19 @@ class EngineShare:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Whatever `tenant` says, it is this one's. CapacityError while too much is under way, UserError for what never fits."""
+        """Whatever `tenant` says, it is this one's. CapacityError while too much is under way, UserError for
+        what never fits."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
-                f"the request is of {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in flight; send it in parts"
+                f"the request is of {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in "
+                f"flight; send it in parts"
             )
         with self._lock:
             if self._tokens + num_tokens > self._max_tokens:
                 raise CapacityError(
-                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and tenant_max_tokens={self._max_tokens}; "
+                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and "
+                    f"tenant_max_tokens={self._max_tokens}; "
                     "wait for earlier requests to finish"
                 )
             self._tokens += num_tokens
@@ -61,7 +65,8 @@ class EngineShare:
 
 
 def _num_tokens(op: Op, max_context_length: int) -> int:
-    """Prompt and longest completion of every sample, or the tokens of every datum. What frees memory counts nothing."""
+    """Prompt and longest completion of every sample, or the tokens of every datum. What frees memory counts
+    nothing."""
     match op:
         case Sample():
             longest = (

@@ -1,4 +1,5 @@
-"""What `python -m scripts.cookbook` judges by; the recipes themselves take minutes and an environment with torch."""
+"""What `python -m scripts.cookbook` judges by; the recipes themselves take minutes and an environment with
+torch."""
 
 from __future__ import annotations
 

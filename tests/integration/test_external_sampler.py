@@ -1,4 +1,5 @@
-"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler that computes in numpy."""
+"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler
+that computes in numpy."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def draw(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.Samp
 
 
 def far(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
-    """The largest difference between a sample's log-probabilities and those of the weights as they are now."""
+    """The largest difference between a sample's log-probabilities and those of the weights as they are
+    now.
+    """
     assert sequence.logprobs is not None
     output = training.forward([text(PROMPT + list(sequence.tokens))], "cross_entropy").result()
     ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]

@@ -1,4 +1,5 @@
-"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made against it."""
+"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made
+against it."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """As its users run it, in processes of its own; what it downloads fits the base model and is what was saved."""
+    """As its users run it, in processes of its own; what it downloads fits the base model and is what was
+    saved."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
@@ -172,7 +174,8 @@ def test_the_tinker_command_line_lists_and_downloads(
 async def test_sigterm_under_load_answers_every_future(
     server: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
-    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and no save is half there."""
+    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and
+    no save is half there."""
     process, url = server
     async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
 

@@ -1,4 +1,6 @@
-"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or mixed."""
+"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or
+mixed.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(
 
 
 def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
-    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and the deletion."""
+    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and
+    the deletion."""
     context = fake_context(tmp_path)
     with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (

@@ -1,4 +1,5 @@
-"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops nothing else."""
+"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops
+nothing else."""
 
 from __future__ import annotations
 
@@ -245,7 +246,9 @@ def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
     run_index = RunIndex(file)
     assert (
-        list(run_index.runs) == ["s:train:1", "s:train:2"] and run_index.expired() == [] and run_index.public == set()
+        list(run_index.runs) == ["s:train:1", "s:train:2"]
+        and run_index.expired() == []
+        and run_index.public == set()
     )
 
 

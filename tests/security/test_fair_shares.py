@@ -1,4 +1,5 @@
-"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in decode blocks, not seconds."""
+"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in
+decode blocks, not seconds."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ MODEL = replace(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the bit."""
+"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the
+bit."""
 SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_BLOCKS = 6
-"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to spare."""
+"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to
+spare."""
 
 
 def request(
@@ -52,7 +55,8 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 
 @dataclass
 class Neighbours:
-    """A watcher that submits small requests from the engine's thread, one after the other, at moments that are the same in every run."""
+    """A watcher that submits small requests from the engine's thread, one after the other, at moments that
+    are the same in every run."""
 
     engine: Engine
     tenant: str
@@ -176,7 +180,8 @@ def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine:
 def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
     tmp_path: Path, engine: Engine
 ) -> None:
-    """A cache with room for two contexts of the large requests and many tenants: all get what they get where there is room for all."""
+    """A cache with room for two contexts of the large requests and many tenants: all get what they get where
+    there is room for all."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(each)) for each in requests]
     small_alone = result(engine.submit(SMALL))

@@ -1,4 +1,5 @@
-"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by requests across sites."""
+"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by
+requests across sites."""
 
 from __future__ import annotations
 

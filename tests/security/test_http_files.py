@@ -1,4 +1,5 @@
-"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing for anyone else."""
+"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing
+for anyone else."""
 
 from __future__ import annotations
 

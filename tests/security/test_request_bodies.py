@@ -1,4 +1,5 @@
-"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no gap of the event loop."""
+"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no
+gap of the event loop."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
 async def test_owners_survive_a_restart_and_unowned_checkpoints_are_the_operators(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        old = "tinker://session-0123456789abcdef:train:0/weights/old"  # as a server without tenants has written it
+        # as a server without tenants has written it
+        old = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
             old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
         )
@@ -549,7 +550,9 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
             await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
-        site.context.run_index.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
+        site.context.run_index.set_expiry(
+            objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation
+        )
         await housekeep(site.context)
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

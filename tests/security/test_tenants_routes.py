@@ -1,4 +1,5 @@
-"""Every route of the application, called by one tenant on what belongs to another: the answer is that for what does not exist.
+"""Every route of the application, called by one tenant on what belongs to another: the answer is that for
+what does not exist.
 
 A route that is not classified here fails `test_every_route_is_classified`.
 """

@@ -1,4 +1,5 @@
-"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never sends."""
+"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never
+sends."""
 
 from __future__ import annotations
 

@@ -219,7 +219,8 @@ def test_delete_removes_it(store: CheckpointStore):
 def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half there."""
+    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half
+    there."""
     path = write(store).path
     real = os.replace
 

@@ -213,8 +213,8 @@ def test_a_sample_without_room_gets_that_of_one_that_fails():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there is never room; `withdraw`
-    goes while it is computed."""
+    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there
+    is never room; `withdraw` goes while it is computed."""
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
@@ -308,8 +308,8 @@ def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
 
 
 class Doctored(FakeExecutor):
-    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
-    over with its first token."""
+    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails
+    in the end, one of "short" is over with its first token."""
 
     def admit_one(self, request_id, op, *, first, count):
         admission = super().admit_one(request_id, op, first=first, count=count)

@@ -1,4 +1,5 @@
-"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine on the other side."""
+"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine
+on the other side."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def engine(model_dir: Path, root: Path) -> Iterator[Engine]:
 
 
 def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
-    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer to compile than all else."""
+    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer
+    to compile than all else."""
     random, name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
@@ -228,7 +230,8 @@ async def test_another_model_is_found_out_before_anyone_sees_its_samples(
             for _ in range(2):
                 with pytest.raises(
                     SamplerError,
-                    match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base model",
+                    match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base "
+                    r"model",
                 ):
                     await done(elsewhere, sample())
 

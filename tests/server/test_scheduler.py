@@ -276,7 +276,7 @@ def test_a_dropped_request_does_not_enter():
     assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
 
 
-# --- fair shares ----------------------------------------------------------------------------------------------------
+# --- fair shares --------------------------------------------------------------------------------
 
 
 def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | None = None) -> Sample:
@@ -290,7 +290,8 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request has a length in blocks."""
+    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request
+    has a length in blocks."""
 
     slots: int
     unfinished_tokens: int = 0
@@ -569,7 +570,8 @@ def test_tenants_take_turns_in_training_and_models_within_a_tenant():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one withdrawn."""
+        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one
+        withdrawn."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)

@@ -421,7 +421,8 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing the reply back."""
+    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing
+    the reply back."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])

@@ -1,9 +1,12 @@
-"""Weights for use elsewhere: save_weights_external, and files in PEFT's layout under URLs that open for an hour.
+"""Weights for use elsewhere: save_weights_external, and files in PEFT's layout under URLs that open for an
+hour.
 
-The adapter is written in PEFT's layout when its URLs are first asked for (`files.derived`); SDKs up to 0.35 ask for both files in one tar,
-of any checkpoint. A URL carries its end, the generation of the checkpoint and a signature by a secret of this process, so it needs no API
-key and cannot be made up; after a restart the client asks for new ones. Once the checkpoint is saved anew or deleted the URL answers 404,
-so files that are fetched one after the other are always of the same save. A download under way keeps its file open and ends as it began.
+The adapter is written in PEFT's layout when its URLs are first asked for (`files.derived`); SDKs up to 0.35
+ask for both files in one tar, of any checkpoint. A URL carries its end, the generation of the checkpoint and
+a signature by a secret of this process, so it needs no API key and cannot be made up; after a restart the
+client asks for new ones. Once the checkpoint is saved anew or deleted the URL answers 404, so files that are
+fetched one after the other are always of the same save. A download under way keeps its file open and ends as
+it began.
 """
 
 from __future__ import annotations

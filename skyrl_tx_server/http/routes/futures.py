@@ -1,4 +1,5 @@
-"""retrieve_future, the long poll through which every result and every failure reaches the client, and cancel_future."""
+"""retrieve_future, the long poll through which every result and every failure reaches the client, and
+cancel_future."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(context: AppState, request: Request) -> Reply:
-    """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its next decode block; anything else
-    that has begun finishes, and its result is not kept."""
+    """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its
+    next decode block; anything else that has begun finishes, and its result is not kept."""
     fields = JsonReader(await read_json(context, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")

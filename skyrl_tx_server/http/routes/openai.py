@@ -1,7 +1,8 @@
 """OpenAI's doors to whatever can be sampled: /v1/chat/completions, /v1/completions and /v1/models.
 
-A model is asked for by the name of the base model, by the id of a live sampler, or by a sampler checkpoint's tinker:// path. A stream
-carries the tokens of each decode block as the engine makes them; a client that goes away gives its slots back.
+A model is asked for by the name of the base model, by the id of a live sampler, or by a sampler checkpoint's
+tinker:// path. A stream carries the tokens of each decode block as the engine makes them; a client that goes
+away gives its slots back.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ async def get_model(context: AppState, request: Request) -> Reply:
     return _model_json(name, models[name])
 
 
-# --- names ------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------
 
 
 async def _models(context: AppState) -> dict[str, int]:
@@ -105,7 +106,8 @@ def _no_such_model(context: AppState, name: str) -> str:
 
 
 async def _weights(context: AppState, name: str) -> str | None:
-    """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a training checkpoint."""
+    """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a
+    training checkpoint."""
     if name == context.base_model:
         return None
     if is_on_disk(name):
@@ -126,7 +128,7 @@ async def _weights(context: AppState, name: str) -> str | None:
     raise NotFoundError(_no_such_model(context, name))
 
 
-# --- from a request to the engine -------------------------------------------------------------------------------
+# --- from a request to the engine ---------------------------------------------------------------
 
 
 def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
@@ -143,7 +145,8 @@ async def _sample(
     wanted = 1 if settings.max_tokens is None else settings.max_tokens
     if len(prompt) + wanted > limit:
         raise TooLongError(
-            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and {wanted} more were asked for. "
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and "
+            f"{wanted} more were asked for. "
             "Shorten the prompt or lower max_tokens"
         )
     if not len(prompt):
@@ -157,7 +160,7 @@ async def _sample(
     )
 
 
-# --- replies ----------------------------------------------------------------------------------------------------
+# --- replies ------------------------------------------------------------------------------------
 
 
 async def _reply(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:

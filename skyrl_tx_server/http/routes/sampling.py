@@ -44,7 +44,8 @@ def _weights(context: AppState, *, base_model: str | None, model_path: str | Non
     info = context.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
         raise UserError(
-            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns"
+            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler "
+            f"returns"
         )
     context.check_base_model(info.base_model)
     return model_path

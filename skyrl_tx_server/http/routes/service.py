@@ -17,7 +17,8 @@ async def healthz(context: AppState, request: Request) -> Reply:
 
 
 async def client_config(context: AppState, request: Request) -> Reply:
-    """How the SDK should talk to us: chunks of one forward_backward in order, and no more samples in flight than is useful."""
+    """How the SDK should talk to us: chunks of one forward_backward in order, and no more samples in flight
+    than is useful."""
     await read_body(context, request)
     return {
         "pjwt_auth_enabled": False,
@@ -30,7 +31,8 @@ async def client_config(context: AppState, request: Request) -> Reply:
         # The two flags that make SDK 0.19 - 0.36 speak as 0.38 does.
         "proto_write_fwdbwd": True,
         "create_model_via_load_weights": True,
-        # pyqwest refuses what `openssl req -x509` makes (a CA's certificate, CaUsedAsEndEntity), and the SDK tries again for minutes.
+        # pyqwest refuses what `openssl req -x509` makes (a CA's certificate, CaUsedAsEndEntity), and the SDK
+        # tries again for minutes.
         **({"use_pyqwest_transport": False} if request.url.scheme == "https" else {}),
     }
 

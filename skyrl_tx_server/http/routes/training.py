@@ -92,7 +92,8 @@ def begin_model(
             context.registry.forget_model(op.model_id)
             context.engine.submit(UnloadModel(model_id=op.model_id))
             raise ServerError(
-                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make room and try again"
+                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make "
+                f"room and try again"
             ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
@@ -103,7 +104,8 @@ def begin_model(
 
 
 async def get_info(context: AppState, request: Request) -> Reply:
-    """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub; others go by the name."""
+    """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub;
+    others go by the name."""
     fields = JsonReader(await read_json(context, request), "get_info")
     model = context.registry.model(fields.text("model_id"))
     model_dir = context.settings.model_dir

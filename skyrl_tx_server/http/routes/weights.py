@@ -42,7 +42,7 @@ CHECKPOINT_TYPES = {
 }
 
 
-# --- saving -----------------------------------------------------------------------------------------------------
+# --- saving -------------------------------------------------------------------------------------
 
 
 async def save_weights(context: AppState, request: Request) -> Reply:
@@ -71,7 +71,8 @@ async def save_weights(context: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(context: AppState, request: Request) -> Reply:
-    """With a name, a checkpoint on disk; without, a snapshot in memory that only the sampler it makes can reach."""
+    """With a name, a checkpoint on disk; without, a snapshot in memory that only the sampler it makes can
+    reach."""
     fields = JsonReader(await read_json(context, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -150,7 +151,8 @@ def save_named(
     ttl_seconds: int | None,
     overwrite: bool = False,
 ) -> Reply:
-    """Write the checkpoint `path`, which must be free unless it may be overwritten; once it is there it expires after `ttl_seconds`."""
+    """Write the checkpoint `path`, which must be free unless it may be overwritten; once it is there it
+    expires after `ttl_seconds`."""
 
     def start() -> Future[OpResult]:
         if not overwrite and context.checkpoints.exists(path):
@@ -177,11 +179,12 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
     return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------
 
 
 async def load_weights(context: AppState, request: Request) -> Reply:
-    """Either into a live model (`model_id`) or as the first request of a new one (`session_id` and `model_seq_id`)."""
+    """Either into a live model (`model_id`) or as the first request of a new one (`session_id` and
+    `model_seq_id`)."""
     fields = JsonReader(await read_json(context, request), "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -227,7 +230,8 @@ def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
     context.check_base_model(info.base_model)
     if info.lora.rank > context.limits.max_lora_rank:
         raise UserError(
-            f"{path} has LoRA rank {info.lora.rank}, above this server's max_lora_rank={context.limits.max_lora_rank}; "
+            f"{path} has LoRA rank {info.lora.rank}, above this server's "
+            f"max_lora_rank={context.limits.max_lora_rank}; "
             f"start it with max_lora_rank={info.lora.rank}"
         )
     return info.lora
@@ -243,7 +247,8 @@ def _load_into(
         model.lora.train_unembed,
     ):
         raise UserError(
-            f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state"
+            f"{path} was made with {lora}, this model with {model.lora}; make a new one with "
+            f"create_training_client_from_state"
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
     return submit(
@@ -269,7 +274,7 @@ async def weights_info(context: AppState, request: Request) -> Reply:
     }
 
 
-# --- training runs and their checkpoints ------------------------------------------------------------------------
+# --- training runs and their checkpoints --------------------------------------------------------
 
 
 async def list_training_runs(context: AppState, request: Request) -> Reply:
@@ -367,7 +372,8 @@ async def delete_checkpoint(context: AppState, request: Request) -> Reply:
 
 
 async def publish(context: AppState, request: Request) -> Reply:
-    """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without tenants it is a mark only."""
+    """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without
+    tenants it is a mark only."""
     return _mark(context, path_of(request), public=True)
 
 
