@@ -99,7 +99,7 @@ def client(url: str) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-def test_rollouts_come_from_the_external_sampler_with_the_weights_of_their_step(
+def test_external_rollouts_have_the_weights_of_their_step(
     url: str, client: tinker.ServiceClient, sampler: ExternalSampler
 ) -> None:
     training = client.create_lora_training_client("local/tiny", rank=4, seed=1).result()

@@ -96,7 +96,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         process.stdout.close()
 
 
-def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(
+def test_the_openai_client_reads_streamed_and_whole_replies(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
     _, url = server
@@ -223,9 +223,7 @@ async def test_sigterm_under_load_answers_every_future(
     assert saved and saved <= {info.path for info in store.list() if store.read(info.path)}
 
 
-def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
@@ -234,7 +232,7 @@ def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undist
     assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
 
 
-def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(
+def test_every_sdk_call_follows_the_contract(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
     process, url = server

@@ -83,7 +83,7 @@ def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(
+def test_a_failed_write_leaves_the_old_checkpoint_only(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     path = write(store).path
@@ -99,7 +99,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(
     assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: CheckpointStore):
+def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
     """The real thing: the kernel refuses the bytes half-way through the arrays."""
     path = write(store).path
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -141,7 +141,7 @@ def test_nothing_is_written_where_there_is_no_room(store: CheckpointStore, monke
     assert list(Path(store._root).iterdir()) == []
 
 
-def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path: Path):
+def test_the_quota_counts_an_overwritten_checkpoint_once(tmp_path: Path):
     size = write(CheckpointStore(tmp_path / "other", "org/model")).size_bytes
     store = CheckpointStore(tmp_path / "checkpoints", "org/model", quota_bytes=2 * size)
     path = write(store).path

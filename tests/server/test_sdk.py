@@ -274,7 +274,7 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(
         ).result()
 
 
-def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
+def test_a_published_checkpoint_is_marked_until_unpublished(
     client: tinker.ServiceClient, rest: tinker.RestClient, context: AppState, tmp_path: Path
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
@@ -603,7 +603,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_honoured_is_refused_at_once_and_names_the_way_out(
+def test_an_unsupported_request_is_refused_with_an_alternative(
     case: str, client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     call, message = REFUSALS[case]

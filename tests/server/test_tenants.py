@@ -130,9 +130,7 @@ class Tenant:
         return found | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
 
 
-def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone(
-    model_dir: Path, tmp_path: Path
-):
+def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):
     """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every
     decode block. For one that comes back nothing is compiled again."""
     before = Counter(compile_stats.programs())
@@ -163,7 +161,7 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
         assert not different, f"model {number}: {different}"
 
 
-def test_a_model_that_nothing_can_make_room_for_is_refused_and_fits_once_another_is_unloaded(
+def test_a_model_that_does_not_fit_is_refused_for_now(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with running(model_dir, tmp_path) as engine:
