@@ -79,7 +79,7 @@ class CheckpointStore:
 
         `tenant_quota` limits what each tenant saves. It does not apply to the operator.
         """
-        self._root = root
+        self.root = root
         self._base_model = base_model
         self._base_model_hash = base_model_hash
         self._quota_bytes = quota_bytes
@@ -128,7 +128,7 @@ class CheckpointStore:
 
     def _list(self, runs: str) -> list[CheckpointInfo]:
         found = []
-        for record in self._root.glob(f"{runs}/*/*/{RECORD_NAME}"):
+        for record in self.root.glob(f"{runs}/*/*/{RECORD_NAME}"):
             run, kind, name = record.parts[-4:-1]
             try:
                 found.append(self.info(f"{SCHEME}{run}/{kind}/{name}"))
@@ -158,7 +158,7 @@ class CheckpointStore:
             if (found := self._derived.find(info.generation, name)) is not None:
                 return info, found
             info, arrays = self.read(path)
-            check_room(self._root, 2 * info.size_bytes)
+            check_room(self.root, 2 * info.size_bytes)
             made = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
             if self._is_current(path, info.generation):
                 return info, made
@@ -209,10 +209,10 @@ class CheckpointStore:
         record_file = directory / RECORD_NAME
         if record_file.exists() and not overwrite:
             raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
         self._check_quotas(path, num_bytes)
-        check_room(self._root, num_bytes)
+        check_room(self.root, num_bytes)
         generation = uuid.uuid4().hex
         arrays_file = directory / f"arrays-{generation}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{generation}"
@@ -290,11 +290,11 @@ class CheckpointStore:
 
     def _directory(self, path: str) -> Path:
         run_id, kind, name = parse_path(path)
-        return self._root / run_id / kind / name
+        return self.root / run_id / kind / name
 
     def _check_inside(self, path: str, file: Path) -> None:
         """Raise UserError if `file` is a symbolic link or lies behind one below the root."""
-        if file.resolve() != self._root.resolve() / file.relative_to(self._root):
+        if file.resolve() != self.root.resolve() / file.relative_to(self.root):
             raise UserError(
                 f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the "
                 f"directory here instead"

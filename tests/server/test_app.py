@@ -316,7 +316,7 @@ async def test_a_model_that_could_not_be_made_does_not_exist(
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
-    arrays = next(Path(context.run_index._file).parent.rglob("*.safetensors"))
+    arrays = next(context.checkpoints.root.rglob("*.safetensors"))
     arrays.write_bytes(b"torn")
     reply = await post(
         http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True
@@ -680,7 +680,7 @@ async def test_waiting_is_a_sign_of_life_when_it_begins_only(
     http: httpx.AsyncClient, context: AppState, engine: FakeEngine
 ) -> None:
     now = [0.0]
-    context.registry._clock = lambda: now[0]
+    context.registry.clock = lambda: now[0]
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     engine.gate.clear()

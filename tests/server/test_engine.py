@@ -331,12 +331,13 @@ class Doctored(FakeExecutor):
 
 
 def test_results_keep_the_order_of_samples_that_end_in_any_order():
-    with running(Doctored(gate=threading.Event())) as engine:
+    executor = Doctored(gate=threading.Event())
+    with running(executor) as engine:
         good, bad = (
             engine.submit(sample(num_samples=2)),
             engine.submit(sample(num_samples=2, weights="broken")),
         )
-        engine._executor.gate.set()
+        executor.gate.set()
         assert [sequence.logprobs[0] for sequence in good.result(TIMEOUT_S).sequences] == [0, 1]
         assert "boom" in str(bad.exception(TIMEOUT_S))
         short = engine.submit(sample(num_samples=2, max_tokens=1, weights="short")).result(TIMEOUT_S)

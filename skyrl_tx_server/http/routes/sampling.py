@@ -34,7 +34,7 @@ async def create_sampling_session(context: AppState, request: Request) -> Reply:
 
 
 def _weights(context: AppState, *, base_model: str | None, model_path: str | None) -> str | None:
-    """What the engine samples from: a sampler checkpoint's path, or None for the base model."""
+    """Return the path of a sampler checkpoint, or None for the base model."""
     if base_model is not None:
         context.check_base_model(base_model)
     if model_path is None:

@@ -1,5 +1,4 @@
-"""Routes of the contract that this server does not offer, each with the way around it, so that nothing fails
-in silence."""
+"""Routes of the Tinker API that this server does not implement. Each replies with an alternative."""
 
 from __future__ import annotations
 
