@@ -46,7 +46,10 @@ from skyrl_tx_server.errors import CapacityError, ServerError
 logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
-OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or train_tokens_per_batch"
+OUT_OF_MEMORY_HINT = (
+    "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or "
+    "train_tokens_per_batch"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

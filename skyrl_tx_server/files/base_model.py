@@ -1,4 +1,4 @@
-"""A base model's directory: its tensors by name as numpy arrays, and a fingerprint that checkpoints record."""
+"""A base model's directory: its tensors as numpy arrays, and a fingerprint that checkpoints record."""
 
 from __future__ import annotations
 

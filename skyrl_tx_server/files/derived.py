@@ -65,7 +65,7 @@ class DerivedFiles:
             self.discard(self._folder / generation)
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or directory of the same file system atomically. Return False if it does not exist."""
+        """Remove a file or directory of the same file system atomically. Return whether it existed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         grave = self._folder / f".removed-{uuid.uuid4().hex}"
         try:

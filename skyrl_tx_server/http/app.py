@@ -82,7 +82,7 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
-    """Run `housekeep` periodically: sessions time out, checkpoints expire, and delivered results are removed."""
+    """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
     while True:
         await asyncio.sleep(period_s)
         if startup.context is not None:

@@ -131,7 +131,8 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:
     ends = int(expires.timestamp())
     address = f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{quote(info.path.removeprefix('tinker://'))}/{file}"
-    return f"{address}?ends={ends}&generation={info.generation}&signature={_signature(info.path, file, info.generation, ends)}"
+    signature = _signature(info.path, file, info.generation, ends)
+    return f"{address}?ends={ends}&generation={info.generation}&signature={signature}"
 
 
 def _signature(path: str, file: str, generation: str, ends: int) -> str:

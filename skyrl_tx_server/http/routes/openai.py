@@ -101,7 +101,10 @@ def _model_json(name: str, created: int) -> dict[str, object]:
 
 
 def _no_such_model(context: AppState, name: str) -> str:
-    return f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's path; see /v1/models"
+    return (
+        f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's "
+        "path; see /v1/models"
+    )
 
 
 async def _weights(context: AppState, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Sessions: opened by a client's first call, kept alive by heartbeats, ended by the client or by a timeout."""
+"""Sessions: opened by a client's first call, kept by heartbeats, ended by the client or a timeout."""
 
 from __future__ import annotations
 
