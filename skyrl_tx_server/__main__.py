@@ -1,7 +1,8 @@
-"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse the options, open the port, load the model, serve, shut down.
+"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse the options, open the port, load
+the model, serve, shut down.
 
-The port is opened first: a port in use is reported at once, and a client that comes early is told to wait (503) instead of being refused.
-Only this module imports both the HTTP side and the JAX side.
+The port is opened first: a port in use is reported at once, and a client that comes early is told to wait
+(503) instead of being refused. Only this module imports both the HTTP side and the JAX side.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ EXTERNAL_SAMPLE_REQUESTS = 1024
 """Sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
-"""Longer than the idle timeout of any client's connection pool, so that no request meets a connection that is being closed."""
+"""Longer than the idle timeout of any client's connection pool, so that no request meets a connection that is
+being closed."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a failure of the server."""
+    """Return the exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a
+    failure of the server."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(help_text())
         return 0
@@ -127,13 +130,14 @@ def _dry_run(config: ServerConfig) -> str:
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
-    """Return the options with `base_model` as a local directory, which is downloaded if necessary, and with `model_alias` set."""
+    """Return the options with `base_model` as a local directory, which is downloaded if necessary, and with
+    `model_alias` set."""
     from skyrl_tx_server.model.weights import resolve_model
 
     if config.mesh.devices > 1:
-        # In a collective of virtual CPU devices each device blocks a thread until all devices have joined it, and devices may join two
-        # independent collectives in different orders. With XLA's default of one thread per device this deadlocks, and XLA aborts
-        # after 40 s.
+        # In a collective of virtual CPU devices each device blocks a thread until all devices have joined it,
+        # and devices may join two independent collectives in different orders. With XLA's default of one
+        # thread per device this deadlocks, and XLA aborts after 40 s.
         os.environ.setdefault(
             "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )
@@ -216,7 +220,8 @@ async def _serve_until_stopped(
         await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # Every waiting poll is answered: with its result if the current engine step produces it in time, with an error otherwise.
+    # Every waiting poll is answered: with its result if the current engine step produces it in time, with an
+    # error otherwise.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)
@@ -245,7 +250,9 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
 
 
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
-    """Load the model and start the engine. Runs in its own thread, because importing jax alone takes seconds."""
+    """Load the model and start the engine. Runs in its own thread, because importing jax alone takes
+    seconds.
+    """
     rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
@@ -319,7 +326,8 @@ def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
         f"skyrl-tx server ready: {scheme}://{host}:{listener.getsockname()[1]}  model {info.base_model}  "
-        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  max_num_seqs {engine.stats()['slots']}  "
+        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  max_num_seqs "
+        f"{engine.stats()['slots']}  "
         f"devices {info.devices}  checkpoints {config.checkpoints_dir}"
     )
 
@@ -329,7 +337,8 @@ def _open_run_index(config: ServerConfig) -> RunIndex:
         return RunIndex(config.checkpoints_path / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to"
+            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can "
+            f"write to"
         ) from None
 
 
@@ -341,7 +350,8 @@ def _set_up_logging(config: ServerConfig) -> None:
 
 
 def _exit_now(status: int) -> None:
-    """Exit without waiting for threads, which may be in a compilation or a download that cannot be interrupted."""
+    """Exit without waiting for threads, which may be in a compilation or a download that cannot be
+    interrupted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

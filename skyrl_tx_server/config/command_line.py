@@ -22,7 +22,8 @@ from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
 _PURPOSE = [
-    "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."
+    "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and "
+    "sampling."
 ]
 
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
@@ -32,9 +33,11 @@ _NONE = ("", "none", "null")
 
 
 def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:
-    """Return a program's options, the server's by default. Raise ConfigError with one line for anything that is not understood.
+    """Return a program's options, the server's by default. Raise ConfigError with one line for anything that
+    is not understood.
 
-    An empty value, `none` and `null` mean None. An option's former name (`renamed`) is accepted with a notice on stderr.
+    An empty value, `none` and `null` mean None. An option's former name (`renamed`) is accepted with a notice
+    on stderr.
     """
     known = list(chz.chz_fields(options))
     argv = [_with_present_name(argument, known) for argument in argv]
@@ -64,10 +67,11 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
 
 
 def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Return `argv` with the keys from the environment and from api_key_file. The command line takes precedence over the environment.
+    """Return `argv` with the keys from the environment and from api_key_file. The command line takes
+    precedence over the environment.
 
-    The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if both api_key and api_key_file
-    are given, or if the file cannot be read.
+    The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
+    both api_key and api_key_file are given, or if the file cannot be read.
     """
     given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
@@ -80,7 +84,8 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
 
 
 def move_secrets() -> None:
-    """Restart this program with the secrets of its command line in the environment, where only this user can read them."""
+    """Restart this program with the secrets of its command line in the environment, where only this user can
+    read them."""
     visible = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
     if not visible:
         return
@@ -88,7 +93,8 @@ def move_secrets() -> None:
         values = [argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")]
         os.environ[SECRETS[name]] = values[-1]
         print(
-            f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the environment instead",
+            f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the "
+            f"environment instead",
             file=sys.stderr,
             flush=True,
         )
@@ -166,7 +172,8 @@ def _none_in_any_case(argument: str) -> str:
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
-    """Return one line for an error of chz, whose message names the option between quotes and has several lines."""
+    """Return one line for an error of chz, whose message names the option between quotes and has several
+    lines."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
     return (

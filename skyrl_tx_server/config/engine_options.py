@@ -39,7 +39,8 @@ class MeshShape:
 class EngineOptions(TenantOptions):
     """The options that the executor reads. Sizes are in tokens unless the name has another unit.
 
-    The executor needs `base_model` to be a local directory and `model_alias` to be set (`__main__` resolves both).
+    The executor needs `base_model` to be a local directory and `model_alias` to be set (`__main__` resolves
+    both).
     """
 
     base_model: str = chz.field(
@@ -53,7 +54,8 @@ class EngineOptions(TenantOptions):
     checkpoint_quota_gb: float | None = chz.field(
         default=None,
         metadata=positive(1e9),
-        doc="Refuse to save if all checkpoints together would be larger than this, in GiB; default: the free space of the disk",
+        doc="Refuse to save if all checkpoints together would be larger than this, in GiB; default: the free "
+        "space of the disk",
     )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla",
@@ -61,7 +63,8 @@ class EngineOptions(TenantOptions):
     )
     warmup: bool | None = chz.field(
         default=None,
-        doc="Compile the programs for sampling and training in the background from the start, instead of when each is first used; "
+        doc="Compile the programs for sampling and training in the background from the start, instead of "
+        "when each is first used; "
         "default: on a GPU, where compilation takes longest",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
@@ -77,7 +80,8 @@ class EngineOptions(TenantOptions):
     )
     yarn: bool = chz.field(
         default=False,
-        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs some quality on short texts",
+        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs "
+        "some quality on short texts",
     )
     max_num_seqs: int = chz.field(
         default=32, metadata=positive(1_000_000), doc="Slots of the decode batch: sequences decoded at once"
@@ -86,14 +90,16 @@ class EngineOptions(TenantOptions):
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
-        "a whole context for each of max_num_seqs, or as many as fit. With less, the sequence that came last is preempted when no KV page is free",
+        "a whole context for each of max_num_seqs, or as many as fit. With less, the sequence that came last "
+        "is preempted when no KV page is free",
     )
     decode_steps_per_dispatch: int = chz.field(
         default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",
-        doc="Log-probabilities of sampled tokens: raw, of the model's distribution (temperature 1), or processed, of the distribution after temperature",
+        doc="Log-probabilities of sampled tokens: raw, of the model's distribution (temperature 1), or "
+        "processed, of the distribution after temperature",
     )
     train_tokens_per_batch: int = chz.field(
         default=8192,
@@ -128,7 +134,8 @@ class EngineOptions(TenantOptions):
     expert_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices that share the experts of a mixture; the server uses the product of all four numbers of devices",
+        doc="Devices that share the experts of a mixture; the server uses the product of all four numbers of "
+        "devices",
     )
 
     @chz.validate
@@ -138,7 +145,8 @@ class EngineOptions(TenantOptions):
             return
         if alias.count("/") != 1 or ":" in alias or not all(alias.split("/")):
             raise ConfigError(
-                f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in Qwen/Qwen3-4B"
+                f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in "
+                f"Qwen/Qwen3-4B"
             )
 
     @property

@@ -24,20 +24,24 @@ class HttpOptions(TenantOptions):
     api_key: str | None = chz.field(
         default=None,
         repr=False,
-        doc="Key that every request must have, beginning with tml-; default: every client that reaches the port is accepted. Pass it "
+        doc="Key that every request must have, beginning with tml-; default: every client that reaches the "
+        "port is accepted. Pass it "
         "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,
-        doc="File that holds the api_key. A key on the command line is visible to every user of this machine while it starts",
+        doc="File that holds the api_key. A key on the command line is visible to every user of this machine "
+        "while it starts",
     )
     allowed_hosts: str | None = chz.field(
         default=None,
-        doc="Host names, separated by commas, that a server without an api_key accepts besides its own addresses; with a key it accepts any",
+        doc="Host names, separated by commas, that a server without an api_key accepts besides its own "
+        "addresses; with a key it accepts any",
     )
     allowed_origins: str | None = chz.field(
         default=None,
-        doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; default: none",
+        doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; "
+        "default: none",
     )
     max_connections: int = chz.field(
         default=4096,
@@ -72,7 +76,8 @@ class HttpOptions(TenantOptions):
             raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
         if not self.has_api_key and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
-                f"host={self.host}: every client that reaches this machine could train, sample and delete; pass api_key=tml-... or "
+                f"host={self.host}: every client that reaches this machine could train, sample and delete; "
+                f"pass api_key=tml-... or "
                 "allow_anyone=true"
             )
 

@@ -23,21 +23,25 @@ class ProcessOptions(BoundedOptions):
 
     coordinator_address: str | None = chz.field(
         default=None,
-        doc="host:port of rank 0, to which the processes of a server on several hosts connect; the same in all of them",
+        doc="host:port of rank 0, to which the processes of a server on several hosts connect; the same in "
+        "all of them",
     )
     num_processes: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Processes that run the model together, usually one per host; the server uses the devices of all of them",
+        doc="Processes that run the model together, usually one per host; the server uses the devices of all "
+        "of them",
     )
     process_id: int = chz.field(
         default=0,
         metadata=between(0, MAX_DEVICES),
-        doc="Rank of this process; rank 0 serves HTTP, writes checkpoints and sends every call to the other ranks",
+        doc="Rank of this process; rank 0 serves HTTP, writes checkpoints and sends every call to the other "
+        "ranks",
     )
     cluster_key_file: str | None = chz.field(
         default=None,
-        doc="File with the secret by which several processes authenticate each other, the same for all, at least 32 characters; or put "
+        doc="File with the secret by which several processes authenticate each other, the same for all, at "
+        "least 32 characters; or put "
         "it into SKYRL_TX_CLUSTER_KEY in the environment",
     )
     initialization_timeout_s: float = chz.field(
@@ -54,7 +58,8 @@ class ProcessOptions(BoundedOptions):
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
-                f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is {self.num_processes - 1}"
+                f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is "
+                f"{self.num_processes - 1}"
             )
         if self.coordinator_address is None:
             return
@@ -86,12 +91,14 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _cluster_key(file: str | None) -> bytes:
-    """Read the key from `file`, or else from the environment. Raise ConfigError if it is missing or too short."""
+    """Read the key from `file`, or else from the environment. Raise ConfigError if it is missing or too
+    short."""
     if file is None:
         name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
         if not key:
             raise ConfigError(
-                f"num_processes: several processes need a common secret: cluster_key_file=FILE, or {CLUSTER_KEY_VARIABLE} in the "
+                f"num_processes: several processes need a common secret: cluster_key_file=FILE, or "
+                f"{CLUSTER_KEY_VARIABLE} in the "
                 "environment. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     else:

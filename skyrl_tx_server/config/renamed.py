@@ -1,4 +1,5 @@
-"""Former names of options, statistics and metrics. Each is accepted for one release, with a notice that names its replacement."""
+"""Former names of options, statistics and metrics. Each is accepted for one release, with a notice that names
+its replacement."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ RENAMED_STATISTICS: Mapping[str, str] = {
 
 
 class FormerMetric(NamedTuple):
-    """The name of a metric in /metrics before it was renamed, and the name of its label if that was renamed too."""
+    """The name of a metric in /metrics before it was renamed, and the name of its label if that was renamed
+    too."""
 
     name: str
     label: str | None = None

@@ -1,4 +1,6 @@
-"""Options of the external sampler: where it is, and how its samples are checked (docs/external-sampler.md)."""
+"""Options of the external sampler: where it is, and how its samples are checked
+(docs/external-sampler.md).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ class SamplerOptions(BoundedOptions):
 
     sampler_url: str | None = chz.field(
         default=None,
-        doc="http://host:port of a vLLM or SGLang that generates the rollouts, see docs/external-sampler.md; default: this server",
+        doc="http://host:port of a vLLM or SGLang that generates the rollouts, see docs/external-sampler.md; "
+        "default: this server",
     )
     sampler_adapters: str | None = chz.field(
         default=None,
-        doc="Directory for the adapters of the external sampler, which must be able to read it under the same path; "
+        doc="Directory for the adapters of the external sampler, which must be able to read it under the "
+        "same path; "
         "default: sampler_adapters below checkpoints_dir",
     )
     sampler_api_key: str | None = chz.field(
@@ -34,12 +38,14 @@ class SamplerOptions(BoundedOptions):
     sampler_check: float = chz.field(
         default=0.02,
         metadata=between(0, 1),
-        doc="Fraction of the external sampler's samples that this server scores again; the first of each snapshot always are",
+        doc="Fraction of the external sampler's samples that this server scores again; the first of each "
+        "snapshot always are",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
-        doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; a first sample that differs "
+        doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; "
+        "a first sample that differs "
         "by ten times as much is rejected",
     )
 

@@ -1,4 +1,5 @@
-"""All options of the server in one flat chz class. Each component declares its own options in a class of this package."""
+"""All options of the server in one flat chz class. Each component declares its own options in a class of this
+package."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
 
     dry_run: bool = chz.field(
         default=False,
-        doc="Print the memory plan, fail if it does not fit, and exit; compiles the training program to measure it",
+        doc="Print the memory plan, fail if it does not fit, and exit; compiles the training program to "
+        "measure it",
     )
     log_level: Literal["debug", "info", "warning"] = chz.field(
         default="info", doc="debug also logs heartbeats and polls"
@@ -30,17 +32,21 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
     def _check_combinations(self) -> None:
         if self.warmup and self.num_processes > 1:
             raise ConfigError(
-                "warmup=true: several processes must compile together, each program when it is first used; remove the option"
+                "warmup=true: several processes must compile together, each program when it is first used; "
+                "remove the option"
             )
         if self.mesh.devices % self.num_processes:
             raise ConfigError(
-                f"num_processes={self.num_processes}: tensor_parallel, fsdp_parallel, data_parallel and expert_parallel "
-                f"multiply to {self.mesh.devices} devices, which must be a multiple of it: each process has the same "
+                f"num_processes={self.num_processes}: tensor_parallel, fsdp_parallel, data_parallel and "
+                f"expert_parallel "
+                f"multiply to {self.mesh.devices} devices, which must be a multiple of it: each process has "
+                f"the same "
                 "number of devices"
             )
         if self.sampler_url is not None and self.logprobs_mode != "raw":
             raise ConfigError(
-                f"logprobs_mode={self.logprobs_mode}: an external sampler's log-probabilities are raw; remove "
+                f"logprobs_mode={self.logprobs_mode}: an external sampler's log-probabilities are raw; "
+                f"remove "
                 "logprobs_mode or sampler_url"
             )
         if self.num_processes > 1:

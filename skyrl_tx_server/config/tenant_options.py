@@ -14,7 +14,8 @@ class TenantOptions(BoundedOptions):
     api_keys_file: str | None = chz.field(
         default=None,
         doc="File with one API key for each tenant; a tenant cannot see the objects of another. "
-        "python -m skyrl_tx_server.keys writes the file. With it, api_key is the operator's, who sees all objects",
+        "python -m skyrl_tx_server.keys writes the file. With it, api_key is the operator's, who sees all "
+        "objects",
     )
     tenant_max_sessions: int = chz.field(
         default=1000, metadata=positive(1_000_000), doc="Sessions that one tenant may have open"
@@ -28,12 +29,14 @@ class TenantOptions(BoundedOptions):
     tenant_max_snapshots: int = chz.field(
         default=64,
         metadata=positive(1_000_000),
-        doc="Unnamed sampler snapshots that one tenant may have; a further one replaces the least recently used",
+        doc="Unnamed sampler snapshots that one tenant may have; a further one replaces the least recently "
+        "used",
     )
     tenant_max_tokens: int = chz.field(
         default=1 << 24,
         metadata=positive(1 << 50),
-        doc="Tokens of one tenant that may wait or run: prompts and longest completions of samples, and training data",
+        doc="Tokens of one tenant that may wait or run: prompts and longest completions of samples, and "
+        "training data",
     )
     tenant_max_checkpoints: int = chz.field(
         default=1000, metadata=positive(1_000_000_000), doc="Checkpoints that one tenant may have"

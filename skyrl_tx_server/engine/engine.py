@@ -1,9 +1,11 @@
-"""The engine: one thread owns the devices, does the work that the scheduler chooses, and resolves one future per operation.
+"""The engine: one thread owns the devices, does the work that the scheduler chooses, and resolves one future
+per operation.
 
-HTTP code calls `submit` from any thread. An operation that fails affects its own future only: a `ServerError` reaches the caller
-unchanged; any other exception is logged with its traceback and reaches the caller as a `ServerError` with its type and message.
-If a failed program had the KV cache donated to it, all running samples have lost their state and fail together. The executor then starts
-again with an empty cache, and waiting requests continue.
+HTTP code calls `submit` from any thread. An operation that fails affects its own future only: a `ServerError`
+reaches the caller unchanged; any other exception is logged with its traceback and reaches the caller as a
+`ServerError` with its type and message. If a failed program had the KV cache donated to it, all running
+samples have lost their state and fail together. The executor then starts again with an empty cache, and
+waiting requests continue.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ from skyrl_tx_server.errors import CapacityError, ServerError
 logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
-OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or train_tokens_per_batch"
+OUT_OF_MEMORY_HINT = (
+    "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or "
+    "train_tokens_per_batch"
+)
 
 
 class WithdrawnError(ServerError):
@@ -56,7 +61,8 @@ class WithdrawnError(ServerError):
 
 
 class Watcher(Protocol):
-    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise nothing."""
+    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise
+    nothing."""
 
     @property
     def follows(self) -> bool:
@@ -64,7 +70,9 @@ class Watcher(Protocol):
         ...
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What sample `index` has gained since the last call. A row's last tokens come with the result only."""
+        """What sample `index` has gained since the last call. A row's last tokens come with the result
+        only.
+        """
         ...
 
     def wanted(self) -> bool:
@@ -138,7 +146,8 @@ class Engine:
         self.abandon(STOPPING)
 
     def abandon(self, reason: str) -> None:
-        """Stop without waiting for the current work, which may never end. Pending operations fail with `reason`."""
+        """Stop without waiting for the current work, which may never end. Pending operations fail with
+        `reason`."""
         with self._work:
             self._stopping = True
             self._work.notify_all()
@@ -150,7 +159,8 @@ class Engine:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Queue `op` on behalf of `tenant`. Cancelling the future withdraws the operation if it has not started.
+        """Queue `op` on behalf of `tenant`. Cancelling the future withdraws the operation if it has not
+        started.
 
         A `watcher` follows a `Sample`.
         """
@@ -369,12 +379,14 @@ class Engine:
         self._fail(request_id, error, what="Sample")
 
     def _fail_all_samples(self, error: Exception, *starting: int) -> None:
-        """Fail every request that has started or was about to, because the KV cache is lost. Waiting requests continue."""
+        """Fail every request that has started or was about to, because the KV cache is lost. Waiting requests
+        continue."""
         for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(starting)}:
             self._fail_sample(request_id, error)
 
     def _begin(self, request_id: int) -> bool:
-        """Mark the future as running. Return False if the caller has cancelled it, or if the engine is abandoned."""
+        """Mark the future as running. Return False if the caller has cancelled it, or if the engine is
+        abandoned."""
         with self._work:
             future = self._futures.get(request_id)
             if future is not None and future.set_running_or_notify_cancel():

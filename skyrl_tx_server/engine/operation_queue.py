@@ -1,4 +1,6 @@
-"""The queues of all operations that are not samples: one for each model, served round robin between tenants."""
+"""The queues of all operations that are not samples: one for each model, served round robin between
+tenants.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class OperationQueue:
         return next((step for step in steps if may_run(step)), None)
 
     def rotate(self, op: Op) -> None:
-        """Move the tenant of `op` to the end of the tenants, and its model to the end of the tenant's models."""
+        """Move the tenant of `op` to the end of the tenants, and its model to the end of the tenant's
+        models.
+        """
         name = _queue_name(op)
         tenant = self._queues[name].tenant
         names = self._order.pop(tenant)
@@ -55,7 +59,9 @@ class OperationQueue:
         self._order[tenant] = names
 
     def finish(self, step: Step) -> None:
-        """Remove the operation of `step`, which has succeeded or failed; the next one of its model may run."""
+        """Remove the operation of `step`, which has succeeded or failed; the next one of its model may
+        run.
+        """
         name = _queue_name(step.op)
         queue = self._queues[name]
         assert queue.steps[0].request_id == step.request_id
@@ -71,11 +77,14 @@ class OperationQueue:
                 del self._saves[step.op.weights]
 
     def is_being_saved(self, weights: str, before: int) -> bool:
-        """Whether an operation that was submitted before the request `before` has still to save the snapshot."""
+        """Whether an operation that was submitted before the request `before` has still to save the
+        snapshot.
+        """
         return any(request_id < before for request_id in self._saves.get(weights, ()))
 
 
 def _queue_name(op: Op) -> str:
-    """Operations of one queue run in order: those of one model, and those on one snapshot, which belongs to no model."""
+    """Operations of one queue run in order: those of one model, and those on one snapshot, which belongs to
+    no model."""
     assert not isinstance(op, Sample)
     return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

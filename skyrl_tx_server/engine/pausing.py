@@ -22,7 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. `for_memory`: at most one, because the executor has no KV pages for a request."""
+    """Return the sequences to pause. `for_memory`: at most one, because the executor has no KV pages for a
+    request."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -84,7 +85,9 @@ def _next_pause(
 def _sequence_of_largest_account(
     queue: SampleQueue, plan: SlotPlan
 ) -> tuple[float, tuple[Request, int] | None]:
-    """Return the largest account of a tenant with sequences that may be paused, and one of those sequences."""
+    """Return the largest account of a tenant with sequences that may be paused, and one of those
+    sequences.
+    """
     running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
     for tenant in sorted(running, key=plan.account, reverse=True):
         sequence = _sequence_to_pause(queue, tenant.running.values(), plan)
@@ -107,7 +110,8 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Return the last sequence that may be paused of the request with the most sequences, the latest one of several such requests."""
+    """Return the last sequence that may be paused of the request with the most sequences, the latest one of
+    several such requests."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

@@ -1,4 +1,5 @@
-"""The requests that sample, by tenant, and the choice of the request that gets the next slot (rules in `scheduler`)."""
+"""The requests that sample, by tenant, and the choice of the request that gets the next slot (rules in
+`scheduler`)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, QUANTUM, Reques
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""Prompts that are offered for one prefill batch: as many as the largest one has prefill chunks (`model/shapes.py`)."""
+"""Prompts that are offered for one prefill batch: as many as the largest one has prefill chunks
+(`model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
 SEQUENCES_PER_ROUND = 8
-"""Sequences of one request that get slots before those of the next: sequences of one prompt share KV pages, so they run together."""
+"""Sequences of one request that get slots before those of the next: sequences of one prompt share KV pages,
+so they run together."""
 
 
 class SampleQueue:
-    """All requests that sample. `is_being_saved(weights, request_id)` says whether a request waits for its snapshot."""
+    """All requests that sample. `is_being_saved(weights, request_id)` says whether a request waits for its
+    snapshot."""
 
     def __init__(self, *, unfinished_tokens: int, is_being_saved: Callable[[str, int], bool]) -> None:
         self._unfinished_limit = unfinished_tokens
@@ -121,7 +125,7 @@ class SampleQueue:
             self._free_slot(request, index)
         self._stop_waiting(request)
 
-    # --- charges ---------------------------------------------------------------------------------------------------
+    # --- charges ---------------------------------------------------------------------------------
 
     def prefill_continues(self, request_id: int) -> None:
         """Charge one prefill chunk of a prompt that needs more."""
@@ -130,7 +134,8 @@ class SampleQueue:
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """Charge the last prefill chunk of a prompt, of which `prompt_tokens` tokens were computed in all chunks together."""
+        """Charge the last prefill chunk of a prompt, of which `prompt_tokens` tokens were computed in all
+        chunks together."""
         self._unfinished.pop(request_id, None)
         self._charge_prompt(request_id, min(prompt_tokens, CHUNK_TOKENS))
 
@@ -166,7 +171,7 @@ class SampleQueue:
             if not tenant.num_requests and tenant.charged <= self._min_charged - QUANTUM:
                 del self.tenants[tenant.name]
 
-    # --- the next request ------------------------------------------------------------------------------------------
+    # --- the next request ------------------------------------------------------------------------
 
     def plan_prefills(
         self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
@@ -265,7 +270,7 @@ class SampleQueue:
         """Whether the prompt adds nothing to the tokens of unfinished prompts."""
         return not request.is_long or request.has_started or request.request_id in self._unfinished
 
-    # --- queues ----------------------------------------------------------------------------------------------------
+    # --- queues ----------------------------------------------------------------------------------
 
     def _queue(self, request: Request) -> None:
         weights = request.op.weights
@@ -280,7 +285,8 @@ class SampleQueue:
         heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
 
     def _stop_waiting(self, request: Request) -> None:
-        """Remove the request from the queues. Its entry in a heap, if it has one, is removed when it becomes the first."""
+        """Remove the request from the queues. Its entry in a heap, if it has one, is removed when it becomes
+        the first."""
         self._waiting.pop(request.request_id, None)
         request.tenant.started.pop(request.request_id, None)
         weights = request.op.weights

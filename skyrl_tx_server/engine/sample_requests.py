@@ -10,7 +10,8 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 QUANTUM = 16
-"""Units that one tenant may be ahead of another before its sequences are paused, beyond the difference of one sequence."""
+"""Units that one tenant may be ahead of another before its sequences are paused, beyond the difference of one
+sequence."""
 CHUNK_TOKENS = 512
 """A prompt up to this length is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64

@@ -32,7 +32,8 @@ class PrefillRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill:
-    """Prefill the first of these requests, and as many of the following as fit into the same batch. Requeue the others."""
+    """Prefill the first of these requests, and as many of the following as fit into the same batch. Requeue
+    the others."""
 
     requests: tuple[PrefillRequest, ...]
 
@@ -44,7 +45,8 @@ class Decode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """Free the slots of these sequences, each given as (request_id, index of the sample), while no decode steps are in flight.
+    """Free the slots of these sequences, each given as (request_id, index of the sample), while no decode
+    steps are in flight.
 
     The scheduler schedules a `PrefillRequest` for each of them later.
     """

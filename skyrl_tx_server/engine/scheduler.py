@@ -1,30 +1,37 @@
 """Decides which work the engine does next. Pure bookkeeping: no threads and no devices.
 
 Each rule has a test:
-- Operations of one model run in submission order, one at a time. Tenants take turns, and within a tenant its models, one step (one
-  micro-batch) each.
-- When training and sampling both have work they alternate: one decode dispatch between two training steps, one training step between two
-  decode dispatches. A forward pass that is submitted during a long generation therefore waits for one decode dispatch (and at most
-  PREFILLS_PER_DISPATCH prefill batches).
-- Prefill batches after which no more sequences run than before (all of them ended with their first token) give running sequences a decode
-  dispatch as often as training does.
+- Operations of one model run in submission order, one at a time. Tenants take turns, and within a tenant its
+  models, one step (one micro-batch) each.
+- When training and sampling both have work they alternate: one decode dispatch between two training steps,
+  one training step between two decode dispatches. A forward pass that is submitted during a long generation
+  therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
+- Prefill batches after which no more sequences run than before (all of them ended with their first token)
+  give running sequences a decode dispatch as often as training does.
 - A long prompt is prefilled in chunks, and running sequences get a decode dispatch between two of them.
-- A decode dispatch directly follows the previous one, while the host reads the previous result, unless other work is next.
-- A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that were submitted before it.
+- A decode dispatch directly follows the previous one, while the host reads the previous result, unless other
+  work is next.
+- A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
+  were submitted before it.
 
-Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant (deficit round robin):
-- A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each PROMPT_TOKENS_PER_UNIT prompt tokens
-  that are computed. A free slot goes to the tenant with the smallest account: the units charged, and QUANTUM units for each sequence that
-  has a slot. A tenant that was idle starts at most QUANTUM units below the busy tenant that was charged least, so idle time is not saved.
-- When no slot is free, a sequence of the tenant with the largest account is paused for the tenant with the smallest, if the accounts
-  differ by at least two quanta. For a small request (at most SMALL_TOKENS tokens in all) it is enough that its tenant was charged no more
-  than the average of the other waiting tenants, so a tenant with small requests waits for a few dispatches only. A sequence decodes for
-  at least MIN_DISPATCHES dispatches before it is paused, and it is the first of its request to get a slot again.
-- Within a tenant, requests get slots in submission order, SEQUENCES_PER_ROUND sequences each before any of them gets more. A request with
-  more sequences than that is paused, sequence by sequence, for one that has at least two sequences fewer.
-- Small requests precede the other requests of their tenant, and sequences of those are paused for them, as long as the small requests of
-  the tenant have less than a quarter of the slots.
-- Prompts that are computed in part stay within `unfinished_tokens` in total, so that they do not evict each other from the prefix cache.
+Slots and prefill work are shared fairly, first between tenants and then between the requests of a tenant
+(deficit round robin):
+- A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
+  PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A free slot goes to the tenant with the smallest
+  account: the units charged, and QUANTUM units for each sequence that has a slot. A tenant that was idle
+  starts at most QUANTUM units below the busy tenant that was charged least, so idle time is not saved.
+- When no slot is free, a sequence of the tenant with the largest account is paused for the tenant with the
+  smallest, if the accounts differ by at least two quanta. For a small request (at most SMALL_TOKENS tokens in
+  all) it is enough that its tenant was charged no more than the average of the other waiting tenants, so a
+  tenant with small requests waits for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
+  dispatches before it is paused, and it is the first of its request to get a slot again.
+- Within a tenant, requests get slots in submission order, SEQUENCES_PER_ROUND sequences each before any of
+  them gets more. A request with more sequences than that is paused, sequence by sequence, for one that has at
+  least two sequences fewer.
+- Small requests precede the other requests of their tenant, and sequences of those are paused for them, as
+  long as the small requests of the tenant have less than a quarter of the slots.
+- Prompts that are computed in part stay within `unfinished_tokens` in total, so that they do not evict each
+  other from the prefix cache.
 """
 
 from __future__ import annotations
@@ -46,8 +53,8 @@ from skyrl_tx_server.engine.scheduled_work import (
 )
 
 PREFILLS_PER_DISPATCH = 4
-"""Prefill batches before a decode dispatch while training waits, or that add no running sequence. Otherwise all free slots are filled
-first."""
+"""Prefill batches before a decode dispatch while training waits, or that add no running sequence. Otherwise
+all free slots are filled first."""
 
 
 class Scheduler:
@@ -129,7 +136,8 @@ class Scheduler:
             self._samples.requeue(prefill)
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these again. The executor has no KV pages for the first until a sequence finishes or is paused."""
+        """Queue these again. The executor has no KV pages for the first until a sequence finishes or is
+        paused."""
         self.requeue(prefills)
         self._deferred = prefills[0].request_id
 

@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: kept until they are done, heard of when they fail, cancelled at the end."""
+"""Tasks that are not awaited: referenced until they end, logged when they fail, cancelled at the end."""
 
 from __future__ import annotations
 

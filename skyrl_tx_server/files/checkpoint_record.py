@@ -1,4 +1,5 @@
-"""The record of a checkpoint, `checkpoint.json`: its path, what it was made from, and the name of its arrays file."""
+"""The record of a checkpoint, `checkpoint.json`: its path, what it was made from, and the name of its arrays
+file."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def is_on_disk(weights: str) -> bool:
 
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; raise UserError for anything else."""
+    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; raise UserError for anything
+    else."""
     segments = path.removeprefix(SCHEME).split("/")
     kinds = [str(kind) for kind in CheckpointKind]
     if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:
@@ -96,7 +98,8 @@ def record_errors(path: str) -> Iterator[None]:
 
 
 def read_record(path: str, record_file: Path) -> dict[str, object]:
-    """Return the record of the checkpoint `path`. Raise UserError if another program or version has written it.
+    """Return the record of the checkpoint `path`. Raise UserError if another program or version has written
+    it.
 
     Raises the errors of reading a file as they are; see `record_errors`.
     """
@@ -105,7 +108,8 @@ def read_record(path: str, record_file: Path) -> dict[str, object]:
         raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
     if record.get("version") != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path} has format version {str(record.get('version'))[:20]}, this server reads version {FORMAT_VERSION}"
+            f"checkpoint {path} has format version {str(record.get('version'))[:20]}, this server reads "
+            f"version {FORMAT_VERSION}"
         )
     return record
 

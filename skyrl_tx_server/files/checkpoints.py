@@ -1,12 +1,13 @@
 """Checkpoints on disk: one directory for each tinker:// path, either complete or absent.
 
-Layout: `<root>/<run_id>/<kind>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays are
-written and fsynced first under a new name. The checkpoint exists once `checkpoint.json` is renamed into place, so a crash leaves
-either the old checkpoint or the new one. The JSON records the size and SHA-256 of
-the arrays. An incomplete directory, one of another program, and one that is reached or leads through a symbolic link are refused.
+Layout: `<root>/<run_id>/<kind>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays
+are written and fsynced first under a new name. The checkpoint exists once `checkpoint.json` is renamed into
+place, so a crash leaves either the old checkpoint or the new one. The JSON records the size and SHA-256 of
+the arrays. An incomplete directory, one of another program, and one that is reached or leads through a
+symbolic link are refused.
 
-The new name contains the generation of the checkpoint: 32 random hex digits. Files that are derived from the arrays belong to one
-generation (`derived`), so they are never those of an earlier save.
+The new name contains the generation of the checkpoint: 32 random hex digits. Files that are derived from the
+arrays belong to one generation (`derived`), so they are never those of an earlier save.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class MakeFiles(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one base model below one directory: all of them, or, in a view made by `of`, those that a tenant may access."""
+    """The checkpoints of one base model below one directory: all of them, or, in a view made by `of`, those
+    that a tenant may access."""
 
     def __init__(
         self,
@@ -72,11 +74,12 @@ class CheckpointStore:
         quota_bytes: int | None = None,
         tenant_quota: TenantOptions | None = None,
     ) -> None:
-        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any. `quota_bytes=None` means no quota.
+        """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches
+        any. `quota_bytes=None` means no quota.
 
         `tenant_quota` limits what each tenant saves. It does not apply to the operator.
         """
-        self._root = root
+        self.root = root
         self._base_model = base_model
         self._base_model_hash = base_model_hash
         self._quota_bytes = quota_bytes
@@ -95,7 +98,9 @@ class CheckpointStore:
         return view
 
     def check_readable(self, path: str) -> None:
-        """Raise NotFoundError for a checkpoint of another tenant that is not public. Does not read the disk."""
+        """Raise NotFoundError for a checkpoint of another tenant that is not public. Does not read the
+        disk.
+        """
         if not self._owns(path) and not self._is_public(path):
             raise NotFoundError(f"no checkpoint {path}")
 
@@ -103,12 +108,14 @@ class CheckpointStore:
         return self._owns(path) and (self._directory(path) / RECORD_NAME).is_file()
 
     def info(self, path: str) -> CheckpointInfo:
-        """Return what the record says. Raise NotFoundError if there is no accessible checkpoint, and UserError if its record is invalid."""
+        """Return what the record says. Raise NotFoundError if there is no accessible checkpoint, and
+        UserError if its record is invalid."""
         self.check_readable(path)
         return checkpoint_info(path, self._record(path))
 
     def own(self, path: str) -> CheckpointInfo:
-        """Return `info` of a checkpoint that the tenant may change. A public one of another tenant is not found."""
+        """Return `info` of a checkpoint that the tenant may change. A public one of another tenant is not
+        found."""
         self._check_own(path)
         return self.info(path)
 
@@ -121,7 +128,7 @@ class CheckpointStore:
 
     def _list(self, runs: str) -> list[CheckpointInfo]:
         found = []
-        for record in self._root.glob(f"{runs}/*/*/{RECORD_NAME}"):
+        for record in self.root.glob(f"{runs}/*/*/{RECORD_NAME}"):
             run, kind, name = record.parts[-4:-1]
             try:
                 found.append(self.info(f"{SCHEME}{run}/{kind}/{name}"))
@@ -130,7 +137,8 @@ class CheckpointStore:
         return sorted(found, key=lambda info: (info.created_at, info.path))
 
     def read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-        """Return a consistent checkpoint, even while it is overwritten. Raise UserError if it is invalid or of another base model."""
+        """Return a consistent checkpoint, even while it is overwritten. Raise UserError if it is invalid or
+        of another base model."""
         self.check_readable(path)
         while True:
             record = self._record(path)
@@ -143,13 +151,14 @@ class CheckpointStore:
                     raise  # otherwise it was overwritten meanwhile: read the new one
 
     def derived(self, path: str, name: str, make: MakeFiles) -> tuple[CheckpointInfo, Path]:
-        """Return the file or directory `name`, which `make` creates from the checkpoint if it does not exist, and the record of its save."""
+        """Return the file or directory `name`, which `make` creates from the checkpoint if it does not exist,
+        and the record of its save."""
         while True:
             info = self.info(path)
             if (found := self._derived.find(info.generation, name)) is not None:
                 return info, found
             info, arrays = self.read(path)
-            check_room(self._root, 2 * info.size_bytes)
+            check_room(self.root, 2 * info.size_bytes)
             made = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
             if self._is_current(path, info.generation):
                 return info, made
@@ -176,8 +185,8 @@ class CheckpointStore:
     ) -> CheckpointInfo:
         """Write the checkpoint and return after it is durable.
 
-        Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the disk is full, and UserError if a quota
-        would be exceeded. After an error the disk is unchanged.
+        Raises ConflictError if the name is taken and `overwrite` is not set, ServerError if the disk is full,
+        and UserError if a quota would be exceeded. After an error the disk is unchanged.
         """
         self._check_own(path)
         with _CHANGING:
@@ -200,10 +209,10 @@ class CheckpointStore:
         record_file = directory / RECORD_NAME
         if record_file.exists() and not overwrite:
             raise ConflictError(f"checkpoint {path} exists already; choose another name, or overwrite it")
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         num_bytes = sum(np.asarray(value).nbytes for value in arrays.values())
         self._check_quotas(path, num_bytes)
-        check_room(self._root, num_bytes)
+        check_room(self.root, num_bytes)
         generation = uuid.uuid4().hex
         arrays_file = directory / f"arrays-{generation}.safetensors"
         unnamed_record = directory / f"{RECORD_NAME}.{generation}"
@@ -242,7 +251,9 @@ class CheckpointStore:
         return checkpoint_info(path, record)
 
     def _remove_others(self, directory: Path, keep: Iterable[str]) -> None:
-        """Remove the replaced arrays, the files derived from them, and the files of a write that was killed."""
+        """Remove the replaced arrays, the files derived from them, and the files of a write that was
+        killed.
+        """
         for leftover in directory.iterdir():
             if leftover.name in keep:
                 continue
@@ -279,13 +290,14 @@ class CheckpointStore:
 
     def _directory(self, path: str) -> Path:
         run_id, kind, name = parse_path(path)
-        return self._root / run_id / kind / name
+        return self.root / run_id / kind / name
 
     def _check_inside(self, path: str, file: Path) -> None:
         """Raise UserError if `file` is a symbolic link or lies behind one below the root."""
-        if file.resolve() != self._root.resolve() / file.relative_to(self._root):
+        if file.resolve() != self.root.resolve() / file.relative_to(self.root):
             raise UserError(
-                f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the directory here instead"
+                f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the "
+                f"directory here instead"
             )
 
     def _check_quotas(self, path: str, num_bytes: int) -> None:
@@ -315,7 +327,8 @@ class CheckpointStore:
         made_from = record.get("base_model_hash")
         if None not in (made_from, self._base_model_hash) and made_from != self._base_model_hash:
             raise UserError(
-                f"{info.path} was made from other weights called {info.base_model}: its base_model_hash is another than this model's"
+                f"{info.path} was made from other weights called {info.base_model}: its base_model_hash is "
+                f"another than this model's"
             )
 
     # --- files
@@ -323,7 +336,8 @@ class CheckpointStore:
     def _arrays(self, path: str, info: CheckpointInfo, sha256: str) -> dict[str, np.ndarray]:
         file = self._directory(path) / f"arrays-{info.generation}.safetensors"
         damaged = UserError(
-            f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it again"
+            f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it "
+            f"again"
         )
         self._check_inside(path, file)
         try:

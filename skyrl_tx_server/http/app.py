@@ -1,4 +1,4 @@
-"""The ASGI application: every route behind the border, and the housekeeping that runs beside them."""
+"""The ASGI application: all routes, and the housekeeping task."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from skyrl_tx_server.http.routes import (
 
 logger = logging.getLogger(__name__)
 
-# Looked through in this order for every request, so those that clients send all the time come first. `downloads` before `weights`: its
-# longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# Searched in this order for every request, so the most frequent routes come first.
+# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would match.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
@@ -47,7 +47,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
-    """Serves 503 until someone puts a `AppState` in the lobby."""
+    """Return the application. It answers 503 until `startup` holds an `AppState`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -82,7 +82,7 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
-    """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
+    """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
     while True:
         await asyncio.sleep(period_s)
         if startup.context is not None:
@@ -98,19 +98,17 @@ async def housekeep(context: AppState) -> None:
     for each in (context, *context.tenants.values()):
         each.futures.prune()
     for session_id in context.registry.expired():
-        sessions.end_session(context, session_id, "no sign of life from its client")
+        sessions.end_session(context, session_id, "its client sent no heartbeat")
     for path in context.run_index.expired():
         generation = context.run_index.expiring_generation(path)
         try:
             generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # it was saved anew; whether that one expires is about to be entered
-            logger.info("deleted %s: its time to live is over", path)
+                continue  # it was saved again, and the expiry of the new save is about to be recorded
+            logger.info("deleted %s: it has expired", path)
         except NotFoundError:
-            logger.debug("%s was deleted by hand", path)
+            logger.debug("%s was deleted already", path)
         except (ServerError, OSError) as error:
-            logger.warning(
-                "the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error
-            )
+            logger.warning("%s has expired and cannot be deleted; delete it by hand: %s", path, error)
         context.run_index.forget(path, generation)
     await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

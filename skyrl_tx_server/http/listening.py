@@ -1,7 +1,9 @@
-"""Accept connections: limits on their number and on the time for a request's head, and a server that survives a shortage of descriptors.
+"""Accept connections: limits on their number and on the time for a request's head, and a server that survives
+a shortage of descriptors.
 
-uvicorn parses requests and sends answers; this module decides which connections it gets. uvloop's own server closes the listening socket
-at the first `accept` that fails for lack of a file descriptor, so connections are accepted here.
+uvicorn parses requests and sends answers; this module decides which connections it gets. uvloop's own server
+closes the listening socket at the first `accept` that fails for lack of a file descriptor, so connections are
+accepted here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def connection_limit(wanted: int, max_files: int) -> int:
     limit = min(wanted, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more (ulimit -n)"
+            f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more "
+            f"(ulimit -n)"
         )
     return limit
 
@@ -94,7 +97,8 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits on the head's size."""
+    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits
+    on the head's size."""
 
     def __init__(
         self,
@@ -132,7 +136,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_idle and self._head_deadline is None and not self.transport.is_closing():
-            self._start_head_deadline()  # the next request's head has begun, or an answered request's body goes on
+            # the next request's head has begun, or an answered request's body goes on
+            self._start_head_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -182,7 +187,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Acceptor:
-    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio server."""
+    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio
+    server."""
 
     def __init__(
         self,
@@ -274,7 +280,8 @@ class BoundedServer(uvicorn.Server):
 
 
 class StoppableServer(BoundedServer):
-    """A server that sets an event at SIGTERM or SIGINT and leaves the rest to the caller; a second signal exits the process at once."""
+    """A server that sets an event at SIGTERM or SIGINT and leaves the rest to the caller; a second signal
+    exits the process at once."""
 
     def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
         super().__init__(config, max_connections)

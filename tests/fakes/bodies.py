@@ -1,6 +1,8 @@
-"""Request bodies that nobody means: valid ones with a few places changed, and what every parser must do with them.
+"""Request bodies that nobody means: valid ones with a few places changed, and what every parser must do with
+them.
 
-Imports no test framework but hypothesis and nothing of jax, so that `tests.stress.fuzz` can drive the same checks from atheris.
+Imports no test framework but hypothesis and nothing of jax, so that `tests.stress.fuzz` can drive the same
+checks from atheris.
 """
 
 from __future__ import annotations

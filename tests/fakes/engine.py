@@ -1,4 +1,5 @@
-"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations back."""
+"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations
+back."""
 
 from __future__ import annotations
 
@@ -59,8 +60,9 @@ class FakeModel:
 class FakeEngine:
     """Executes operations in submission order on one thread, as the real engine does for each model.
 
-    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the sampler's steps, so that a
-    test sees which weights were used; every token has log-probability -0.5. Training returns -target/10 per position.
+    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the
+    sampler's steps, so that a test sees which weights were used; every token has log-probability -0.5.
+    Training returns -target/10 per position.
     """
 
     def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:

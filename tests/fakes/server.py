@@ -69,7 +69,8 @@ class LoopbackServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens until then."""
+    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens
+    until then."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))

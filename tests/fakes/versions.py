@@ -1,4 +1,6 @@
-"""Checkpoints that say in every file which save they are: the rank and every number of version k are its own."""
+"""Checkpoints that say in every file which save they are: the rank and every number of version k are its
+own.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from tests.security.tenants import (
 # --- keys
 
 
-def test_a_key_file_holds_no_key_and_its_keys_open_the_server_to_their_tenants(
+def test_a_key_file_holds_digests_that_authenticate_its_tenants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys"
@@ -117,7 +117,7 @@ def test_the_keys_command_refuses_in_one_line(
     assert not (tmp_path / "x").exists()
 
 
-async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_changes_nothing(
+async def test_a_changed_key_file_is_read_and_a_broken_one_is_ignored(
     tmp_path: Path,
 ) -> None:
     async with two_tenants(tmp_path) as site:
@@ -131,7 +131,7 @@ async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_chan
         assert (await site.alice.get("/api/v1/sessions")).status_code == 200
 
 
-async def test_no_route_but_health_and_signed_downloads_opens_without_a_key(tmp_path: Path) -> None:
+async def test_only_health_and_signed_downloads_need_no_key(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         for name, key in (
             ("accept", b"*/*"),
@@ -196,10 +196,11 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
         ).status_code == 200
 
 
-async def test_owners_survive_a_restart_and_unowned_checkpoints_are_the_operators(tmp_path: Path) -> None:
+async def test_owners_survive_a_restart(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        old = "tinker://session-0123456789abcdef:train:0/weights/old"  # as a server without tenants has written it
+        # as a server without tenants has written it
+        old = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
             old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
         )
@@ -257,7 +258,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
 # --- sharing
 
 
-async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner_only(tmp_path: Path) -> None:
+async def test_a_published_checkpoint_is_changed_by_its_owner_only(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         sampler_url = f"/api/v1/training_runs/{objects.model}/checkpoints/sampler_weights/s"
@@ -316,7 +317,7 @@ async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner
             assert (await site.bob.post(route, json=body)).status_code == 404  # made while it was public
 
 
-async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_replaces_a_published_one_is_private(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         await site.alice.post(f"{objects.checkpoint}/publish")
@@ -330,7 +331,7 @@ async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tm
 # --- signed addresses
 
 
-async def test_a_download_address_cannot_be_made_up_or_used_for_another_file(tmp_path: Path) -> None:
+async def test_a_download_address_cannot_be_forged_or_reused(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
         urls = (
@@ -435,7 +436,7 @@ def sample(*, prompt: int, max_tokens: int | None, num_samples: int = 1) -> Samp
     )
 
 
-def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> None:
+def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     engine = HeldEngine()
     share = EngineShare(engine, "alice", 4000)
     share.submit(sample(prompt=100, max_tokens=900, num_samples=2))  # 1,900
@@ -457,7 +458,7 @@ def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> 
     assert LEAST_TOKENS == 256
 
 
-async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_path: Path) -> None:
+async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, TenantOptions(tenant_max_tokens=600)) as site:
         body = {
             "base_model": MODEL,
@@ -474,7 +475,7 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_pat
         fake_engine(site.context).gate.set()
 
 
-def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_first() -> None:
+def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
     registry = Registry(session_timeout_s=10)
     views = {
         tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
@@ -550,7 +551,9 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
             await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
-        site.context.run_index.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
+        site.context.run_index.set_expiry(
+            objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation
+        )
         await housekeep(site.context)
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

@@ -129,7 +129,7 @@ def test_every_numeric_option_declares_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_no_numeric_option_takes_what_is_not_finite_or_out_of_its_bounds(name: str) -> None:
+def test_a_numeric_option_must_be_finite_and_within_its_bounds(name: str) -> None:
     is_float = float in {NUMBERS[name].final_type, *get_args(NUMBERS[name].final_type)}
     for value in ("nan", "inf", "-inf", "1e300") if is_float else ("9" * 30, "-1"):
         given = {} if name == "port" else {"port": "0"}
@@ -175,9 +175,7 @@ def test_help_that_nobody_reads_to_its_end_is_no_traceback(
         (["--help"], "--help"),
     ],
 )
-def test_the_start_script_takes_its_words_in_the_order_of_its_usage(
-    words: list[str], says: str, tmp_path: Path
-) -> None:
+def test_the_start_script_takes_arguments_in_order(words: list[str], says: str, tmp_path: Path) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +223,7 @@ def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pyt
     assert int(os.environ["NPROC"]) >= 4 * 32
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(
+def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]

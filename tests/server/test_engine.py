@@ -63,7 +63,7 @@ def optim(model_id: str) -> OptimStep:
     return OptimStep(model_id=model_id, adam=AdamSettings())
 
 
-def test_results_come_back_through_futures_and_one_thread_does_the_work():
+def test_one_thread_does_the_work_and_resolves_the_futures():
     executor = FakeExecutor()
     with running(executor) as engine:
         futures = [engine.submit(create("a")), engine.submit(train("a", 2)), engine.submit(optim("a"))]
@@ -84,7 +84,7 @@ def test_results_come_back_through_futures_and_one_thread_does_the_work():
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
 
 
-def test_samples_of_one_request_return_in_order_even_when_slots_are_few():
+def test_samples_of_a_request_return_in_order_with_few_slots():
     with running(FakeExecutor(num_slots=2)) as engine:
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
@@ -116,7 +116,7 @@ def test_training_runs_between_the_blocks_of_a_long_generation():
     )
 
 
-def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
+def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
     executor = FakeExecutor(num_slots=1, block=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=6)) for _ in range(2)]
@@ -126,7 +126,7 @@ def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
     assert executor.went_on == [True, True, False, True, True, True], "the third block ended the first sample"
 
 
-def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
+def test_an_expected_error_reaches_only_its_caller_unchanged():
     error = NotFoundError("no model a")
     with running(FakeExecutor(errors={"optim a": error})) as engine:
         failing, good = engine.submit(optim("a")), engine.submit(optim("b"))
@@ -134,7 +134,7 @@ def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
         assert good.result(TIMEOUT_S).metrics == {"grad_norm": 1.0}
 
 
-def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(
+def test_an_unexpected_error_becomes_a_server_error(
     caplog: pytest.LogCaptureFixture,
 ):
     with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
@@ -163,7 +163,7 @@ def test_a_sample_that_cannot_be_honoured_fails_alone():
         assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 20
 
 
-def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_request():
+def test_a_failed_sequence_fails_its_request_only():
     executor = FakeExecutor(num_slots=2, errors={"admit s 2+1": RuntimeError("boom")})
     with running(executor) as engine:
         bad, good = engine.submit(sample(num_samples=3, weights="s")), engine.submit(sample(5))
@@ -175,7 +175,7 @@ def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_requ
 @pytest.mark.parametrize(
     "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", SequencesLostError("lost"))]
 )
-def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, error: Exception):
+def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
     executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
     with running(executor) as engine:
         first = engine.submit(sample(max_tokens=20))
@@ -214,8 +214,8 @@ def test_a_sample_without_room_gets_that_of_one_that_fails():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there is never room; `withdraw`
-    goes while it is computed."""
+    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there
+    is never room; `withdraw` goes while it is computed."""
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
@@ -270,7 +270,7 @@ def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
     assert executor.offered == [[1, 2, 3], [2, 3]]
 
 
-def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind():
+def test_a_withdrawn_sample_leaves_nothing_behind():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -297,7 +297,7 @@ class Pieces(FakeExecutor):
         return super().prefill(requests)
 
 
-def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
+def test_the_engine_decodes_between_two_prefill_chunks():
     executor = Pieces(num_slots=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=20, weights=weights)) for weights in ("short", "long")]
@@ -309,8 +309,8 @@ def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
 
 
 class Doctored(FakeExecutor):
-    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
-    over with its first token."""
+    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails
+    in the end, one of "short" is over with its first token."""
 
     def admit_one(self, request_id, op, *, first, count):
         admission = super().admit_one(request_id, op, first=first, count=count)
@@ -335,13 +335,14 @@ class Doctored(FakeExecutor):
         ]
 
 
-def test_rows_that_end_in_any_order_are_their_requests_and_in_its_order():
-    with running(Doctored(gate=threading.Event())) as engine:
+def test_results_keep_the_order_of_samples_that_end_in_any_order():
+    executor = Doctored(gate=threading.Event())
+    with running(executor) as engine:
         good, bad = (
             engine.submit(sample(num_samples=2)),
             engine.submit(sample(num_samples=2, weights="broken")),
         )
-        engine._executor.gate.set()
+        executor.gate.set()
         assert [sequence.logprobs[0] for sequence in good.result(TIMEOUT_S).sequences] == [0, 1]
         assert "boom" in str(bad.exception(TIMEOUT_S))
         short = engine.submit(sample(num_samples=2, max_tokens=1, weights="short")).result(TIMEOUT_S)
@@ -435,7 +436,7 @@ class Notes:
         return len(self.told) < self._patience
 
 
-def test_a_watcher_hears_of_every_token_once_except_the_last_ones():
+def test_a_watcher_gets_every_token_once_except_the_last_ones():
     with running(FakeExecutor(block=2)) as engine:
         notes = Notes()
         result = engine.submit(sample(10, num_samples=2, max_tokens=5), notes).result(TIMEOUT_S)
@@ -457,7 +458,7 @@ def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, 
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 
-def test_a_sample_refused_before_it_begins_leaves_no_watcher_behind():
+def test_a_sample_refused_before_it_starts_leaves_no_watcher():
     with running(FakeExecutor()) as engine:
         with pytest.raises(UserError):
             engine.submit(sample(10, max_tokens=1000), Notes()).result(TIMEOUT_S)

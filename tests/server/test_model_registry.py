@@ -28,7 +28,7 @@ def test_ids_are_the_ones_the_sdk_derives() -> None:
     assert registry.sampler_id(session_id, 0) == f"{session_id}:sample:0"
 
 
-def test_ending_a_session_frees_its_models_and_snapshots_but_not_checkpoints_or_the_base() -> None:
+def test_ending_a_session_keeps_checkpoints_and_the_base_model() -> None:
     registry = Registry(session_timeout_s=10)
     session_id = open_session(registry)
     model_id = registry.model_id(session_id, 0)
@@ -64,12 +64,12 @@ def test_a_silent_session_expires_and_any_request_keeps_it_alive() -> None:
     assert registry.expired() == [silent]
 
 
-def test_heartbeat_of_a_session_that_is_gone_tells_the_sdk_to_stop() -> None:
+def test_heartbeat_of_an_ended_session_tells_the_sdk_to_stop() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
         Registry(session_timeout_s=10).heartbeat("session-unknown")
 
 
-def test_adding_the_same_sampler_twice_changes_nothing_but_other_weights_are_refused() -> None:
+def test_a_sampler_may_be_added_twice_with_the_same_weights_only() -> None:
     registry = Registry(session_timeout_s=10)
     session_id = open_session(registry)
     sampler_id = registry.sampler_id(session_id, 0)

@@ -16,7 +16,7 @@ def run_of(run_id: str) -> TrainingRun:
     )
 
 
-def test_a_successor_reads_what_was_written_and_the_last_word_counts(tmp_path: Path) -> None:
+def test_a_new_index_reads_the_file_and_the_last_line_counts(tmp_path: Path) -> None:
     run_index = RunIndex(tmp_path / "ledger.jsonl")
     run_index.record_run(run_of("one"))
     for path in (PATH, OTHER):

@@ -71,12 +71,12 @@ def test_nothing_to_do_is_none():
     assert Scheduler().next(free_slots=4, num_running=0) is None
 
 
-def test_operations_of_one_model_run_in_submission_order_and_models_take_turns():
+def test_models_take_turns_and_keep_their_order_of_operations():
     scheduler = queue(forward("a"), optim("a"), forward("a"), forward("b"), optim("b"))
     assert run_steps(scheduler) == [1, 4, 2, 5, 3]
 
 
-def test_an_unfinished_operation_keeps_its_model_but_not_the_others_waiting():
+def test_an_unfinished_operation_blocks_its_own_model_only():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
     turns = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
     assert [turn.request_id for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
@@ -93,7 +93,7 @@ def test_training_and_decoding_alternate_when_both_have_work():
     assert kinds == [Step, Decode, Step, Decode, Step, Decode]
 
 
-def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
+def test_a_forward_waits_for_at_most_one_decode_dispatch():
     scheduler = Scheduler()
     for _ in range(5):
         assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
@@ -115,7 +115,7 @@ def test_waiting_samples_enter_in_order_and_in_parts():
     assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
 
 
-def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
+def test_prompts_are_offered_together_and_keep_their_places():
     scheduler = queue(
         sample(num_samples=3),
         SaveSampler(model_id="a", weights="s"),
@@ -151,7 +151,7 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
     assert isinstance(offered, Prefill) and len(offered.requests) == PROMPTS_PER_PREFILL
 
 
-def test_all_free_slots_fill_before_decoding_unless_training_waits():
+def test_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
     turns = [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(9)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * 8 + [Decode]
@@ -167,7 +167,7 @@ def test_all_free_slots_fill_before_decoding_unless_training_waits():
     ]
 
 
-def test_requests_that_end_in_their_prefill_do_not_starve_training():
+def test_requests_that_end_in_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
     first = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step)
@@ -179,7 +179,7 @@ def test_requests_that_end_in_their_prefill_do_not_starve_training():
     )
 
 
-def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
+def test_requests_that_end_in_prefill_do_not_starve_sampling():
     scheduler = queue(*[sample() for _ in range(20)])
     turns = [next_turn(scheduler, free_slots=3, num_running=1) for _ in range(2 * PREFILLS_PER_DISPATCH + 3)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Decode] + [
@@ -190,7 +190,7 @@ def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
     ]
 
 
-def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
+def test_a_sample_waits_for_its_snapshot_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
     first = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step) and first.request_id == 1
@@ -205,7 +205,7 @@ def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass(
     assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
-def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
+def test_dropping_a_snapshot_waits_for_earlier_samples():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
     assert next_turn(scheduler, free_slots=0, num_running=0) is None
     assert isinstance(next_turn(scheduler, free_slots=1, num_running=0), PrefillRequest)
@@ -252,7 +252,7 @@ def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     assert next_turn(scheduler, free_slots=2, num_running=1) == admit
 
 
-def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block():
+def test_running_samples_decode_between_two_prefill_chunks():
     scheduler = queue(sample(), sample())
     for _ in range(3):
         admit = next_turn(scheduler, free_slots=2, num_running=1)
@@ -276,7 +276,7 @@ def test_a_dropped_request_does_not_enter():
     assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
 
 
-# --- fair shares ----------------------------------------------------------------------------------------------------
+# --- fair shares --------------------------------------------------------------------------------
 
 
 def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | None = None) -> Sample:
@@ -290,7 +290,8 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request has a length in blocks."""
+    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request
+    has a length in blocks."""
 
     slots: int
     unfinished_tokens: int = 0
@@ -386,7 +387,7 @@ class Simulation:
         return sum(len(turn.sequences) for turn in self.turns if isinstance(turn, Pause))
 
 
-def test_two_tenants_with_large_requests_have_half_of_the_slots_each():
+def test_two_tenants_with_large_requests_share_the_slots_equally():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "a")
     simulation.run(10)
@@ -408,14 +409,14 @@ def test_shares_are_by_tenant_and_not_by_number_of_requests():
     assert served["one"] > 0.9 * served["many"] and served["many"] > 0.9 * served["one"]
 
 
-def test_a_small_request_of_another_tenant_gets_a_slot_within_a_few_blocks():
+def test_a_small_request_of_another_tenant_gets_a_slot_soon():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "hostile")
     simulation.run(10)
     assert simulation.blocks_until_end(simulation.submit(sample(), "neighbour", blocks=1)) <= 3
 
 
-def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each():
+def test_small_requests_wait_briefly_beside_64_large_tenants():
     simulation = Simulation(slots=32)
     for number in range(64):
         simulation.submit(long_sample(4096), f"hostile {number}")
@@ -432,7 +433,7 @@ def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each
     assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "the large ones share alike, too"
 
 
-def test_a_row_runs_for_a_quantum_before_a_tenant_with_the_same_claim_takes_its_slot():
+def test_a_sequence_runs_for_a_quantum_before_it_is_paused():
     simulation = Simulation(slots=1)
     for name in ("a", "b"):
         simulation.submit(long_sample(10), name)
@@ -455,7 +456,7 @@ def test_a_tenant_that_was_idle_or_modest_has_saved_nothing_up():
     assert min(served.values()) >= 0.75 * max(served.values())
 
 
-def test_within_a_tenant_a_small_request_does_not_wait_for_a_large_one():
+def test_a_small_request_does_not_wait_for_a_large_one():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096, max_tokens=2000))
     simulation.run(10)
@@ -466,7 +467,7 @@ def test_within_a_tenant_a_small_request_does_not_wait_for_a_large_one():
     assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
 
 
-def test_within_a_tenant_a_request_with_all_slots_yields_to_the_next():
+def test_a_request_with_all_slots_yields_to_its_tenants_next():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096))
     simulation.run(10)
@@ -478,7 +479,7 @@ def test_within_a_tenant_a_request_with_all_slots_yields_to_the_next():
     assert sum(request_id == third for request_id, _ in simulation.rows) == 4
 
 
-def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_ones():
+def test_small_requests_leave_most_slots_to_large_ones():
     simulation = Simulation(slots=8)
     large = simulation.submit(long_sample(4096))
     served = 0
@@ -490,7 +491,7 @@ def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_o
     assert served >= 100 * 8 * 0.7
 
 
-def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
+def test_groups_of_one_tenant_run_whole_in_order_without_pauses():
     simulation = Simulation(slots=32)
     for _ in range(64):
         simulation.submit(long_sample(8), blocks=50)
@@ -528,7 +529,7 @@ def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     )
 
 
-def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
+def test_long_prompts_delay_another_tenants_short_one_briefly():
     simulation = Simulation(slots=32, unfinished_tokens=100_000)
     for _ in range(50):
         simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
@@ -541,7 +542,7 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
     assert len(pieces) <= 2
 
 
-def test_prompts_that_are_computed_in_part_stay_within_their_limit():
+def test_prompts_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, unfinished_tokens=10_000)
     request_ids = [
         simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
@@ -558,7 +559,7 @@ def test_prompts_that_are_computed_in_part_stay_within_their_limit():
     assert set(simulation.ended) == {*request_ids, giant}
 
 
-def test_tenants_take_turns_in_training_and_models_within_a_tenant():
+def test_tenants_take_turns_in_training_and_so_do_their_models():
     scheduler = Scheduler()
     for number in range(100):
         scheduler.add(number + 1, forward(f"model {number}"), tenant="many")
@@ -569,7 +570,8 @@ def test_tenants_take_turns_in_training_and_models_within_a_tenant():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one withdrawn."""
+        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one
+        withdrawn."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)

@@ -245,7 +245,7 @@ def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     ("targets", "weights"),
     [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)],
 )
-def test_several_targets_per_position_dense_and_sparse_in_both_formats(
+def test_several_targets_per_position_in_both_formats(
     targets: types.TensorData, weights: types.TensorData
 ) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
@@ -291,7 +291,7 @@ def test_a_sparse_tensor_that_is_none_is_refused(changes: dict[str, list[int]], 
         parse_training_proto(message_body.SerializeToString(), LIMITS)
 
 
-def test_what_a_newer_client_adds_and_what_is_no_message_is_refused() -> None:
+def test_unknown_fields_and_invalid_messages_are_refused() -> None:
     with pytest.raises(UserError, match="unknown protobuf field 99"):
         parse_training_proto(sdk_bytes(datum([1, 2])) + bytes([0x98, 0x06, 0x01]), LIMITS)
     with pytest.raises(UserError, match="not a ForwardBackwardRequest"):

@@ -2,8 +2,9 @@
 
     python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
 
-OTHER_TREE is a checkout, or `git archive`, of another commit. Every body is given to the same parser or route of both versions; the
-operation, or the error, must be equal. `TERMS` lists the texts that were renamed on purpose.
+OTHER_TREE is a checkout, or `git archive`, of another commit. Every body is given to the same parser or route
+of both versions; the operation, or the error, must be equal. `TERMS` lists the texts that were renamed on
+purpose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""GET /metrics in Prometheus' text format: queues, running work, tokens by kind, caches, compilations, memory."""
+"""GET /metrics in Prometheus' text format: queues, running work, tokens by kind, caches, compilations,
+memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A metric of the engine's statistics: of one statistic, or of one statistic for each value of a label."""
+    """A metric of the engine's statistics: of one statistic, or of one statistic for each value of a
+    label.
+    """
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -135,7 +138,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="sampler_difference_nats",
         kind="gauge",
-        help="Difference between the external sampler's log-probabilities and the engine's, per token over the last compared samples",
+        help="Difference between the external sampler's log-probabilities and the engine's, per token over "
+        "the last compared samples",
         label="kind",
         source={
             "mean": "sampler_difference_mean",
@@ -201,7 +205,8 @@ async def metrics(context: AppState, request: Request) -> Reply:
 
 
 def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:
-    """Yield the metric's family, and another one under its former name; nothing if the engine has no such statistic."""
+    """Yield the metric's family, and another one under its former name; nothing if the engine has no such
+    statistic."""
     if isinstance(metric.source, str):
         statistic = statistics.get(metric.source)
         values = statistic if isinstance(statistic, dict) else {"": statistic}

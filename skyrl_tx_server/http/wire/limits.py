@@ -28,7 +28,8 @@ class Limits:
 def check_ttl(ttl_seconds: int | None) -> int | None:
     if ttl_seconds is not None and not 1 <= ttl_seconds <= TEN_YEARS_S:
         raise UserError(
-            f"ttl_seconds={ttl_seconds} must lie between 1 and {TEN_YEARS_S} (ten years); leave it out to keep the checkpoint"
+            f"ttl_seconds={ttl_seconds} must lie between 1 and {TEN_YEARS_S} (ten years); leave it out to "
+            f"keep the checkpoint"
         )
     return ttl_seconds
 
@@ -38,7 +39,8 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
         bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
         raise UserError(
-            f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the tokenizer the model's own?"
+            f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the "
+            f"tokenizer the model's own?"
         )
     return tokens.astype(np.int32)
 

@@ -1,6 +1,7 @@
 """Parse the bodies of sampling requests.
 
-A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that would change a result is ignored.
+A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+would change a result is ignored.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     wanted = op.settings.max_tokens or 1
     if op.prompt.size + wanted > limits.max_context_length:
         raise UserError(
-            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} > {limits.max_context_length}"
+            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} "
+            f"> {limits.max_context_length}"
         )
     for name, k in (
         ("topk_prompt_logprobs", op.topk_prompt_logprobs),
@@ -72,7 +74,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     last_n = op.prompt_logprobs_last_n
     if last_n is not None and not (op.prompt_logprobs and 1 <= last_n < op.prompt.size):
         raise UserError(
-            f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and len(prompt) - 1"
+            f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and "
+            f"len(prompt) - 1"
         )
     if op.target_prompt_tokens is not None:
         op = replace(
@@ -107,7 +110,8 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     for token_id in settings.stop_token_ids:
         if token_id >= limits.vocab_size:
             raise UserError(
-                f"sampling_params: stop token {token_id} is outside this model's vocabulary of {limits.vocab_size}"
+                f"sampling_params: stop token {token_id} is outside this model's vocabulary of "
+                f"{limits.vocab_size}"
             )
     if settings.seed is not None and not 0 <= settings.seed <= MAX_SEED:
         raise UserError(f"sampling_params: seed={settings.seed} must lie between 0 and 2**63 - 1")
@@ -117,7 +121,8 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 def parse_stop(stop: object) -> SamplingSettings:
     """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
     wrong = UserError(
-        f"sampling_params: stop must be a string, a list of strings or a list of token ids, got {quoted(stop)}"
+        f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
+        f"{quoted(stop)}"
     )
     if stop is None:
         return SamplingSettings()
@@ -142,11 +147,13 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is asked."""
+    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is
+    asked."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(
-            f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token after the first"
+            f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token "
+            f"after the first"
         )
     if targets.values.dtype.kind not in "iu":
         raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")

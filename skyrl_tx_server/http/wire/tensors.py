@@ -16,9 +16,11 @@ _CONVERTED_AT_ONCE = 1 << 16
 
 
 def array_of(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
-    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the longest string.
+    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the
+    longest string.
 
-    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they can wait.
+    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they
+    can wait.
     """
     parts = []
     for at in range(0, len(values), _CONVERTED_AT_ONCE):
@@ -49,7 +51,8 @@ def cells_from_csr(
 ) -> CsrMatrix:
     """A checked sparse matrix; crow_indices and col_indices are int64."""
     wrong = UserError(
-        f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape {list(shape)}"
+        f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
+        f"{list(shape)}"
     )
     if (
         len(shape) != 2
@@ -84,7 +87,8 @@ def cells_from_csr(
 def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
         raise UserError(
-            f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a smaller one"
+            f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a "
+            f"smaller one"
         )
     return cells.dense()
 

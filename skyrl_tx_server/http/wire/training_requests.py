@@ -1,6 +1,8 @@
-"""Parse the bodies of training requests: adapters, optimizer settings and data. JSON and protobuf share the checks.
+"""Parse the bodies of training requests: adapters, optimizer settings and data. JSON and protobuf share the
+checks.
 
-A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that would change a result is ignored.
+A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+would change a result is ignored.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
     other = fields.mapping("optimizer_params")
     if other:
         raise UserError(
-            f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW (tinker.AdamParams)"
+            f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW "
+            f"(tinker.AdamParams)"
         )
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
     default = AdamSettings()
@@ -168,7 +171,8 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
     low, high = settings.clip_low_threshold, settings.clip_high_threshold
     if low > high:
         raise UserError(
-            f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are absolute bounds on the ratio"
+            f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are "
+            f"absolute bounds on the ratio"
         )
     return settings
 
@@ -193,7 +197,8 @@ def check_datum(
             raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
         if len(array) != tokens.size:
             raise UserError(
-                f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must be equal"
+                f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must "
+                f"be equal"
             )
     missing = expected - set(inputs) - spec.optional_inputs
     if missing:
@@ -211,7 +216,8 @@ def check_datum(
         raise UserError(f"{where}: {targets.shape[1]} targets per position; they must be 1 to {MAX_TOP_K}")
     if "weights" in inputs and inputs["weights"].shape != targets.shape:
         raise UserError(
-            f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens {list(targets.shape)}; they must be equal"
+            f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens "
+            f"{list(targets.shape)}; they must be equal"
         )
     made = TrainDatum(
         tokens=tokens,
@@ -223,7 +229,8 @@ def check_datum(
     )
     if "sequence_ratio_mask" in expected and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
         raise UserError(
-            f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the completion"
+            f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the "
+            f"completion"
         )
     return made
 
@@ -232,7 +239,8 @@ def check_request_cells(num_targets: int) -> None:
     """Of all datums so far; called after each, before the next one is unfolded."""
     if num_targets > MAX_REQUEST_CELLS:
         raise UserError(
-            f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at once"
+            f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at "
+            f"once"
         )
 
 
