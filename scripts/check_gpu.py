@@ -135,7 +135,7 @@ def main(config: CheckConfig) -> None:
     stretches = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
     compile_for(
         f"paged attention, {config.rows} rows of 2,048",
-        jax.jit(paged_attention),
+        jax.jit(partial(paged_attention, scale=model.head_dim**-0.5)),
         queries,
         keys,
         values,

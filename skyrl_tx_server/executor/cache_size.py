@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.resolved_model import ServedModel
+from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import page_bytes
 from skyrl_tx_server.model.mesh import on_gpu
@@ -37,9 +38,10 @@ class CacheSize:
 
 
 def kernel_decodes(config: ModelConfig) -> bool:
-    """On a GPU a kernel reads the pages as they lie; elsewhere, and for heads it does not take, as a latent attention's wide ones, they are
-    copied side by side once per block."""
-    return on_gpu() and reads_as_they_lie(config.head_dim)
+    """Whether decoding reads the KV pages in place, by a kernel on a GPU. Elsewhere, for heads that the kernel does not take (the wide
+    ones of latent attention) and for sliding windows, the pages are copied side by side once per dispatch of decode steps."""
+    windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
+    return on_gpu() and reads_as_they_lie(config.head_dim) and not windows
 
 
 def asked_cache(model: ServedModel) -> CacheSize:

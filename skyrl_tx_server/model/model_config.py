@@ -40,6 +40,15 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """A rotary position embedding."""
+
+    dim: int  # numbers of a head that are rotated
+    theta: float
+    scaling: YarnScaling | Llama3Scaling | None = None  # None: the plain embedding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """A mixture of experts in place of each layer's perceptron; `intermediate_size` is then the width of one expert."""
 
@@ -91,6 +100,7 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: plain rotary embedding
     eos_token_ids: tuple[int, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = (
         None  # then the one key-value head is the latent vector beside the rotated key
@@ -126,6 +136,11 @@ class ModelConfig:
     def rope_dim(self) -> int:
         """How much of a head is rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The rotary embedding that config.json describes."""
+        return RopeSpec(dim=self.rope_dim, theta=self.rope_theta, scaling=self.rope_scaling)
 
     @property
     def context_length(self) -> int:

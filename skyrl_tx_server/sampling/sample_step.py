@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
@@ -36,7 +37,7 @@ from skyrl_tx_server.model.kv_cache import (
     write_layer,
     write_rows,
 )
-from skyrl_tx_server.model.layers import rms_norm, rope_tables
+from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, bank_layers
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
@@ -49,6 +50,7 @@ from skyrl_tx_server.model.transformer import (
     head_logits,
     layer,
     reads_in_place,
+    ropes_of,
 )
 
 MAX_STOP_TOKENS = 16
@@ -166,7 +168,7 @@ def prefill(
     tokens, blocks = jnp.asarray(run.tokens), run.blocks
     x = params.embed[tokens]
     positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
-    rope = rope_tables(config, positions, x.dtype)
+    ropes = ropes_of(config, positions, x.dtype)
 
     def body(
         stack: Stack,
@@ -182,13 +184,15 @@ def prefill(
             for field, module in modules.items()
         }
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
+        def attend(
+            spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, KVCache]:
             written = write_layer(
                 config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths
             )
-            return attend_to_pages(config, written, index, blocks, q), written
+            return attend_to_pages(config, spec, written, index, blocks, q), written
 
-        return layer(config, stack, x, own | whole, adapter, rope, attend), None
+        return layer(config, stack, x, own | whole, adapter, ropes, attend), None
 
     for stack, weights, modules in zip(stacks_of(config), params.layers, bank.layers, strict=True):
         layers = jnp.arange(stack.layers.start, stack.layers.stop)
@@ -254,17 +258,15 @@ def decode_block(
     )
     tables = jnp.asarray(rows.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
-    past_masks = [
-        (jnp.arange(first, end)[None] < rows.positions[:, None])[:, None, None]
-        for first, end in pairwise((0, *(ends or ())))
-    ]
+    past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
+    past_masks = [(keys < rows.positions[:, None])[:, None, None] for keys in past_positions]
     empty = jnp.zeros((batch, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
     recent = [segment_of(empty, empty)] * config.num_layers
 
     def step(index: jax.Array, state: _BlockState) -> _BlockState:
         positions = rows.positions + index
         x = params.embed[state.last][:, None]
-        rope = rope_tables(config, positions[:, None], x.dtype)
+        ropes = ropes_of(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
         layers = (
@@ -275,18 +277,25 @@ def decode_block(
         ):
 
             def attend(
-                q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
+                spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
             ) -> tuple[jax.Array, Segment]:
                 recent = _append(state.recent[number], index, k, v)
                 if past is None:
                     assert rows.stretches is not None
                     return attend_over_pages(
-                        config, cache, number, q, tables, rows.stretches, recent, visible
+                        config, spec, cache, number, q, tables, rows.stretches, recent, visible
                     ), recent
                 q = constrain(config.mesh, q, HEADS)
-                return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
+                masks = [*past_masks, visible]
+                if spec.sliding_window is not None:
+                    keys = [*past_positions, rows.positions[:, None] + jnp.arange(steps)]
+                    first = (positions - spec.sliding_window)[:, None]
+                    masks = [
+                        mask & (key > first)[:, None, None] for mask, key in zip(masks, keys, strict=True)
+                    ]
+                return attend_over_segments(spec, q, [*past[number], recent], masks), recent
 
-            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
+            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, ropes, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = constrain(

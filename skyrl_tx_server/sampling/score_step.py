@@ -131,6 +131,7 @@ def _one_sequence(text: Text) -> TreeLayout:
         ends=np.full((1, length), length, np.int32),
         key_blocks=np.broadcast_to(blocks, (1, len(blocks), len(blocks))),
         num_key_blocks=jnp.where(blocks * SCORED_BLOCK < text.length, blocks + 1, 0)[None],
+        positions=np.arange(length)[None],
     )
 
 

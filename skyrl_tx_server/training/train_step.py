@@ -227,7 +227,12 @@ def _entry_states(
     config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat
 ) -> jax.Array:
     """[R, E, D], the final hidden state that each entry needs."""
-    layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
+    layout = TreeLayout(
+        ends=batch.ends,
+        key_blocks=batch.key_blocks,
+        num_key_blocks=batch.num_key_blocks,
+        positions=batch.positions,
+    )
     hidden = hidden_states(
         config,
         params,

@@ -43,6 +43,7 @@ from skyrl_tx_server.sampling.sequences import row_settings
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, train_shapes
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from tests.server.tiny_qwen3 import attention_spec
 
 DENSE = ModelConfig(
     model_type="qwen2",
@@ -177,7 +178,9 @@ def cached(config: ModelConfig) -> dict[str, bool]:
             cache,
             scattered,
             rows,
-            attend_to_pages(config, cache, np.int32(1), blocks, jnp.asarray(queries)),
+            attend_to_pages(
+                config, attention_spec(config.head_dim), cache, np.int32(1), blocks, jnp.asarray(queries)
+            ),
         )
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
@@ -276,7 +279,9 @@ def decoded(config: ModelConfig) -> float:
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:
         stretches = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
-        attend = jax.jit(partial(attend_over_pages, config, interpret=True), static_argnums=1)
+        attend = jax.jit(
+            partial(attend_over_pages, config, attention_spec(head_dim), interpret=True), static_argnums=1
+        )
         return np.asarray(attend(cache, 1, q, jnp.asarray(tables), stretches, recent, visible))
 
     return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())

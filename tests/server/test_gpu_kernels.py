@@ -26,10 +26,11 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.executor import cache_size
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
-from skyrl_tx_server.model.attention import decode_attention, prefill_attention, prefix_tree_attention
+from skyrl_tx_server.model.attention import decode_attention, prefill_attention
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.attention.kv_splits import KVSplits, stretches_of
 from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
@@ -48,9 +49,10 @@ from skyrl_tx_server.training.train_step import forward_backward, train_batch
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
+from tests.server.tiny_qwen3 import attention_spec
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-INTERPRETED = jax.jit(partial(paged_attention, interpret=True))
+INTERPRETED = jax.jit(partial(paged_attention, interpret=True), static_argnames="scale")
 TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
@@ -95,12 +97,16 @@ def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
     layout = layout_of(forest(seed=seed, rows=rows))
     q, grad_out = (normal(number, rows, 512, heads, head_dim, dtype=dtype) for number in (1, 2))
     k, v = (normal(number, rows, 512, kv_heads, head_dim, dtype=dtype) for number in (3, 4))
-    expected, pull_back = jax.vjp(jax.jit(partial(prefix_tree_attention._attend, layout)), q, k, v)
+    expected, pull_back = jax.vjp(
+        jax.jit(partial(tree_attention, tiny_qwen3.CONFIG, layout, attention_spec(head_dim))), q, k, v
+    )
+
+    options = {"scale": head_dim**-0.5, "interpret": True}
 
     @jax.jit
     def by_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        out, log_total = prefix_tree_kernel.forward(layout, *arrays, interpret=True)
-        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, interpret=True)
+        out, log_total = prefix_tree_kernel.forward(layout, *arrays, **options)
+        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, **options)
 
     for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert found.dtype == wanted.dtype
@@ -123,11 +129,11 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
     stretches = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
-    exact = INTERPRETED(q, keys, values, tables, stretches)
+    exact = INTERPRETED(q, keys, values, tables, stretches, scale=head_dim**-0.5)
     for found, wanted in zip(exact, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
-    rounded = INTERPRETED(*halves, tables, stretches)
+    rounded = INTERPRETED(*halves, tables, stretches, scale=head_dim**-0.5)
     np.testing.assert_allclose(
         *(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)),
         atol=0.03,
@@ -169,14 +175,19 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
     together = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
     assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    found = INTERPRETED(q, keys, values, tables, together)
+    found = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
     for row in range(9):
         alone = np.where(np.arange(9) == row, lengths, 0)
         own = INTERPRETED(
-            q, keys, values, tables, stretches_of(tables, alone, group=heads // kv_heads, page=page)
+            q,
+            keys,
+            values,
+            tables,
+            stretches_of(tables, alone, group=heads // kv_heads, page=page),
+            scale=head_dim**-0.5,
         )
         assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
 
@@ -197,11 +208,13 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
     )
-    expected = jax.jit(prefill_attention._by_loop)(cache, jnp.int32(1), blocks, q)
+    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(24)))(
+        cache, jnp.int32(1), blocks, q
+    )
     cache = KVCache(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
-    attend = jax.jit(partial(prefill_attention.by_kernel, interpret=True))
+    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
     found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
     for block, length in enumerate(blocks.lengths):
         np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
@@ -277,9 +290,18 @@ def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> No
     visible = (jnp.arange(8) <= 3)[None, None, None]
     past = read_rows(config, cache, tables, (2 * PAGE,))[1]
     masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
-    expected = attend_over_segments(q, [*past, recent], masks)
+    expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
     found = attend_over_pages(
-        config, cache, 1, q, jnp.asarray(tables), stretches, recent, visible, interpret=True
+        config,
+        attention_spec(16),
+        cache,
+        1,
+        q,
+        jnp.asarray(tables),
+        stretches,
+        recent,
+        visible,
+        interpret=True,
     )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -321,8 +343,12 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
     monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
     monkeypatch.setattr(batch_runner, "on_gpu", lambda: True)
     monkeypatch.setattr(decode_batch, "stretches_of", noted)
-    monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
-    monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
+    monkeypatch.setattr(
+        decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
+    )
+    monkeypatch.setattr(
+        prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
+    )
     jax.clear_caches()  # or a prefill program would be the one without the kernel
     found = sampled("kernel")
     jax.clear_caches()
@@ -382,7 +408,9 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
         tables,
         stretches_of(tables, np.zeros(4, np.int32), group=4),
     )
-    assert 'name = "paged_attention"' in lowered(jax.jit(paged_attention), rows[0], *pages, *rows[1:])
+    assert 'name = "paged_attention"' in lowered(
+        jax.jit(partial(paged_attention, scale=128**-0.5)), rows[0], *pages, *rows[1:]
+    )
 
 
 def lowered(program: Wrapped, *arguments: object, **options: object) -> str:
