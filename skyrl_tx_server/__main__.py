@@ -24,7 +24,7 @@ import uvloop
 
 from skyrl_tx_server.config.command_line import SECRETS, help_text, parse, print_help, with_secrets
 from skyrl_tx_server.config.server_config import EngineSettings, HostsSettings, ServerConfig
-from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, MultihostExecutor, RankZero
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
@@ -97,13 +97,13 @@ def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
         signal.SIGINT, signal.SIG_DFL
     )  # to go at once, as with SIGTERM, is what process 0 understands
     settings = _engine_settings(config)
-    follower = join(hosts, settings, lambda reason: _exit_now(_fail(HostLostError(reason), status=1)))
+    follower = join(hosts, settings, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
     logger.info(
         "process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address
     )
     try:
         follower.follow(lambda: DeviceExecutor(settings, follower))
-    except HostLostError as error:
+    except RankLostError as error:
         return _fail(error, status=1)
     logger.info("stopped")
     return 0
@@ -150,7 +150,7 @@ class _Loaded:
     """What loading brought: an engine, or why there is none."""
 
     engine: Engine | None = None
-    leader: RankZero = ALONE
+    leader: RankZero = SINGLE_RANK
     model_dir: Path | None = None
     error: Exception | None = None
 
@@ -231,7 +231,7 @@ async def _serve_until_stopped(
     if not loaded.done():
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1) if lost.done() else 0)
+        _exit_now(_fail(RankLostError(lost.result()), status=1) if lost.done() else 0)
     result = loaded.result()
     if result.engine is None:
         server.should_exit = True
@@ -249,7 +249,7 @@ async def _serve_until_stopped(
         result.engine.abandon(lost.result())
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1))
+        _exit_now(_fail(RankLostError(lost.result()), status=1))
     logger.info("stopping")
     if isinstance(context.engine, ExternalSampling):
         await context.engine.close()
@@ -270,7 +270,7 @@ async def _serve_until_stopped(
 
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
     """Everything that needs jax, which takes seconds to import. Runs in its own thread."""
-    leader = ALONE
+    leader = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
         from skyrl_tx_server.engine.stop_strings import check_tokenizer

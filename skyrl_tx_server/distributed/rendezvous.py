@@ -19,7 +19,7 @@ import jax
 
 from skyrl_tx_server.config.server_config import CLUSTER_KEY, EngineSettings, HostsSettings
 from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
-from skyrl_tx_server.distributed.multihost import Follower, RankZero
+from skyrl_tx_server.distributed.multihost import RankZero, WorkerRank
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.base_model import fingerprint
 
@@ -85,7 +85,7 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
     return leader
 
 
-def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Follower:
+def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> WorkerRank:
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
     with contextlib.ExitStack() as undo:
@@ -110,7 +110,7 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         undo.pop_all()
-    follower = Follower(channel, on_lost)
+    follower = WorkerRank(channel, on_lost)
     _start_jax(hosts, answer["jax"])
     return follower
 

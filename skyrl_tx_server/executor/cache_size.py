@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.resolved_model import ServedModel
-from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import page_bytes
-from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.model_runner import CacheSize, decodes_in_place
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSize:
-    """On each of the batch's devices."""
-
-    slots: int
-    pages: int
-    page_bytes: int
-    context_pages: int  # of the longest sequence
-    copied_pages: int  # of it that a decode block puts side by side
-
-    @property
-    def pages_bytes(self) -> int:
-        return self.pages * self.page_bytes
-
-    @property
-    def copy_bytes(self) -> int:
-        """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
-        return self.slots * self.copied_pages * self.page_bytes
-
-
-def kernel_decodes(config: ModelConfig) -> bool:
-    """Whether decoding reads the KV pages in place, by a kernel on a GPU. Elsewhere, for heads that the kernel does not take (the wide
-    ones of latent attention) and for sliding windows, the pages are copied side by side once per dispatch of decode steps."""
-    windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
-    return on_gpu() and reads_as_they_lie(config.head_dim) and not windows
 
 
 def asked_cache(model: ServedModel) -> CacheSize:
@@ -57,7 +27,7 @@ def asked_cache(model: ServedModel) -> CacheSize:
         pages=1 + pages,
         page_bytes=page_bytes(config, model.dtype) // config.tensor_shards,
         context_pages=whole,
-        copied_pages=0 if kernel_decodes(config) else whole,
+        copied_pages=0 if decodes_in_place(config) else whole,
     )
 
 

@@ -22,8 +22,10 @@ import numpy as np
 from jax.stages import Lowered
 
 from skyrl_tx_server.config.server_config import EngineSettings
-from skyrl_tx_server.distributed.multihost import ALONE, Hosts
-from skyrl_tx_server.engine.engine import EngineInfo, FailedRow, FinishedRow, PrefillResult, RunningRow
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
+from skyrl_tx_server.engine.executor_protocol import (
+    EngineInfo,
+)
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -46,7 +48,6 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
@@ -98,8 +99,8 @@ logger = logging.getLogger(__name__)
 class DeviceExecutor:
     """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
-    def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
-        self._hosts = hosts
+    def __init__(self, settings: EngineSettings, ranks: RankGroup = SINGLE_RANK) -> None:
+        self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
         model = served_model(settings)
@@ -120,33 +121,33 @@ class DeviceExecutor:
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
         self._remat = device_memory.fitting_remat(
-            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         )
-        self._models = TrainingModelPool(on_device=settings.max_models, hosts=hosts)
+        self._models = TrainingModelPool(on_device=settings.max_models, ranks=ranks)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
-        self._snapshots = AdapterCache(
+        self.adapters = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
             slots=settings.max_snapshots,
             dtype=dtype,
             read=self._read,
-            free_host_bytes=lambda: hosts.agreed(available_host_bytes),
+            free_host_bytes=lambda: ranks.broadcast_from_rank0(available_host_bytes),
         )
         cache_budget = device_memory.cache_budget_bytes(
-            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         )
-        self._slots = BatchRunner(
+        self.sampler = BatchRunner(
             self._config,
             self._params,
-            self._snapshots,
+            self.adapters,
             size=fitting_cache(model, cache_budget),
-            groups=settings.mesh.batch,
+            dp_ranks=settings.mesh.batch,
             max_context_length=model.context,
-            block=settings.decode_block,
+            steps=settings.decode_block,
             dtype=dtype,
             model_dir=settings.model_dir,
-            tempered_logprobs=settings.tempered_logprobs,
-            hosts=hosts,
+            processed_logprobs=settings.tempered_logprobs,
+            ranks=ranks,
         )
         self.info = EngineInfo(
             base_model=settings.base_model,
@@ -173,7 +174,7 @@ class DeviceExecutor:
         while it compiles."""
         began, count = time.monotonic(), 0
         try:
-            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+            for name, program in self.programs():
                 if not threading.main_thread().is_alive():
                     return
                 program.compile()
@@ -186,6 +187,10 @@ class DeviceExecutor:
             )
             return
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield the name and the lowered form of every program that `_compile_ahead` compiles."""
+        return itertools.chain(self.sampler.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -202,38 +207,6 @@ class DeviceExecutor:
                 f"forward, {shape.length} tokens",
                 forward.lower(self._no_gradient, self._params, batch, loss, config=self._config),
             )
-
-    # --- sampling -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_slots(self) -> int:
-        return self._slots.num_slots
-
-    @property
-    def rows_decoding(self) -> int:
-        return self._slots.rows_decoding
-
-    @property
-    def unfinished_tokens(self) -> int:
-        return self._slots.unfinished_tokens
-
-    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        return self._slots.admit(admits)
-
-    def decode(self) -> bool:
-        return self._slots.decode()
-
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
-        return self._slots.collect(go_on=go_on)
-
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        self._slots.pause(rows)
-
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._slots.running(ticket)
-
-    def release(self, ticket: int) -> None:
-        self._slots.release(ticket)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -257,21 +230,21 @@ class DeviceExecutor:
                 self._models.drop(op.model_id)
                 return Done()
             case DropSnapshot():
-                self._snapshots.drop(op.weights)
+                self.adapters.drop(op.weights)
                 return Done()
             case Sample():
-                raise AssertionError("a Sample is admitted, not run")
+                raise AssertionError("a Sample is prefilled by the sampler")
 
     def stats(self) -> dict[str, object]:
         return {
-            "slots": self.num_slots,
-            "slots_used": self.rows_decoding,
+            "slots": self.sampler.num_slots,
+            "slots_used": self.sampler.num_running,
             "programs": compile_stats.programs(),
             "program_seconds": compile_stats.seconds(),
             "programs_from_cache": compile_stats.cache_hits(),
-            **self._slots.stats(),
+            **self.sampler.stats(),
             **self._models.stats(),
-            **self._snapshots.stats(),
+            **self.adapters.stats(),
             **device_memory.stats(),
         }
 
@@ -392,7 +365,7 @@ class DeviceExecutor:
         )
         if op.peft_directory is not None:
             directory = Path(op.peft_directory)
-            self._hosts.agreed(
+            self._ranks.broadcast_from_rank0(
                 lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32")
             )
         saved = (
@@ -400,7 +373,7 @@ class DeviceExecutor:
             if on_disk
             else WeightsSaved(path=None, size_bytes=0)
         )
-        self._snapshots.put(op.weights, model.adapter)
+        self.adapters.put(op.weights, model.adapter)
         return saved
 
     def _save_external(self, op: SaveExternal) -> WeightsSaved:
@@ -409,7 +382,7 @@ class DeviceExecutor:
         return self._write(checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name), model, arrays, {})
 
     def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-        return self._hosts.agreed(lambda: self._store.read(path))
+        return self._ranks.broadcast_from_rank0(lambda: self._store.read(path))
 
     def _write(
         self,
@@ -430,7 +403,7 @@ class DeviceExecutor:
             user_metadata=user_metadata,
             overwrite=overwrite,
         )
-        return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
+        return WeightsSaved(path=path, size_bytes=self._ranks.broadcast_from_rank0(write).size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
         """A model on the device, with an optimizer that has taken no step."""

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine.engine import STOPPING, EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     DropSnapshot,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from skyrl_tx_server.engine.engine import EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import EngineSide, Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
 from skyrl_tx_server.errors import CapacityError, UserError
 

@@ -85,3 +85,10 @@ def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 def bucket(length: int, lengths: Sequence[int]) -> int:
     """The smallest of `lengths` that is at least `length`."""
     return next(candidate for candidate in lengths if candidate >= length)
+
+
+def common_length(left: np.ndarray, right: np.ndarray) -> int:
+    """Return how many leading tokens two token arrays share."""
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter

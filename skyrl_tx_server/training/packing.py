@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_tx_server.engine.operations import TrainDatum
-from skyrl_tx_server.sampling.prefix_cache import common_length
+from skyrl_tx_server.model.shapes import common_length
 
 BLOCK = 128
 """Tokens that attend together; every stream's length is a multiple."""

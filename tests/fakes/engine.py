@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     CreateModel,

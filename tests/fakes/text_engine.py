@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher, WithdrawnError
+from skyrl_tx_server.engine.engine import Watcher, WithdrawnError
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     Op,

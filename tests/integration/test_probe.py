@@ -54,25 +54,29 @@ class Defective:
         self.after: Callable = lambda executor, op, result: result
         self.sampled: Callable = lambda sequence: sequence
 
+    @property
+    def sampler(self) -> Defective:
+        return self
+
     def __getattr__(self, name: str) -> object:
-        return getattr(self.real, name)
+        return getattr(self.real if hasattr(self.real, name) else self.real.sampler, name)
 
     def run(self, op):
         op = self.before(self.real, op)
         result = yield from self.real.run(op)
         return self.after(self.real, op, result)
 
-    def admit(self, admits):
-        admissions = self.real.admit(
-            [replace(admit, op=self.before(self.real, admit.op)) for admit in admits]
+    def prefill(self, requests):
+        admissions = self.real.sampler.prefill(
+            [replace(request, op=self.before(self.real, request.op)) for request in requests]
         )
         return [
             admission and replace(admission, finished=self._rows(admission.finished))
             for admission in admissions
         ]
 
-    def collect(self, *, go_on):
-        return self._rows(self.real.collect(go_on=go_on))
+    def poll(self, *, dispatch_next):
+        return self._rows(self.real.sampler.poll(dispatch_next=dispatch_next))
 
     def _rows(self, rows):
         return [
@@ -170,7 +174,7 @@ class Stale:
     def after(self, executor, op, result):
         if isinstance(op, SaveSampler):
             adapter = self.first.setdefault(op.model_id, executor._models.get(op.model_id).adapter)
-            executor._snapshots.put(op.weights, adapter)
+            executor.adapters.put(op.weights, adapter)
         return result
 
 

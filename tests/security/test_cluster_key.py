@@ -29,7 +29,7 @@ from skyrl_tx_server.distributed.channel import (
     accept,
     connect,
 )
-from skyrl_tx_server.distributed.multihost import Follower, HostLostError, RankZero
+from skyrl_tx_server.distributed.multihost import RankLostError, RankZero, WorkerRank
 from skyrl_tx_server.distributed.rendezvous import join, lead
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import KEY
@@ -254,11 +254,11 @@ def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
     relay: Relay, tmp_path: Path
 ) -> None:
     lost = SimpleQueue[str]()
-    follower = Follower(relay.theirs, lost.put)
+    follower = WorkerRank(relay.theirs, lost.put)
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
-    with pytest.raises(HostLostError, match="process 0: a message between the processes was changed"):
+    with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
         follower.follow(FakeExecutor)
     assert "was changed, repeated or lost on its way" in lost.get(timeout=60)
     assert not created.exists() and lost.empty()

@@ -17,7 +17,8 @@ import pytest
 
 from skyrl_tx_server import keys
 from skyrl_tx_server.config.server_config import ServerConfig
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,

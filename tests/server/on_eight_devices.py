@@ -38,8 +38,9 @@ from skyrl_tx_server.model.model_config import Experts, ModelConfig
 from skyrl_tx_server.model.shapes import BLOCK, PAGE
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block
-from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
+from skyrl_tx_server.sampling.sequences import batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, train_shapes
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
@@ -212,20 +213,20 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     row = DecodeBatch(
         tokens=np.zeros(rows, np.int32),
-        before=Carry.of_none(rows),
+        before=Carry.empty(rows),
         positions=np.zeros(rows, np.int32),
         remaining=np.zeros(rows, np.int32),
         tables=np.zeros((rows, 1), np.int32),
-        stretches=None,
+        splits=None,
         adapters=lora_indices(np.zeros(rows, np.int32)),
         stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
     )
     cache, settings = (
         empty_cache(config=config, pages=8, dtype=np.dtype("float32")),
-        row_settings([None] * rows, config.vocab_size),
+        batch_settings([None] * rows, config.vocab_size),
     )
     params = param_shapes(config, np.dtype("float32"))
-    block = decode_block.lower(
+    block = decode_steps.lower(
         cache,
         params,
         place_adapter(config, bank),
@@ -278,11 +279,11 @@ def decoded(config: ModelConfig) -> float:
     visible = jnp.ones((1, 1, 1, 4), bool)
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:
-        stretches = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
+        splits = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
         attend = jax.jit(
             partial(attend_over_pages, config, attention_spec(head_dim), interpret=True), static_argnums=1
         )
-        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), stretches, recent, visible))
+        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), splits, recent, visible))
 
     return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())
 

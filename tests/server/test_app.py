@@ -517,7 +517,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
         gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
-    assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
+    assert executor.log.count("decode") <= blocks + 2 and not executor.num_running
 
 
 async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(

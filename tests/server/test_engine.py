@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine.engine import Engine, FailedRow, RowsLostError, WithdrawnError
+from skyrl_tx_server.engine.engine import Engine, WithdrawnError
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, SequencesLostError
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
@@ -172,7 +173,7 @@ def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_requ
 
 
 @pytest.mark.parametrize(
-    "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", RowsLostError("lost"))]
+    "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", SequencesLostError("lost"))]
 )
 def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, error: Exception):
     executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
@@ -187,10 +188,10 @@ def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, e
 
 def test_a_sample_without_room_waits_for_a_row_to_finish():
     class OneAtATime(FakeExecutor):
-        def admit(self, admits):
-            if self.rows_decoding:
+        def prefill(self, requests):
+            if self.num_running:
                 raise CapacityError("bank is full")
-            return super().admit(admits)
+            return super().prefill(requests)
 
     with running(OneAtATime()) as engine:
         futures = [engine.submit(sample(last)) for last in (1, 2, 3)]
@@ -199,10 +200,10 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
 
 def test_a_sample_without_room_gets_that_of_one_that_fails():
     class OneAtATime(FakeExecutor):
-        def admit(self, admits):
-            if self.rows_decoding:
+        def prefill(self, requests):
+            if self.num_running:
                 raise CapacityError("bank is full")
-            return super().admit(admits)
+            return super().prefill(requests)
 
     with running(OneAtATime(block=2)) as engine:
         forsaken = engine.submit(sample(1, max_tokens=50), Notes(patience=2))
@@ -221,17 +222,17 @@ class Together(FakeExecutor):
         self.offered: list[list[int]] = []
         self.withdraw: Callable[[], object] = lambda: None
 
-    def admit(self, admits):
+    def prefill(self, requests):
         self.gate.wait()
-        self.offered.append([int(admit.op.prompt[-1]) for admit in admits])
-        if admits[0].op.weights == "huge":
+        self.offered.append([int(request.op.prompt[-1]) for request in requests])
+        if requests[0].op.weights == "huge":
             self.withdraw()
             raise CapacityError("no room")
-        if any(admit.op.weights == "poison" for admit in admits):
+        if any(request.op.weights == "poison" for request in requests):
             raise RuntimeError("boom")
         admissions = [
-            self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)
-            for admit in admits[:2]
+            self.admit_one(request.request_id, request.op, first=request.first, count=request.count)
+            for request in requests[:2]
         ]
         self.withdraw()
         return admissions
@@ -288,12 +289,12 @@ def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind(
 class Pieces(FakeExecutor):
     """Computes a long prompt in three pieces."""
 
-    def admit(self, admits):
-        (admit,) = admits
-        if admit.op.weights == "long" and self.log.count("piece") < 2:
+    def prefill(self, requests):
+        (request,) = requests
+        if request.op.weights == "long" and self.log.count("piece") < 2:
             self.log.append("piece")
             return [None]
-        return super().admit(admits)
+        return super().prefill(requests)
 
 
 def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
@@ -311,22 +312,26 @@ class Doctored(FakeExecutor):
     """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
     over with its first token."""
 
-    def admit_one(self, ticket, op, *, first, count):
-        admission = super().admit_one(ticket, op, first=first, count=count)
-        return replace(admission, finished=self.collect(go_on=False)) if op.weights == "short" else admission
+    def admit_one(self, request_id, op, *, first, count):
+        admission = super().admit_one(request_id, op, first=first, count=count)
+        return (
+            replace(admission, finished=self.poll(dispatch_next=False))
+            if op.weights == "short"
+            else admission
+        )
 
-    def collect(self, *, go_on):
-        broken = {ticket for (ticket, _), (op, _) in self._rows.items() if op.weights == "broken"}
+    def poll(self, *, dispatch_next):
+        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
         return [
-            FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
-            if row.ticket in broken and row.index == 1
+            FailedSequence(request_id=row.request_id, error=RuntimeError("boom"))
+            if row.request_id in broken and row.index == 1
             else replace(
                 row,
                 sequence=replace(
                     row.sequence, logprobs=np.full(len(row.sequence.tokens), row.index, np.float32)
                 ),
             )
-            for row in reversed(super().collect(go_on=go_on))
+            for row in reversed(super().poll(dispatch_next=dispatch_next))
         ]
 
 
@@ -448,7 +453,7 @@ def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, 
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
             engine.submit(sample(10, max_tokens=50), Notes(patience)).result(TIMEOUT_S)
-        assert executor.rows_decoding == 0 and executor.log.count("decode") == blocks
+        assert executor.num_running == 0 and executor.log.count("decode") == blocks
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 

@@ -21,11 +21,11 @@ from skyrl_tx_server.engine.operations import (
     TrainDatum,
 )
 from skyrl_tx_server.errors import ConfigError
-from skyrl_tx_server.executor import cache_size
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
+from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack, train_shapes
 from skyrl_tx_server.training.train_step import forward_backward, train_batch
@@ -152,10 +152,10 @@ def test_gradients_equal_hugging_faces() -> None:
 
 
 def test_a_gpu_decodes_sliding_windows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
+    monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
     config = load_model_config(FIXTURE)
-    assert not cache_size.kernel_decodes(config)
-    assert cache_size.kernel_decodes(replace(config, sliding_windows=()))
+    assert not model_runner.decodes_in_place(config)
+    assert model_runner.decodes_in_place(replace(config, sliding_windows=()))
 
 
 def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_model_trained_among_seven_others_is_bit_for_bit_the_one_trained_alone
     compiled = Counter(compile_stats.programs()) - before
     assert all(
         compiled[f"jit({name})"] <= 1
-        for name in ("forward_backward", "adam_step", "_write_slot", "decode_block")
+        for name in ("forward_backward", "adam_step", "_write_slot", "decode_steps")
     ), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"

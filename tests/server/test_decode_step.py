@@ -1,4 +1,4 @@
-"""In bfloat16 too prefill, decoding and training compute the same numbers: they round at the same places."""
+"""In bfloat16 prefill, decode and training compute the same numbers, because they round at the same places."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.shapes import PAGE, PrefillShapes
 from skyrl_tx_server.model.transformer import Params
-from skyrl_tx_server.sampling.prefill_batch import PrefillChunk, PrefillLayout, PrefillOutputs
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block, prefill
-from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
+from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
+from skyrl_tx_server.sampling.prefill_step import prefill
+from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import BucketShape, BucketShapes, pack, unpack
 from skyrl_tx_server.training.train_step import forward, train_batch
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
-PIECE, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
+CHUNK, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
     shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2),
@@ -33,13 +35,13 @@ LAYOUT = PrefillLayout(
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
-    """A prompt in two pieces, then a decode block, against one forward pass over all of it."""
+    """A prompt in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the whole text."""
     params = jax.device_put(tiny_qwen3.params("bfloat16"))
     adapter = tiny_qwen3.adapter()
-    bank = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
+    lora_slots = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
     prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH).astype(np.int32)
-    row = SequenceState(
-        ticket=1,
+    sequence = SequenceState(
+        request_id=1,
         index=0,
         weights=None,
         adapter_slot=0,
@@ -51,54 +53,56 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         topk=0,
     )
 
-    def run_piece(cache: KVCache, cached: int) -> tuple[KVCache, PrefillOutputs]:
-        piece = PrefillChunk(
+    def run_chunk(cache: KVCache, cached: int) -> tuple[KVCache, ChunkOutputs]:
+        chunk = PrefillChunk(
             tokens=prompt,
             cached=cached,
-            length=min(cached + PIECE, LENGTH),
+            length=min(cached + CHUNK, LENGTH),
             weights=None,
             adapter_slot=0,
             wants_logprobs=True,
             slots=(0,),
             tables=(TABLE,),
-            before=(),
-            after=(),
-            rows=[row] if cached + PIECE >= LENGTH else (),
+            copies_before=(),
+            copies_after=(),
+            sequences=[sequence] if cached + CHUNK >= LENGTH else (),
         )
-        ((run, settings),) = LAYOUT.passes([piece])
-        cache, outputs = prefill(cache, params, bank, run, settings, config=CONFIG, tempered=False)
-        return cache, LAYOUT.outputs([piece], [to_host(outputs)])[0]
+        ((batch, settings),) = LAYOUT.batches([chunk])
+        cache, outputs = prefill(cache, params, lora_slots, batch, settings, config=CONFIG, tempered=False)
+        return cache, LAYOUT.outputs([chunk], [to_host(outputs)])[0]
 
-    cache, first = run_piece(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
-    cache, second = run_piece(cache, PIECE)
-    rows = DecodeBatch(
+    cache, first = run_chunk(empty_cache(config=CONFIG, pages=5, dtype=np.dtype("bfloat16")), 0)
+    cache, second = run_chunk(cache, CHUNK)
+    batch = DecodeBatch(
         tokens=np.array(second.first_tokens, np.int32),
-        before=Carry.of_none(1),
+        before=Carry.empty(1),
         positions=np.array([LENGTH], np.int32),
         remaining=np.array([NEW], np.int32),
         tables=TABLE[None],
-        stretches=None,
+        splits=None,
         adapters=lora_indices(np.zeros(1, np.int32)),
         stop_tokens=np.full((1, MAX_STOP_TOKENS), -1, np.int32),
     )
-    _, block = decode_block(
+    _, decoded = decode_steps(
         cache,
         params,
-        bank,
-        rows,
-        row_settings([row], CONFIG.vocab_size),
+        lora_slots,
+        batch,
+        batch_settings([sequence], CONFIG.vocab_size),
         config=CONFIG,
         steps=NEW,
         ends=(4 * PAGE,),
         tempered=False,
     )
-    tokens = np.concatenate([prompt, second.first_tokens, block.tokens[0]])
-    sampled = np.concatenate([first.logprobs, second.logprobs[:-1], second.first_logprobs, block.logprobs[0]])
+    tokens = np.concatenate([prompt, second.first_tokens, decoded.tokens[0]])
+    sampled = np.concatenate(
+        [first.logprobs, second.logprobs[:-1], second.first_logprobs, decoded.logprobs[0]]
+    )
     np.testing.assert_allclose(sampled, trained(params, adapter, tokens), atol=1e-4)
 
 
 def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
-    """The trainer's log p of every token but the first."""
+    """The trainer's log p of every token except the first."""
     shape = BucketShape(rows=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], BucketShapes(shapes=(shape,), budget=shape))

@@ -12,8 +12,9 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from skyrl_tx_server.distributed.multihost import Follower, HostLostError, MultihostExecutor, RankZero, _Begin
-from skyrl_tx_server.engine.engine import Engine, RowsLostError
+from skyrl_tx_server.distributed.multihost import Call, MultihostExecutor, RankLostError, RankZero, WorkerRank
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.executor_protocol import SequencesLostError
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     ForwardBackward,
@@ -40,7 +41,7 @@ SAMPLE = Sample(
 class Pair:
     """Process 0's view of a pair, and what became of the other."""
 
-    leader: RankZero
+    rank0: RankZero
     executor: MultihostExecutor
     own: FakeExecutor
     other: FakeExecutor
@@ -60,28 +61,28 @@ class Pair:
 class _Started:
     pairs: list[Pair] = field(default_factory=list)
 
-    def __call__(self, find_out: Callable[[Follower], object] | None = None) -> Pair:
+    def __call__(self, find_out: Callable[[WorkerRank], object] | None = None) -> Pair:
         ours, theirs = channels()
         lost, end = SimpleQueue[str](), SimpleQueue[Exception | None]()
-        own, other, follower = FakeExecutor(), FakeExecutor(), Follower(theirs)
+        own, other, worker = FakeExecutor(), FakeExecutor(), WorkerRank(theirs)
 
         def start() -> FakeExecutor:
             if find_out is not None:
-                find_out(follower)
+                find_out(worker)
             return other
 
         def follow() -> None:
             try:
-                follower.follow(start)
+                worker.follow(start)
                 end.put(None)
             except Exception as error:
                 end.put(error)
             theirs.hang_up()
 
         threading.Thread(target=follow, daemon=True).start()
-        leader = RankZero({1: ours}, lost.put)
+        rank0 = RankZero({1: ours}, lost.put)
         pair = Pair(
-            leader=leader, executor=MultihostExecutor(own, leader), own=own, other=other, lost=lost, end=end
+            rank0=rank0, executor=MultihostExecutor(own, rank0), own=own, other=other, lost=lost, end=end
         )
         self.pairs.append(pair)
         return pair
@@ -92,7 +93,7 @@ def started() -> Iterator[_Started]:
     made = _Started()
     yield made
     for pair in made.pairs:
-        pair.leader.stop()
+        pair.rank0.stop()
 
 
 def forward_backward(*lengths: int) -> ForwardBackward:
@@ -110,7 +111,7 @@ def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started)
     waiting = [engine.submit(op) for op in (CREATE, SAMPLE, forward_backward(3, 4, 5), SAMPLE)]
     results = [future.result(60) for future in waiting]
     engine.stop()
-    pair.leader.stop()
+    pair.rank0.stop()
     assert pair.end.get(timeout=60) is None
     assert len(pair.own.log) >= 8 and pair.other.log == pair.own.log
     assert len(results[2].logprobs) == 3 and len(results[3].sequences) == 2  # type: ignore[union-attr]
@@ -143,7 +144,7 @@ def test_rows_are_paused_on_every_process_alike(started: _Started) -> None:
     assert watcher.submitted is not None
     watcher.submitted.result(60)
     engine.stop()
-    pair.leader.stop()
+    pair.rank0.stop()
     assert pair.end.get(timeout=60) is None
     assert any(entry.startswith("pause") for entry in pair.own.log) and pair.other.log == pair.own.log
     assert isinstance(result, SampleResult)
@@ -166,9 +167,13 @@ def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Start
     [
         (None, RuntimeError("out of memory\nand so on"), "process 1 failed: RuntimeError: out of memory"),
         (RuntimeError("out of memory"), None, "process 0: RuntimeError: out of memory"),
-        (None, UserError("no"), "process 1 answered _Begin with UserError, process 0 with a result"),
-        (UserError("no"), None, "process 1 answered _Begin with a result, process 0 with UserError"),
-        (RowsLostError("gone"), RowsLostError("gone"), "process 1 failed: RowsLostError: gone"),
+        (None, UserError("no"), "process 1 answered run with UserError, process 0 with a result"),
+        (UserError("no"), None, "process 1 answered run with a result, process 0 with UserError"),
+        (
+            SequencesLostError("gone"),
+            SequencesLostError("gone"),
+            "process 1 failed: SequencesLostError: gone",
+        ),
     ],
 )
 def test_what_only_one_process_meets_is_the_end_of_all(
@@ -179,18 +184,18 @@ def test_what_only_one_process_meets_is_the_end_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     comes = isinstance(
-        other, RowsLostError
+        other, SequencesLostError
     )  # what is waited for after a failure of our own: the other's word, or nothing
-    monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_WORDS_S", 60 if comes else 0.2)
+    monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if comes else 0.2)
     pair = started()
     for executor, error in ((pair.own, own), (pair.other, other)):
         if error is not None:
             executor.errors["create m"] = error
-    with pytest.raises(HostLostError, match=reason):
+    with pytest.raises(RankLostError, match=reason):
         pair.run(CREATE)
     assert pair.lost.get(timeout=60) == reason
     assert isinstance(
-        pair.end.get(timeout=60), type(other) if reason.startswith("process 1 failed") else HostLostError
+        pair.end.get(timeout=60), type(other) if reason.startswith("process 1 failed") else RankLostError
     )
 
 
@@ -200,8 +205,8 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
     )  # our devices wait for the other's for ever
-    leader = RankZero({1: ours}, lost.put)
-    executor = MultihostExecutor(own, leader)
+    rank0 = RankZero({1: ours}, lost.put)
+    executor = MultihostExecutor(own, rank0)
     engine = Engine(executor)
     engine.start()
     stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)
@@ -213,13 +218,13 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
     for future in (stuck, queued):
         with pytest.raises(ServerError, match=reason):
             future.result(60)
-    with pytest.raises(HostLostError, match=reason):
-        executor.decode()
-    executor.release(1)  # nothing is held any more, which is no error
+    with pytest.raises(RankLostError, match=reason):
+        executor.sampler.decode()
+    executor.sampler.release(1)  # nothing is held any more, which is no error
     assert own.gate is not None
     own.gate.set()
     engine.stop()
-    leader.stop()
+    rank0.stop()
 
 
 def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> None:
@@ -228,15 +233,15 @@ def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> 
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
     )  # its devices wait for process 0's for ever
-    follower = Follower(theirs, lost.put)
+    worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
-        following = threads.submit(follower.follow, lambda: other)
-        ours.send_bytes(pickle.dumps(_Begin(job=0, op=CREATE)))
+        following = threads.submit(worker.follow, lambda: other)
+        ours.send_bytes(pickle.dumps(Call(method="run", args=(0, CREATE))))
         ours.close()
         assert lost.get(timeout=60) == "process 0 has gone"
         assert not following.done() and other.gate is not None
         other.gate.set()
-        assert isinstance(following.exception(60), HostLostError | OSError)
+        assert isinstance(following.exception(60), RankLostError | OSError)
 
 
 def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
@@ -248,26 +253,26 @@ def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
     def away() -> int:
         raise OSError(116, "Stale file handle")
 
-    def ask(follower: Follower) -> None:
-        found.append(follower.agreed(lambda: 1))
+    def ask(worker: WorkerRank) -> None:
+        found.append(worker.broadcast_from_rank0(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
-            follower.agreed(lambda: 2)
+            worker.broadcast_from_rank0(lambda: 2)
         with pytest.raises(
             ServerError, match="Stale file handle"
         ):  # on purpose: it concerns its operation alone
-            follower.agreed(lambda: 3)
+            worker.broadcast_from_rank0(lambda: 3)
 
     pair = started(ask)
-    assert pair.leader.agreed(lambda: 7) == 7
+    assert pair.rank0.broadcast_from_rank0(lambda: 7) == 7
     with pytest.raises(UserError, match="no such checkpoint"):
-        pair.leader.agreed(refused)
+        pair.rank0.broadcast_from_rank0(refused)
     with pytest.raises(ServerError, match=r"OSError: .*Stale file handle"):
-        pair.leader.agreed(away)
+        pair.rank0.broadcast_from_rank0(away)
     pair.run(CREATE)
     assert found == [7] and pair.other.log == pair.own.log
 
 
 def test_process_0_that_stops_before_all_has_begun_ends_the_others(started: _Started) -> None:
-    pair = started(lambda follower: follower.agreed(lambda: 1))
-    pair.leader.stop()
-    assert isinstance(pair.end.get(timeout=60), HostLostError)
+    pair = started(lambda worker: worker.broadcast_from_rank0(lambda: 1))
+    pair.rank0.stop()
+    assert isinstance(pair.end.get(timeout=60), RankLostError)

@@ -9,7 +9,7 @@ from skyrl_tx_server.sampling.sequences import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     SequenceState,
-    row_settings,
+    batch_settings,
     stop_tokens_of,
 )
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer
@@ -17,9 +17,9 @@ from tests.fakes.tiny_model import CONFIG, byte_tokenizer
 PLAIN = SamplingSettings(stop_at_eos=False)
 
 
-def row(**changes: object) -> SequenceState:
-    made = {
-        "ticket": 1,
+def sequence(**changes: object) -> SequenceState:
+    fields = {
+        "request_id": 1,
         "index": 3,
         "weights": None,
         "adapter_slot": 0,
@@ -28,14 +28,18 @@ def row(**changes: object) -> SequenceState:
         "stop_tokens": (7,),
     }
     return SequenceState(
-        **(made | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes)
+        **(fields | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes)
     )  # type: ignore[arg-type]
 
 
-def test_a_seed_is_read_in_two_halves_and_a_free_slot_is_greedy_and_unfiltered() -> None:
+def test_batch_settings_split_seeds_and_leave_free_slots_greedy() -> None:
     filtered = replace(PLAIN, temperature=0.5, top_k=5, top_p=0.25)
-    settings = row_settings(
-        [None, row(seed=(5 << 32) + 2**32 - 1, settings=filtered), row(settings=replace(filtered, top_k=99))],
+    settings = batch_settings(
+        [
+            None,
+            sequence(seed=(5 << 32) + 2**32 - 1, settings=filtered),
+            sequence(settings=replace(filtered, top_k=99)),
+        ],
         10,
     )
     assert settings.seeds.tolist() == [
@@ -45,33 +49,33 @@ def test_a_seed_is_read_in_two_halves_and_a_free_slot_is_greedy_and_unfiltered()
     ] and settings.sample_indices.tolist() == [0, 3, 3]
     assert settings.temperatures.tolist() == [0, 0.5, 0.5] and settings.top_p.tolist() == [1, 0.25, 0.25]
     assert settings.top_k.tolist() == [10, 5, 10]
-    assert row_settings([row()], 10).top_k.tolist() == [10]
+    assert batch_settings([sequence()], 10).top_k.tolist() == [10]
 
 
-def test_a_row_ends_by_a_stop_token_or_by_its_length() -> None:
-    ends = row()
+def test_a_sequence_ends_by_a_stop_token_or_by_its_length() -> None:
+    ends = sequence()
     assert ends.extend([1], [-1.0], None) is None and (ends.position, ends.remaining) == (4, 2)
-    ends.coming = 2
+    ends.pending_tokens = 2
     assert (ends.position, ends.remaining) == (6, 0)
     assert ends.extend([2, 3], [-1.0, -2.0], None) == (
         3,
         StopReason.LENGTH,
     ) and ends.cached_tokens.tolist() == [0, 1, 2, 3, 1, 2]
-    assert row().extend([1, 7], [-1.0, -1.0], None) == (2, StopReason.STOP)
+    assert sequence().extend([1, 7], [-1.0, -1.0], None) == (2, StopReason.STOP)
     with pytest.raises(UserError, match="base model: its probabilities are not numbers"):
-        row().extend([1, 2], [-1.0, float("nan")], None)
+        sequence().extend([1, 2], [-1.0, float("nan")], None)
 
 
-def test_a_stop_string_ends_a_row_at_the_token_that_completes_it_wherever_among_the_new_ones() -> None:
+def test_a_stop_string_ends_at_the_token_that_completes_it() -> None:
     tokenizer = byte_tokenizer()
     text = tokenizer.encode("xabyz").ids
-    stopping = row(settings=replace(PLAIN, stop_strings=("ab",)), max_tokens=9)
+    stopping = sequence(settings=replace(PLAIN, stop_strings=("ab",)), max_tokens=9)
     assert stopping.extend(text[:2], [-1.0] * 2, tokenizer) is None
     assert stopping.extend(text[2:], [-1.0] * 3, tokenizer) == (3, StopReason.STOP)
 
 
-def test_as_many_ends_as_can_be_looked_for_are_taken_and_no_more() -> None:
-    """The model's own two end tokens count where they stop."""
+def test_too_many_stop_tokens_or_strings_are_refused() -> None:
+    """The model's two end tokens count if `stop_at_eos` is set."""
     texts = ("a" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS
     most = SamplingSettings(stop_strings=texts, stop_token_ids=tuple(range(14)), stop_at_eos=True)
     assert stop_tokens_of(most, CONFIG) == (*range(14), 257, 258)
