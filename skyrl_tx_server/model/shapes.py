@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PAGE = 64
-"""Positions of a page of the key-value cache."""
+PAGE_SIZE = 64
+"""Positions of a KV page."""
 MIN_SEGMENT = 512
-SCORED_BLOCK = 128
-"""Tokens of a scored text that attend together; it is padded to whole blocks."""
-BLOCK = 64
-"""Tokens of a prompt that are computed as one; a prompt is cut into such blocks from where the cache leaves it."""
+ATTENTION_TILE = 128
+"""Tokens that attend together in training and scoring: the length of a stream, or of a scored text, is a multiple."""
+PREFILL_TILE = 64
+"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
 
 def blocks_of(length: int) -> int:
     """Blocks that hold `length` tokens."""
-    return -(-length // BLOCK)
+    return -(-length // PREFILL_TILE)
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
     >>> score_lengths(2000), score_lengths(100)
     ((128, 256, 512, 1024, 2048), (128,))
     """
-    return _doubling(SCORED_BLOCK, -(-max_context_length // SCORED_BLOCK) * SCORED_BLOCK)
+    return _doubling(ATTENTION_TILE, -(-max_context_length // ATTENTION_TILE) * ATTENTION_TILE)
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))
     """
-    return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE) * PAGE)
+    return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE_SIZE) * PAGE_SIZE)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
     hidden = shard_batch(config, hidden)
-    features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weights_rest else hidden
+    features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits

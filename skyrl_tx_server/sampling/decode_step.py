@@ -25,7 +25,7 @@ from skyrl_tx_server.model.kv_cache import (
     write_rows,
 )
 from skyrl_tx_server.model.layers import rms_norm
-from skyrl_tx_server.model.lora.adapter import Adapter, bank_layers
+from skyrl_tx_server.model.lora.adapter import Adapter, slot_layers
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -119,9 +119,9 @@ def decode_steps(
     and pages are read and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
-    adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters))
+    adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters = bank_layers(lora_slots, batch.adapters)
+    adapters = slot_layers(lora_slots, batch.adapters)
     unstacked = None if reads_in_place(config) else by_layer(config, params)
     tables = jnp.asarray(batch.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)

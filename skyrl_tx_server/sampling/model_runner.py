@@ -18,7 +18,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, score_lengths, segment_ends
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, score_lengths, segment_ends
 from skyrl_tx_server.model.transformer import Params, unstack_layers
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
@@ -81,10 +81,10 @@ class ModelRunner:
         self._dtype = np.dtype(dtype)
         self._processed_logprobs = processed_logprobs
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
-        self.steps = min(steps, PAGE)
+        self.steps = min(steps, PAGE_SIZE)
         num_slots = size.slots * dp_ranks
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
-        table_width = ends[-1] // PAGE + 1  # a dispatch may write beyond the context
+        table_width = ends[-1] // PAGE_SIZE + 1  # a dispatch may write beyond the context
         num_lora_slots = adapters.num_slots if on_gpu() else None
         self.prefill_layout = PrefillLayout(
             shapes=shapes,
@@ -193,16 +193,16 @@ class ModelRunner:
         decode_counts = adapter_count_buckets(
             self.decode_layout.num_lora_slots, rows=self.prefill_layout.num_slots
         )
-        counts = {batch.adapters.most for batch, _ in batches} | {*decode_counts}
+        counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for most in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:
-                if batch.adapters.most == most:
+                if batch.adapters.max_loras == most:
                     arguments = (self._cache, self._params, self._adapters.arrays, batch, settings)
                     yield (
                         f"prefill, {len(batch.tokens)} tiles",
                         prefill.lower(*arguments, config=config, tempered=tempered),
                     )
-            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, most=most))
+            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=most))
             arguments = (self._cache, self._unstacked_params, self._adapters.arrays, batch, idle.settings)
             for dispatch_ends in ends if most in decode_counts else ():
                 yield (

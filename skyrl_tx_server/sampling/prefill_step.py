@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
-from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, keep_cache, segment_of, write_layer
@@ -39,7 +39,7 @@ class PrefillBatch:
 
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
-    blocks: Blocks
+    blocks: PrefillTiles
     adapters: LoraIndices  # by tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after it
@@ -92,7 +92,7 @@ def prefill(
         x, cache = state
         index, layer_params = weights
         adapter = {
-            field: replace(module, users=batch.adapters, layer=index - stack.layers.start)
+            field: replace(module, indices=batch.adapters, layer=index - stack.layers.start)
             for field, module in modules.items()
         }
 
@@ -118,7 +118,7 @@ def prefill(
         lambda: _prompt_logprobs(
             config,
             params,
-            replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters)),
+            replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters)),
             hidden,
             batch.targets,
         ),
@@ -126,7 +126,7 @@ def prefill(
     )
 
     def first() -> tuple[jax.Array, jax.Array]:
-        adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.sequence_adapters))
+        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.sequence_adapters))
         states = hidden.reshape(-1, 1, hidden.shape[-1])[batch.lasts]
         logits = head_logits(config, params, adapter, states)[:, 0]
         return sample_tokens(logits, settings, positions.reshape(-1)[batch.lasts] + 1, tempered=tempered)

@@ -20,7 +20,7 @@ from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import to_host, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import SCORED_BLOCK, pad_tokens
+from skyrl_tx_server.model.shapes import ATTENTION_TILE, pad_tokens
 from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states
 
 MAX_SCORE_LOGITS = 1 << 24
@@ -128,11 +128,11 @@ class Scorer:
 def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
     """Return the layout of a stream with one sequence: each tile attends to all tiles up to itself, a tile of padding to none."""
     length = inputs.tokens.shape[0]
-    tiles = np.arange(length // SCORED_BLOCK, dtype=np.int32)
+    tiles = np.arange(length // ATTENTION_TILE, dtype=np.int32)
     return TreeLayout(
         ends=np.full((1, length), length, np.int32),
         key_blocks=np.broadcast_to(tiles, (1, len(tiles), len(tiles))),
-        num_key_blocks=jnp.where(tiles * SCORED_BLOCK < inputs.length, tiles + 1, 0)[None],
+        num_key_blocks=jnp.where(tiles * ATTENTION_TILE < inputs.length, tiles + 1, 0)[None],
         positions=np.arange(length)[None],
     )
 

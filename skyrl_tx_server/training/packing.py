@@ -19,10 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_tx_server.engine.operations import TrainDatum
-from skyrl_tx_server.model.shapes import common_length
+from skyrl_tx_server.model.shapes import ATTENTION_TILE, common_length
 
-BLOCK = 128
-"""Tokens that attend together; every stream's length is a multiple."""
 SMALLER_SHAPES = 2
 MIN_FILL = 0.75  # of a shape that is not the smallest to hold the longest sequence
 MIN_SHARED = 16  # tokens; less is not worth tying two sequences to one stream
@@ -64,7 +62,7 @@ def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: 
     """
     longest, budget = _whole_blocks(max_context_length), _whole_blocks(tokens_per_batch // row_groups)
     lengths = [budget]
-    while len(lengths) <= SMALLER_SHAPES and lengths[0] > BLOCK:
+    while len(lengths) <= SMALLER_SHAPES and lengths[0] > ATTENTION_TILE:
         lengths.insert(0, _whole_blocks(lengths[0] // 4))
     while lengths[-1] < longest:
         lengths.append(min(2 * lengths[-1], longest))
@@ -73,7 +71,7 @@ def train_shapes(*, max_context_length: int, tokens_per_batch: int, row_groups: 
 
 
 def _whole_blocks(tokens: int) -> int:
-    return max(1, -(-tokens // BLOCK)) * BLOCK
+    return max(1, -(-tokens // ATTENTION_TILE)) * ATTENTION_TILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -440,10 +438,10 @@ def _entries_of(sequences: Sequence[_Sequence], places: np.ndarray) -> list[np.n
 
 def _blocks_to_look_at(ends: np.ndarray, used: int) -> tuple[np.ndarray, np.ndarray]:
     """For each block of queries the blocks of keys that any of it sees, and how many they are."""
-    count = len(ends) // BLOCK
+    count = len(ends) // ATTENTION_TILE
     block = np.arange(count)
     seen = (block[None] <= block[:, None]) & (
-        ends.reshape(count, BLOCK).max(axis=1)[None] > block[:, None] * BLOCK
+        ends.reshape(count, ATTENTION_TILE).max(axis=1)[None] > block[:, None] * ATTENTION_TILE
     )
-    seen &= (block * BLOCK < used)[:, None]
+    seen &= (block * ATTENTION_TILE < used)[:, None]
     return np.argsort(~seen, axis=1, kind="stable").astype(np.int32), seen.sum(axis=1).astype(np.int32)

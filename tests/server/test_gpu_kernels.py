@@ -27,8 +27,8 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
 from skyrl_tx_server.model.attention import decode_attention, prefill_attention
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
-from skyrl_tx_server.model.attention.kv_splits import KVSplits, stretches_of
-from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, kv_splits_of
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
@@ -37,7 +37,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_r
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
-from skyrl_tx_server.model.shapes import BLOCK, PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import decode_batch, model_runner
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
@@ -128,7 +128,7 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
-    splits = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     exact = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
     for found, wanted in zip(exact, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
@@ -172,7 +172,7 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
         normal(1, tables.size, kv_heads, head_dim, page),
         normal(2, tables.size, kv_heads, page, head_dim),
     )
-    together = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    together = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
     found = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
@@ -186,7 +186,7 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
             keys,
             values,
             tables,
-            stretches_of(tables, alone, group=heads // kv_heads, page=page),
+            kv_splits_of(tables, alone, group=heads // kv_heads, page=page),
             scale=head_dim**-0.5,
         )
         assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
@@ -200,10 +200,10 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
 ) -> None:
     """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
-    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE), values=normal(1, 2, 12, 2, PAGE, 24))
-    q = normal(2, 5, BLOCK, heads, 24)
+    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
+    q = normal(2, 5, PREFILL_TILE, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
-    blocks = Blocks(
+    blocks = PrefillTiles(
         starts=np.array([70, 0, 64, 0, 0], np.int32),
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
@@ -218,7 +218,7 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
     found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
     for block, length in enumerate(blocks.lengths):
         np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
-    others = normal(3, 5, BLOCK, heads, 24).at[0].set(q[0])
+    others = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     in_company = np.asarray(attend(cache, jnp.int32(1), replace(blocks, starts=starts), others))
     np.testing.assert_array_equal(in_company[0], found[0])
@@ -256,9 +256,9 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
         )
 
     one = module(hidden, (width, width)), module(width, (hidden,))
-    users, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
+    indices, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
     bank = tuple(
-        replace(each, users=users, layer=layer)
+        replace(each, indices=indices, layer=layer)
         for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2))
     )
 
@@ -283,13 +283,13 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
 
 def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
-    cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
+    cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
     tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    splits = stretches_of(tables, lengths, group=2)
+    splits = kv_splits_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
-    past = read_rows(config, cache, tables, (2 * PAGE,))[1]
-    masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
+    past = read_rows(config, cache, tables, (2 * PAGE_SIZE,))[1]
+    masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
     found = attend_over_pages(
         config, attention_spec(16), cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
@@ -327,7 +327,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
     rows_read_for: set[int] = set()
 
     def noted(*args: Any, **options: Any) -> KVSplits:
-        splits = stretches_of(*args, **options)
+        splits = kv_splits_of(*args, **options)
         rows_read_for.update((splits.rows[: splits.counts[0]] >= 0).sum(axis=1).tolist())
         return splits
 
@@ -363,7 +363,7 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),
-        splits=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
+        splits=kv_splits_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
         adapters=lora_indices(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
@@ -396,7 +396,7 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     rows = (
         jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16),
         tables,
-        stretches_of(tables, np.zeros(4, np.int32), group=4),
+        kv_splits_of(tables, np.zeros(4, np.int32), group=4),
     )
     assert 'name = "paged_attention"' in lowered(
         jax.jit(partial(paged_attention, scale=128**-0.5)), rows[0], *pages, *rows[1:]

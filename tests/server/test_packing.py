@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.training.packing import (
-    BLOCK,
+    ATTENTION_TILE,
     DatumSpan,
     PackedBatch,
     pack,
@@ -119,8 +119,10 @@ def check_placement(batch: PackedBatch, place: DatumSpan, datum: TrainDatum) -> 
     np.testing.assert_array_equal(
         seen, path
     )  # and so every token before it sees its own beginning of the path
-    blocks = batch.key_blocks[place.row, last // BLOCK, : batch.num_key_blocks[place.row, last // BLOCK]]
-    assert set(path // BLOCK) <= set(blocks.tolist())
+    blocks = batch.key_blocks[
+        place.row, last // ATTENTION_TILE, : batch.num_key_blocks[place.row, last // ATTENTION_TILE]
+    ]
+    assert set(path // ATTENTION_TILE) <= set(blocks.tolist())
 
 
 def test_a_group_costs_its_prompt_once() -> None:
@@ -203,8 +205,8 @@ def test_missing_weights_mean_one_on_every_real_token() -> None:
 
 
 def test_blocks_of_padding_look_at_nothing() -> None:
-    (batch,) = packed(tiny_qwen3.data((2 * BLOCK + 1,)))
-    assert batch.tokens.shape == (1, 4 * BLOCK) and batch.num_key_blocks[0].tolist() == [1, 2, 3, 0]
+    (batch,) = packed(tiny_qwen3.data((2 * ATTENTION_TILE + 1,)))
+    assert batch.tokens.shape == (1, 4 * ATTENTION_TILE) and batch.num_key_blocks[0].tolist() == [1, 2, 3, 0]
 
 
 def datum(tokens: list[int], targets: list[int]) -> TrainDatum:

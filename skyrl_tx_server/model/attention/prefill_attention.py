@@ -20,14 +20,14 @@ from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, r
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 PAGES_AT_ONCE = 4
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class PrefillTiles:
     """N blocks of T tokens of one or several prompts."""
 
     starts: ArrayLike  # [N] int32, the position of a block's first token
@@ -36,7 +36,12 @@ class Blocks:
 
 
 def attend_to_pages(
-    config: ModelConfig, spec: AttentionSpec, cache: KVCache, layer: ArrayLike, blocks: Blocks, q: jax.Array
+    config: ModelConfig,
+    spec: AttentionSpec,
+    cache: KVCache,
+    layer: ArrayLike,
+    blocks: PrefillTiles,
+    q: jax.Array,
 ) -> jax.Array:
     """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
     if config.mesh is None:
@@ -56,13 +61,13 @@ def _attend_where_pages_lie(
     spec: AttentionSpec,
     cache: KVCache,
     layer: jax.Array,
-    blocks: Blocks,
+    blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
     """Every device attends for the blocks whose pages it has, all of a block's; to the others it is as if they had none."""
     tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
     mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
-    own = Blocks(
+    own = PrefillTiles(
         starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables
     )
     return jax.lax.psum(
@@ -71,7 +76,7 @@ def _attend_where_pages_lie(
 
 
 def _attend_here(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     """A kernel on NVIDIA's devices, a loop elsewhere and for heads that it does not take."""
     if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
@@ -84,7 +89,7 @@ def attend_by_kernel(
     spec: AttentionSpec,
     cache: KVCache,
     layer: jax.Array,
-    blocks: Blocks,
+    blocks: PrefillTiles,
     q: jax.Array,
     *,
     interpret: bool = False,
@@ -106,7 +111,7 @@ def attend_by_kernel(
 
 
 def attend_by_loop(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
@@ -138,7 +143,7 @@ def _attend(
     """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
-    at_once = PAGES_AT_ONCE * PAGE
+    at_once = PAGES_AT_ONCE * PAGE_SIZE
     tables = jnp.pad(tables, ((0, 0), (0, PAGES_AT_ONCE)), mode="edge")
 
     def add(index: jax.Array, state: _Attended) -> _Attended:

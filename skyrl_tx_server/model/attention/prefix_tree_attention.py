@@ -20,7 +20,7 @@ from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
-from skyrl_tx_server.model.mesh import rows_axes, shard_map_over
+from skyrl_tx_server.model.mesh import batch_axes, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
@@ -48,7 +48,7 @@ def tree_attention(
         layout = replace(layout, positions=None)  # an input that no program reads would still be passed to it
     if config.mesh is None:
         return _attend(spec, layout, q, k, v)
-    rows = rows_axes(config, q.shape[0])
+    rows = batch_axes(config, q.shape[0])
     heads = PartitionSpec(rows, None, "tensor")
     return shard_map_over(config, partial(_attend, spec), (PartitionSpec(rows), heads, heads, heads), heads)(
         layout, q, k, v

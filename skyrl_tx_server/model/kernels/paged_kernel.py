@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_row
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_sequence
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
     MAX_HEAD_DIM,
@@ -139,7 +139,7 @@ def _decode_kernel(
     scale: float,
 ) -> None:
     head, program = pl.program_id(0), pl.program_id(1)
-    (batch, _, width), each = q.shape, queries_per_row(group)
+    (batch, _, width), each = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * each)
     place, column = query // each, jnp.arange(width)[None]
 
