@@ -35,14 +35,14 @@ from scripts.bench import gpu
 from scripts.bench.small_model import RANK
 from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LossFn
-from skyrl_tx_server.model.attention.kv_splits import stretches_of
-from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.kernels.paged_kernel import paged_attention
 from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE, BucketShape
+from skyrl_tx_server.model.shapes import GPU_PREFILL, PAGE_SIZE, PREFILL_TILE, BucketShape
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
@@ -127,10 +127,10 @@ def main(config: CheckConfig) -> None:
     values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
-    splits = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
+    splits = kv_splits_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
     compile_for(
         f"paged attention, {config.rows} rows of 2,048",
-        jax.jit(paged_attention),
+        jax.jit(partial(paged_attention, scale=model.head_dim**-0.5)),
         queries,
         keys,
         values,
@@ -155,7 +155,7 @@ def sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
 ) -> None:
     """Both prefill passes and a decode block over rows of 2,048 positions."""
-    width, copies = 2048 // PAGE + 1, np.full((config.rows, 2), -1, np.int32)
+    width, copies = 2048 // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
     cache = jax.eval_shape(
         partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16"))
@@ -175,18 +175,18 @@ def sampling(
 
     for blocks in (GPU_PREFILL.short, GPU_PREFILL.long):
         run = PrefillBatch(
-            tokens=zeros(blocks, BLOCK),
-            targets=zeros(blocks, BLOCK),
-            blocks=Blocks(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
-            adapters=lora_indices(zeros(blocks), bank=4),
+            tokens=zeros(blocks, PREFILL_TILE),
+            targets=zeros(blocks, PREFILL_TILE),
+            blocks=PrefillTiles(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
+            adapters=lora_indices(zeros(blocks), num_lora_slots=4),
             before=copies,
             after=copies,
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
-            sequence_adapters=lora_indices(zeros(config.rows), bank=4),
+            sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         )
-        name = f"prefill, {blocks} blocks of {BLOCK} tokens"
+        name = f"prefill, {blocks} blocks of {PREFILL_TILE} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
@@ -194,13 +194,13 @@ def sampling(
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
-        splits=stretches_of(
+        splits=kv_splits_of(
             zeros(config.rows, width),
             zeros(config.rows),
             group=model.num_heads // model.num_kv_heads,
             devices=devices,
         ),
-        adapters=lora_indices(zeros(config.rows), bank=4),
+        adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
     name = f"a decode block of 16 steps, {config.rows} rows"

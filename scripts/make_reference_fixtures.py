@@ -137,6 +137,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **LATENT,
         **COMMON,
     ),
+    "qwen3_sliding_window": Qwen3Config(
+        **HEADS,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=1,
+        rope_parameters=_rope(1e4),
+        **{**COMMON, "num_hidden_layers": 3},
+    ),
 }
 
 
@@ -152,7 +161,9 @@ def main(output: Path) -> None:
                 directory, dtype=torch.float32, attn_implementation="eager"
             ).eval()
             save_logits(model, directory)
-            if name in ("tied", "deepseek_v3"):
+            if name == "qwen3_sliding_window":
+                save_decoding(model, directory)
+            if name in ("tied", "deepseek_v3", "qwen3_sliding_window"):
                 save_lora_gradients(model, directory)
 
 
@@ -190,6 +201,32 @@ def save_logits(model: PreTrainedModel, directory: Path) -> None:
         tokens=tokens.int().numpy(),
         logits=logits[:, ::8].numpy(),
         stride=np.int32(8),
+    )
+
+
+def save_decoding(model: PreTrainedModel, directory: Path) -> None:
+    """Greedy decoding with Hugging Face's cache after a prompt that is longer than the sliding window."""
+    prompt = torch.randint(0, model.config.vocab_size, (1, 70))
+    generated = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=70,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens = generated.sequences[0, prompt.shape[1] :]
+    logprobs = torch.cat(generated.logits).log_softmax(-1)
+    with torch.no_grad():
+        of_prompt = model(prompt).logits[0, :-1].log_softmax(-1).gather(-1, prompt[0, 1:, None])[:, 0]
+    np.savez_compressed(
+        directory / "decoding.npz",
+        prompt=prompt[0].int().numpy(),
+        prompt_logprobs=of_prompt.numpy(),
+        tokens=tokens.int().numpy(),
+        logprobs=logprobs.gather(-1, tokens[:, None])[:, 0].numpy(),
     )
 
 

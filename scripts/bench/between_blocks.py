@@ -20,7 +20,7 @@ import chz
 from scripts.bench.compare import figure
 from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.sampling import batch_runner
+from skyrl_tx_server.sampling import decode, model_runner
 
 BLOCKS = 8
 
@@ -57,8 +57,8 @@ def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
     done: list[float] = []
     given: list[float] = []
     with (
-        mock.patch.object(batch_runner, "to_host", partial(noted, done, batch_runner.to_host)),
-        mock.patch.object(batch_runner, "decode_block", partial(noted, given, batch_runner.decode_block)),
+        mock.patch.object(decode, "to_host", partial(noted, done, decode.to_host)),
+        mock.patch.object(model_runner, "decode_steps", partial(noted, given, model_runner.decode_steps)),
     ):
         for number in range(BLOCKS):
             driver.decode(dispatch_next=dispatch_next and number < BLOCKS - 1)

@@ -43,9 +43,9 @@ def main(config: Peers) -> None:
     batches = pack(data, trained, train_shapes(max_context_length=2048, tokens_per_batch=8192))
     useful, slots = (
         sum(len(sequence) - 1 for sequence in sequences),
-        sum(batch.tokens.size for batch in batches),
+        sum(batch.arrays.tokens.size for batch in batches),
     )
-    shapes = ", ".join("x".join(map(str, batch.tokens.shape)) for batch in batches)
+    shapes = ", ".join("x".join(map(str, batch.arrays.tokens.shape)) for batch in batches)
     figure(f"packed-row fill, batches {shapes}", useful / slots, at_least=0.85)
 
 

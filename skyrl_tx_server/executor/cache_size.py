@@ -8,7 +8,7 @@ from dataclasses import replace
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.resolved_model import ServedModel
 from skyrl_tx_server.model.kv_cache import page_bytes
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling.model_runner import CacheSize, decodes_in_place
 
 logger = logging.getLogger(__name__)
@@ -17,10 +17,12 @@ logger = logging.getLogger(__name__)
 def asked_cache(model: ServedModel) -> CacheSize:
     """What the settings ask for: `cache_tokens`, or else a whole context for each of `max_num_seqs`."""
     settings, config = model.settings, model.config
-    groups, whole = settings.mesh.batch, -(-model.context // PAGE)
+    groups, whole = settings.mesh.batch, -(-model.context // PAGE_SIZE)
     slots = settings.max_num_seqs // groups
     pages = (
-        slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
+        slots * (whole + 1)
+        if settings.cache_tokens is None
+        else -(-settings.cache_tokens // PAGE_SIZE // groups)
     )
     return CacheSize(
         slots=slots,
@@ -56,7 +58,7 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
     if pages - 1 < whole + slots:
         raise ConfigError(
             f"cache_tokens={settings.cache_tokens} is less than one {context}-token sequence and the beginnings of {slots} others on each "
-            f"device: set cache_tokens={(whole + slots) * PAGE * settings.mesh.batch} or more, or a smaller max_context_length"
+            f"device: set cache_tokens={(whole + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller max_context_length"
         )
     if slots < asked.slots:
         logger.warning(
@@ -69,7 +71,7 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
     elif pages < asked.pages:
         logger.info(
             "keys and values of %d tokens are kept, of up to %d sequences",
-            (pages - 1) * PAGE * settings.mesh.batch,
+            (pages - 1) * PAGE_SIZE * settings.mesh.batch,
             settings.max_num_seqs,
         )
     return replace(asked, slots=slots, pages=pages)

@@ -18,7 +18,7 @@ from skyrl_tx_server.executor.cache_size import CacheSize, asked_cache, fitting_
 from skyrl_tx_server.executor.resolved_model import ServedModel, served_model, use_compilation_cache
 from skyrl_tx_server.model.lora.adapter import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.shapes import PAGE, BucketShape
+from skyrl_tx_server.model.shapes import PAGE_SIZE, BucketShape
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.training.losses import select_loss
@@ -97,7 +97,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
                 lower="dtype=bfloat16" if dtype.itemsize > 2 else "",
             ),
             MemoryItem(
-                name=f"pages for keys and values of {(cache.pages - 1) * PAGE} tokens",
+                name=f"pages for keys and values of {(cache.pages - 1) * PAGE_SIZE} tokens",
                 num_bytes=cache.pages_bytes,
                 lower="cache_tokens",
             ),

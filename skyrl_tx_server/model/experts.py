@@ -32,10 +32,10 @@ from skyrl_tx_server.model.families.layer_spec import (
 from skyrl_tx_server.model.kernels import grouped_kernel
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, low_rank_deltas
-from skyrl_tx_server.model.mesh import Axes, on_gpu, rows_axes, shard_batch, shard_map_over
+from skyrl_tx_server.model.mesh import Axes, batch_axes, on_gpu, shard_batch, shard_map_over
 from skyrl_tx_server.model.model_config import ExpertGroups, Experts, ModelConfig
 
-MIN_BLOCK, MAX_BLOCK = 8, 128
+MIN_EXPERT_TILE, MAX_EXPERT_TILE = 8, 128
 TINY = 1e-20
 """Kept from a division by zero where every chosen score is zero."""
 
@@ -89,7 +89,7 @@ def add_experts(
         x = x + mlp(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
         return x + mix(*inputs, modules, layer)
-    rows, fsdp = rows_axes(config, x.shape[0]), "fsdp" if config.weights_rest else None
+    rows, fsdp = batch_axes(config, x.shape[0]), "fsdp" if config.weight_stationary else None
     lead = () if layer is None else (None,)
     gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
     adapted = None if modules is None else _module_specs(modules, rows, fsdp)
@@ -155,30 +155,28 @@ def _mix(
     for x as `route` says. With a `layer` both are stacked over layers. `fsdp` is the mesh's axis that divides the outputs of both, if any:
     those of the first are brought together, those of the second stay.
 
-    The adapter's modules are one for the batch (A [E, in, ...]), or a bank with its users (A [S, L, E, in, ...]).
+    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
     batch, length, _ = x.shape
     tokens, (weights, chosen) = x.reshape(-1, x.shape[-1]), routed
     local = chosen.reshape(-1) - first
-    users = None if modules is None else modules[0].users
+    indices = None if modules is None else modules[0].indices
     assigned = jnp.arange(local.size) // experts.per_token
     block = _block_size(local.size, experts.count)
-    if modules is None or users is None:
-        layout, entry = _lay_out(local, count, block=block), None
+    if modules is None or indices is None:
+        layout, slot = _lay_out(local, count, block=block), None
         own_experts = layout.groups
-    else:  # a block has one entry of the bank; where kernels multiply, padding costs nothing
-        bank = modules[0].a.shape[0]
-        groups = local * bank + jnp.asarray(users.entries)[assigned // length]
-        layout = _lay_out(groups, count * bank, block=block if on_gpu() else 1)
-        own_experts, entry = layout.groups // bank, layout.groups % bank
+    else:  # a tile has one LoRA slot; for the kernels padding costs nothing
+        num_slots = modules[0].a.shape[0]
+        groups = local * num_slots + jnp.asarray(indices.slots)[assigned // length]
+        layout = _lay_out(groups, count * num_slots, block=block if on_gpu() else 1)
+        own_experts, slot = layout.groups // num_slots, layout.groups % num_slots
     blocks = layout.fill(tokens[assigned])
     deltas = None
     if modules is not None:
-        deltas = [
-            partial(low_rank_deltas, module=_of_blocks(module, own_experts, entry)) for module in modules
-        ]
+        deltas = [partial(low_rank_deltas, module=_of_tiles(module, own_experts, slot)) for module in modules]
 
     both = _block_products(blocks, gate_up, own_experts + offset, layout.used)
     gate, up = jnp.split(
@@ -216,16 +214,16 @@ def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
     """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
-    bank = () if modules[0].users is None else (None, None)
+    slot_axes = () if modules[0].indices is None else (None, None)
 
     def of(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
         def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
             match path[0].name:
                 case "a":
-                    return PartitionSpec(*bank, "expert", inputs, None)
+                    return PartitionSpec(*slot_axes, "expert", inputs, None)
                 case "b":
-                    return PartitionSpec(*bank, "expert", None, outputs)
-                case "users" if path[1].name == "entries":
+                    return PartitionSpec(*slot_axes, "expert", None, outputs)
+                case "indices" if path[1].name == "slots":
                     return PartitionSpec(rows)
             return PartitionSpec()
 
@@ -261,9 +259,10 @@ def _block_size(assignments: int, experts: int) -> int:
     """About what an expert gets: smaller blocks make more products, larger ones more padding."""
     return min(
         max(
-            MIN_BLOCK, 1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_BLOCK
+            MIN_EXPERT_TILE,
+            1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_EXPERT_TILE,
         ),
-        MAX_BLOCK,
+        MAX_EXPERT_TILE,
     )
 
 
@@ -289,15 +288,15 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
     return _Layout(block=block, groups=owners, places=places, used=ends[-1])
 
 
-def _of_blocks(module: LoraWeights, experts: jax.Array, entry: jax.Array | None) -> LoraWeights:
-    """Each block's own factors, every leaf with a leading axis of blocks; `entry` [blocks] is of the bank where `module` is one."""
-    if entry is None:
+def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
+    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA slot, if `module` has slots."""
+    if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
-    at = (entry, module.layer, experts)
+    at = (slot, module.layer, experts)
     return LoraWeights(
         a=module.a[at],
         b=tuple(b[at] for b in module.b),
-        scale=jnp.asarray(module.scale)[entry, module.layer][:, None, None],
+        scale=jnp.asarray(module.scale)[slot, module.layer][:, None, None],
     )
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, constrain, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +73,9 @@ def stacked(segments: Sequence[Segment]) -> Segment:
 
 def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """Of one page of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * PAGE * config.head_dim * np.dtype(dtype).itemsize
+    return (
+        2 * config.num_layers * config.num_kv_heads * PAGE_SIZE * config.head_dim * np.dtype(dtype).itemsize
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "pages", "dtype"))
@@ -82,7 +84,8 @@ def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
     return keep_cache(
         config,
         KVCache(
-            keys=jnp.zeros((*lead, head_dim, PAGE), dtype), values=jnp.zeros((*lead, PAGE, head_dim), dtype)
+            keys=jnp.zeros((*lead, head_dim, PAGE_SIZE), dtype),
+            values=jnp.zeros((*lead, PAGE_SIZE, head_dim), dtype),
         ),
     )
 
@@ -166,7 +169,7 @@ def _read_own_rows(
     own, _ = own_pages(config, cache, tables_BW)
 
     def segment(layer: int, first: int, end: int) -> Segment:
-        pages = own[:, first // PAGE : end // PAGE]
+        pages = own[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
         values = cache.values[
             layer, pages[:, None], jnp.arange(heads)[None, :, None]
@@ -236,8 +239,8 @@ def _places(
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
     return jnp.where(
-        columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE, axis=1), 0
-    ), positions % PAGE
+        columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE_SIZE, axis=1), 0
+    ), positions % PAGE_SIZE
 
 
 def _write_own_rows(
@@ -248,7 +251,7 @@ def _write_own_rows(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> KVCache:
-    width = min(new.keys.shape[-1], PAGE)  # of the window of a page that is written
+    width = min(new.keys.shape[-1], PAGE_SIZE)  # of the window of a page that is written
 
     def row(b: jax.Array, cache: KVCache) -> KVCache:
         start, count = starts_B[b], counts_B[b]
@@ -256,9 +259,9 @@ def _write_own_rows(
 
         def page(index: jax.Array, cache: KVCache) -> KVCache:
             at, _ = own_pages(config, cache, tables_BW[b, index])
-            first = jnp.clip(start - index * PAGE, 0, PAGE - width)
+            first = jnp.clip(start - index * PAGE_SIZE, 0, PAGE_SIZE - width)
             source = (
-                index * PAGE + first + jnp.arange(width) - start
+                index * PAGE_SIZE + first + jnp.arange(width) - start
             )  # which new position belongs at each place
             here = (source >= 0) & (source < count)
             return KVCache(
@@ -273,7 +276,7 @@ def _write_own_rows(
                 ),
             )
 
-        return jax.lax.fori_loop(start // PAGE, -(-(start + count) // PAGE), page, cache)
+        return jax.lax.fori_loop(start // PAGE_SIZE, -(-(start + count) // PAGE_SIZE), page, cache)
 
     return jax.lax.fori_loop(0, tables_BW.shape[0], row, cache)
 

@@ -140,12 +140,12 @@ def bytes_per_device(tree: Any) -> int:
 def weight_stationary(config: ModelConfig) -> ModelConfig:
     """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides products, as `tensor` does. If
     matrices were gathered, all weights would go to all devices at every decode step."""
-    return replace(config, weights_rest=config.mesh is not None)
+    return replace(config, weight_stationary=config.mesh is not None)
 
 
 def gathers(config: ModelConfig) -> bool:
     """Whether `fsdp` divides matrices that are brought together for their products."""
-    return config.mesh is not None and not config.weights_rest and config.mesh.shape["fsdp"] > 1
+    return config.mesh is not None and not config.weight_stationary and config.mesh.shape["fsdp"] > 1
 
 
 def gathered(
@@ -165,17 +165,17 @@ def _without_fsdp(axes: Axes) -> Axes:
     return rest or None
 
 
-def rows_axes(config: ModelConfig, rows: int) -> Axes:
+def batch_axes(config: ModelConfig, rows: int) -> Axes:
     """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `weight_stationary`."""
     if config.mesh is None:
         return None
-    axes = ("data",) if config.weights_rest else BATCH
+    axes = ("data",) if config.weight_stationary else BATCH
     return None if rows % prod(config.mesh.shape[axis] for axis in axes) else axes
 
 
 def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
-    """Inside a program: x [rows, T, n, ...] by rows, as `rows_axes` has it, and its n by `features`."""
-    return constrain(config.mesh, x, PartitionSpec(rows_axes(config, x.shape[0]), None, features))
+    """Inside a program: x [rows, T, n, ...] by rows, as `batch_axes` has it, and its n by `features`."""
+    return constrain(config.mesh, x, PartitionSpec(batch_axes(config, x.shape[0]), None, features))
 
 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
@@ -183,7 +183,7 @@ def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Ar
     matrix that is `weight_stationary` has them made."""
     made = (
         shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
-        if config.weights_rest
+        if config.weight_stationary
         else x
     )
     return shard_batch(config, made, features=by)

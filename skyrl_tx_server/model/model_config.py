@@ -40,6 +40,15 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """A rotary position embedding."""
+
+    dim: int  # numbers of a head that are rotated
+    theta: float
+    scaling: YarnScaling | Llama3Scaling | None = None  # None: the plain embedding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """A mixture of experts in place of each layer's perceptron; `intermediate_size` is then the width of one expert."""
 
@@ -63,14 +72,17 @@ class ExpertGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values of all heads."""
+    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values of all heads.
 
-    query_rank: int | None  # None: queries are projected at once
-    width: int  # of the latent vector
-    plain_dim: int  # of each head's query and key, not rotated
-    rope_dim: int  # rotated; the key's is the same for all heads
-    value_dim: int
-    interleaved: bool  # neighbours are rotated together instead of halves
+    The names are those of Hugging Face's DeepseekV3Config.
+    """
+
+    q_lora_rank: int | None  # None: queries are projected in one step
+    kv_lora_rank: int  # the width of the latent vector
+    qk_nope_head_dim: int  # numbers of a head's query and key that are not rotated
+    qk_rope_head_dim: int  # numbers that are rotated; the rotated key is the same for all heads
+    v_head_dim: int
+    interleaved: bool  # neighbouring numbers are rotated together instead of halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +103,13 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: plain rotary embedding
     eos_token_ids: tuple[int, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
     experts: Experts | None = None  # None: dense
     latent: LatentAttention | None = (
         None  # then the one key-value head is the latent vector beside the rotated key
     )
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
-    weights_rest: bool = False  # on a mesh, within a program: see `mesh.at_rest`
+    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.at_rest`
 
     @property
     def tensor_shards(self) -> int:
@@ -119,13 +132,20 @@ class ModelConfig:
         if latent is None:
             return sum(self.qkv_widths)
         return (
-            (latent.query_rank or 0) + self.num_heads * (latent.plain_dim + latent.rope_dim) + self.head_dim
+            (latent.q_lora_rank or 0)
+            + self.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+            + self.head_dim
         )
 
     @property
     def rope_dim(self) -> int:
         """How much of a head is rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The rotary embedding that config.json describes."""
+        return RopeSpec(dim=self.rope_dim, theta=self.rope_theta, scaling=self.rope_scaling)
 
     @property
     def context_length(self) -> int:

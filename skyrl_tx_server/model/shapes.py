@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PAGE = 64
-"""Positions of a page of the key-value cache."""
+PAGE_SIZE = 64
+"""Positions of a KV page."""
 MIN_SEGMENT = 512
 ATTENTION_TILE = 128
-"""Tokens of a training stream or a scored text that attend together. Both are padded to whole tiles."""
+"""Tokens that attend together in training and scoring. The lengths of a training stream and of a scored text are multiples."""
 SMALLER_SHAPES = 2
-BLOCK = 64
-"""Tokens of a prompt that are computed as one; a prompt is cut into such blocks from where the cache leaves it."""
+PREFILL_TILE = 64
+"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ def _whole_tiles(tokens: int) -> int:
 
 def blocks_of(length: int) -> int:
     """Blocks that hold `length` tokens."""
-    return -(-length // BLOCK)
+    return -(-length // PREFILL_TILE)
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))
     """
-    return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE) * PAGE)
+    return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE_SIZE) * PAGE_SIZE)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ angles, softmax and logits are computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, Attend, LayerParams, Stack
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
+from skyrl_tx_server.model.families.layer_spec import STACK_INDEX, LayerParams, Stack
 from skyrl_tx_server.model.families.table import family_of, stacks_of
 from skyrl_tx_server.model.layers import Rope, rms_norm, rope_tables
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, low_rank_deltas
 from skyrl_tx_server.model.mesh import VOCABULARY, gathered, gathers, on_gpu, shard_batch
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 
 COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,
@@ -84,22 +85,33 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
     )
 
 
+type AttendAs[Aux] = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
+"""`Attend` with the layer's attention as its first argument."""
+
+
+def ropes_of(config: ModelConfig, positions: ArrayLike, dtype: jnp.dtype) -> dict[RopeSpec, Rope]:
+    """Return the rotary tables for positions [B, T] of every embedding that the model's layers use."""
+    specs = dict.fromkeys(stack.attention.rope for stack in stacks_of(config))
+    return {spec: rope_tables(spec, positions, dtype) for spec in specs}
+
+
 def layer[Aux](
     config: ModelConfig,
     stack: Stack,
     x: jax.Array,
     params: LayerParams,
     adapter: LayerAdapter | None,
-    rope: Rope,
-    attend: Attend[Aux],
+    ropes: Mapping[RopeSpec, Rope],
+    attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
     """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves with a leading B axis)."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
-        attended, aux = attend(q, k, v)
+        attended, aux = attend(stack.attention, q, k, v)
         return shard_batch(config, attended, features="tensor"), aux
 
     specs = {field: PartitionSpec(*weight.spec[1:]) for field, weight in stack.weights.items()}
+    rope = ropes[stack.attention.rope]
     return family_of(config).layer(
         config, shard_batch(config, x), gathered(config, specs, params), adapter, rope, attend_and_return
     )
@@ -156,19 +168,19 @@ def hidden_states(
     adapter: Adapter | None,
     tokens_BT: ArrayLike,
     positions_BT: ArrayLike,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], jax.Array],
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
     """Final-normed hidden states [B, T, D] of whole sequences; `attend`, as in `Attend`, says which tokens see which."""
     x = params.embed[tokens_BT]
-    rope = rope_tables(config, positions_BT, x.dtype)
+    ropes = ropes_of(config, positions_BT, x.dtype)
 
     def body(
         stack: Stack, whole: LayerParams, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]
     ) -> tuple[jax.Array, None]:
         own, adapter = weights
-        return layer(config, stack, x, own | whole, adapter, rope, lambda q, k, v: (attend(q, k, v), None))
+        return layer(config, stack, x, own | whole, adapter, ropes, lambda *heads: (attend(*heads), None))
 
     for index, stack in enumerate(stacks_of(config)):
         own, whole = cut_stack(config, params.layers[index])
@@ -193,7 +205,7 @@ def with_gathered_head(config: ModelConfig, params: Params) -> Params:
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
     hidden = shard_batch(config, hidden)
-    features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weights_rest else hidden
+    features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))
     if adapter is None:
         return logits

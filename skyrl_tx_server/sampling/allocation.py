@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from skyrl_tx_server.model.shapes import PAGE, blocks_of
+from skyrl_tx_server.model.shapes import PAGE_SIZE, blocks_of
 from skyrl_tx_server.sampling.model_runner import CacheSize
 from skyrl_tx_server.sampling.prefill_batch import PrefillChunk
 from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
@@ -30,7 +30,7 @@ class PageAllocator:
     @property
     def max_unfinished_tokens(self) -> int:
         """How many tokens of unfinished prompts may stay cached between their chunks: a quarter of one rank's pages."""
-        return (self.size.pages - 1) * PAGE // 4
+        return (self.size.pages - 1) * PAGE_SIZE // 4
 
     def stats(self) -> dict[str, object]:
         return {
@@ -63,7 +63,7 @@ class PageAllocator:
 
     def extend(self, sequence: SequenceState, cache: PrefixCache, num_tokens: int) -> bool:
         """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. False: there are not enough, and none is allocated."""
-        missing = -(-(sequence.position + num_tokens) // PAGE) - len(sequence.block_table)
+        missing = -(-(sequence.position + num_tokens) // PAGE_SIZE) - len(sequence.block_table)
         if missing <= 0:
             return True
         pages = cache.allocate(missing)

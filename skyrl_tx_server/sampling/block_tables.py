@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from skyrl_tx_server.errors import CapacityError
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
 
 type PageCopy = tuple[int, int]
@@ -40,9 +40,9 @@ def allocate_block_tables(
 
     Raises CapacityError, which names the length of the whole text, if there are too few pages. Nothing is allocated then.
     """
-    num_full, num_pages = num_tokens // PAGE, -(-num_tokens // PAGE)
+    num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
     shared = {
-        prefix_cache: prefix.pages[: prefix.length // PAGE]
+        prefix_cache: prefix.pages[: prefix.length // PAGE_SIZE]
     }  # by rank: what the next sequence there can share
     prefix_cache.incref(prefix.pages)  # protects them from eviction by the allocations below
     allocated: dict[PrefixCache, Sequence[int]] = {}
@@ -54,7 +54,7 @@ def allocate_block_tables(
             for other, other_pages in allocated.items():
                 other.free(other_pages)
             raise CapacityError(
-                f"no room for the keys and values of {text_length} tokens, {cache.num_free * PAGE} are free; raise cache_tokens"
+                f"no room for the keys and values of {text_length} tokens, {cache.num_free * PAGE_SIZE} are free; raise cache_tokens"
             )
         allocated[cache] = pages[:needed]
         cache.free(pages[needed:])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.model.attention.kv_splits import stretches_of
+from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import bucket
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch
@@ -25,7 +25,7 @@ class DecodeDispatch:
     ends: tuple[int, ...] | None  # static argument of the program
 
     def same_program(self, other: DecodeDispatch) -> bool:
-        return self.ends == other.ends and self.batch.adapters.most == other.batch.adapters.most
+        return self.ends == other.ends and self.batch.adapters.max_loras == other.batch.adapters.max_loras
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class DecodeLayout:
             stop_tokens[slot, : len(sequence.stop_tokens)] = sequence.stop_tokens
         ends, splits = self.segment_ends, None
         if ends is None:
-            splits = stretches_of(tables, positions, group=self.queries_per_kv_head, devices=self.dp_ranks)
+            splits = kv_splits_of(tables, positions, group=self.queries_per_kv_head, devices=self.dp_ranks)
         return DecodeDispatch(
             sequences=sequences,
             batch=DecodeBatch(
@@ -67,7 +67,7 @@ class DecodeLayout:
                 remaining=remaining,
                 tables=tables,
                 splits=splits,
-                adapters=lora_indices(adapters, bank=self.num_lora_slots),
+                adapters=lora_indices(adapters, num_lora_slots=self.num_lora_slots),
                 stop_tokens=stop_tokens,
             ),
             settings=batch_settings(by_slot, self.vocab_size),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.families.table import stacks_of
@@ -23,8 +24,8 @@ from skyrl_tx_server.model.kv_cache import (
     stacked,
     write_rows,
 )
-from skyrl_tx_server.model.layers import rms_norm, rope_tables
-from skyrl_tx_server.model.lora.adapter import Adapter, bank_layers
+from skyrl_tx_server.model.layers import rms_norm
+from skyrl_tx_server.model.lora.adapter import Adapter, slot_layers
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -35,6 +36,7 @@ from skyrl_tx_server.model.transformer import (
     head_logits,
     layer,
     reads_in_place,
+    ropes_of,
 )
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
@@ -117,23 +119,21 @@ def decode_steps(
     and pages are read and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
-    adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters))
+    adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters = bank_layers(lora_slots, batch.adapters)
+    adapters = slot_layers(lora_slots, batch.adapters)
     unstacked = None if reads_in_place(config) else by_layer(config, params)
     tables = jnp.asarray(batch.tables)
     past = None if ends is None else read_rows(config, cache, tables, ends)
-    past_masks = [
-        (jnp.arange(first, end)[None] < batch.positions[:, None])[:, None, None]
-        for first, end in pairwise((0, *(ends or ())))
-    ]
+    past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
+    past_masks = [(keys < batch.positions[:, None])[:, None, None] for keys in past_positions]
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
     recent = [segment_of(empty, empty)] * config.num_layers
 
     def step(index: jax.Array, state: _LoopState) -> _LoopState:
         positions = batch.positions + index
         x = params.embed[state.last][:, None]
-        rope = rope_tables(config, positions[:, None], x.dtype)
+        ropes = ropes_of(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
         layers = (
@@ -144,18 +144,26 @@ def decode_steps(
         ):
 
             def attend(
-                q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
+                spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
             ) -> tuple[jax.Array, Segment]:
                 recent = _append(state.recent[number], index, k, v)
                 if past is None:
                     assert batch.splits is not None
                     return attend_over_pages(
-                        config, cache, number, q, tables, batch.splits, recent, visible
+                        config, spec, cache, number, q, tables, batch.splits, recent, visible
                     ), recent
                 q = constrain(config.mesh, q, HEADS)
-                return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
+                masks = [*past_masks, visible]
+                if spec.sliding_window is not None:
+                    recent_positions = batch.positions[:, None] + jnp.arange(steps)
+                    first = (positions - spec.sliding_window + 1)[:, None]
+                    masks = [
+                        mask & (keys >= first)[:, None, None]
+                        for mask, keys in zip(masks, [*past_positions, recent_positions], strict=True)
+                    ]
+                return attend_over_segments(spec, q, [*past[number], recent], masks), recent
 
-            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
+            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, ropes, attend)
             written.append(layer_recent)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = constrain(

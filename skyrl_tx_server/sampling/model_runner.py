@@ -12,12 +12,13 @@ from jax.stages import Lowered
 
 from skyrl_tx_server.engine.executor_protocol import SequencesLostError
 from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, TopkLogprobs
+from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, score_lengths, segment_ends
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, score_lengths, segment_ends
 from skyrl_tx_server.model.transformer import Params, unstack_layers
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
@@ -49,9 +50,10 @@ class CacheSize:
 
 
 def decodes_in_place(config: ModelConfig) -> bool:
-    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths that the kernel does not support, the pages are
-    copied into contiguous segments once per dispatch."""
-    return on_gpu() and reads_as_they_lie(config.head_dim)
+    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding windows that the kernel does not
+    support, the pages are copied into contiguous segments once per dispatch."""
+    has_windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
+    return on_gpu() and reads_as_they_lie(config.head_dim) and not has_windows
 
 
 class ModelRunner:
@@ -79,10 +81,10 @@ class ModelRunner:
         self._dtype = np.dtype(dtype)
         self._processed_logprobs = processed_logprobs
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
-        self.steps = min(steps, PAGE)
+        self.steps = min(steps, PAGE_SIZE)
         num_slots = size.slots * dp_ranks
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
-        table_width = ends[-1] // PAGE + 1  # a dispatch may write beyond the context
+        table_width = ends[-1] // PAGE_SIZE + 1  # a dispatch may write beyond the context
         num_lora_slots = adapters.num_slots if on_gpu() else None
         self.prefill_layout = PrefillLayout(
             shapes=shapes,
@@ -191,16 +193,16 @@ class ModelRunner:
         decode_counts = adapter_count_buckets(
             self.decode_layout.num_lora_slots, rows=self.prefill_layout.num_slots
         )
-        counts = {batch.adapters.most for batch, _ in batches} | {*decode_counts}
+        counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for most in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:
-                if batch.adapters.most == most:
+                if batch.adapters.max_loras == most:
                     arguments = (self._cache, self._params, self._adapters.arrays, batch, settings)
                     yield (
                         f"prefill, {len(batch.tokens)} tiles",
                         prefill.lower(*arguments, config=config, tempered=tempered),
                     )
-            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, most=most))
+            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=most))
             arguments = (self._cache, self._unstacked_params, self._adapters.arrays, batch, idle.settings)
             for dispatch_ends in ends if most in decode_counts else ():
                 yield (

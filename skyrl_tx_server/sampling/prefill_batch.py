@@ -1,4 +1,4 @@
-"""Prefill batches: chunks of prompts, cut into tiles of `BLOCK` tokens, as host arrays. A batch holds tiles of several chunks."""
+"""Prefill batches: chunks of prompts, cut into tiles of `PREFILL_TILE` tokens, as host arrays. A batch holds tiles of several chunks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets, lora_indices
-from skyrl_tx_server.model.shapes import BLOCK, PrefillShapes
+from skyrl_tx_server.model.shapes import PREFILL_TILE, PrefillShapes
 from skyrl_tx_server.sampling.block_tables import PageCopy
 from skyrl_tx_server.sampling.prefill_step import PrefillBatch, PrefillOutputs
 from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
@@ -39,7 +39,10 @@ class PrefillChunk:
     @property
     def tiles(self) -> list[tuple[int, int]]:
         """(first token, end) of each tile."""
-        return [(first, min(first + BLOCK, self.length)) for first in range(self.cached, self.length, BLOCK)]
+        return [
+            (first, min(first + PREFILL_TILE, self.length))
+            for first in range(self.cached, self.length, PREFILL_TILE)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +118,8 @@ class PrefillLayout:
         for size in (self.shapes.short, self.shapes.long):
             batch, settings = self._batch([(chunk, 0, 1)], size)
             for most in adapter_count_buckets(self.num_lora_slots, rows=size):
-                adapters = replace(batch.adapters, most=most)
-                sequence_adapters = replace(batch.sequence_adapters, most=most)
+                adapters = replace(batch.adapters, max_loras=most)
+                sequence_adapters = replace(batch.sequence_adapters, max_loras=most)
                 batches.append(
                     (replace(batch, adapters=adapters, sequence_adapters=sequence_adapters), settings)
                 )
@@ -127,7 +130,7 @@ class PrefillLayout:
     ) -> tuple[PrefillBatch, BatchSettings]:
         chunks = [chunk for chunk, _, _ in tiles]
         padded = [*chunks, *[chunks[0]] * (size - len(chunks))]
-        tokens, targets = np.zeros((2, size, BLOCK), np.int32)
+        tokens, targets = np.zeros((2, size, PREFILL_TILE), np.int32)
         starts, lengths = np.zeros((2, size), np.int32)
         lasts = np.zeros(self.num_slots, np.int32)
         adapter_slots = np.full(self.num_slots, chunks[0].adapter_slot, np.int32)
@@ -140,12 +143,14 @@ class PrefillLayout:
             if end == chunk.length:
                 for slot, sequence in zip(chunk.slots, chunk.sequences, strict=False):
                     by_slot[slot], adapter_slots[slot] = sequence, chunk.adapter_slot
-                    lasts[slot] = index * BLOCK + end - first - 1
-        adapters = lora_indices(np.array([chunk.adapter_slot for chunk in padded]), bank=self.num_lora_slots)
+                    lasts[slot] = index * PREFILL_TILE + end - first - 1
+        adapters = lora_indices(
+            np.array([chunk.adapter_slot for chunk in padded]), num_lora_slots=self.num_lora_slots
+        )
         batch = PrefillBatch(
             tokens=tokens,
             targets=targets,
-            blocks=Blocks(
+            blocks=PrefillTiles(
                 starts=starts, lengths=lengths, tables=np.stack([self._table(chunk) for chunk in padded])
             ),
             adapters=adapters,
@@ -159,7 +164,7 @@ class PrefillLayout:
             lasts=lasts,
             begins=np.array([sequence is not None for sequence in by_slot]),
             # every sequence that begins has a tile in the batch, so the batch's number of adapters is enough
-            sequence_adapters=replace(lora_indices(adapter_slots), most=adapters.most),
+            sequence_adapters=replace(lora_indices(adapter_slots), max_loras=adapters.max_loras),
         )
         return batch, batch_settings(by_slot, self.vocab_size)
 

@@ -18,7 +18,7 @@ from skyrl_tx_server.engine.operations import CsrMatrix, TopkLogprobs
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, blocks_of, common_length
+from skyrl_tx_server.model.shapes import PREFILL_TILE, blocks_of, common_length
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.allocation import PageAllocator
 from skyrl_tx_server.sampling.block_tables import allocate_block_tables
@@ -216,7 +216,7 @@ class PrefillPlanner:
         max_tiles = self._runner.prefill_layout.shapes.turn - sum(len(chunk.tiles) for chunk in planned)
         if not max_tiles or blocks_of(len(tokens) - future_prefix) < blocks_of(len(tokens) - prefix.length):
             return None
-        length = min(prefix.length + max_tiles * BLOCK, len(tokens))
+        length = min(prefix.length + max_tiles * PREFILL_TILE, len(tokens))
         beginning = sequences if length == len(tokens) else ()
         nearest = sorted(free, key=lambda cache: (cache is not prefix_cache, -len(free[cache])))
         slots = list(chain.from_iterable(free[cache] for cache in nearest))[: len(beginning) or 1]

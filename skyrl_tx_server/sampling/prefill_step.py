@@ -8,16 +8,24 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
 from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, keep_cache, segment_of, write_layer
-from skyrl_tx_server.model.layers import rms_norm, rope_tables
+from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, cut_stack, head_logits, layer
+from skyrl_tx_server.model.transformer import (
+    COMPILER_OPTIONS,
+    Params,
+    cut_stack,
+    head_logits,
+    layer,
+    ropes_of,
+)
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 MAX_PROMPT_LOGITS = 1 << 24
@@ -31,7 +39,7 @@ class PrefillBatch:
 
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
-    blocks: Blocks
+    blocks: PrefillTiles
     adapters: LoraIndices  # by tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after it
@@ -72,7 +80,7 @@ def prefill(
     tokens, blocks = jnp.asarray(batch.tokens), batch.blocks
     x = params.embed[tokens]
     positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
-    rope = rope_tables(config, positions, x.dtype)
+    ropes = ropes_of(config, positions, x.dtype)
 
     def body(
         stack: Stack,
@@ -84,17 +92,19 @@ def prefill(
         x, cache = state
         index, layer_params = weights
         adapter = {
-            field: replace(module, users=batch.adapters, layer=index - stack.layers.start)
+            field: replace(module, indices=batch.adapters, layer=index - stack.layers.start)
             for field, module in modules.items()
         }
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
+        def attend(
+            spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, KVCache]:
             written = write_layer(
                 config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths
             )
-            return attend_to_pages(config, written, index, blocks, q), written
+            return attend_to_pages(config, spec, written, index, blocks, q), written
 
-        return layer(config, stack, x, layer_params | unsliced, adapter, rope, attend), None
+        return layer(config, stack, x, layer_params | unsliced, adapter, ropes, attend), None
 
     for stack, weights, modules in zip(stacks_of(config), params.layers, lora_slots.layers, strict=True):
         layers = jnp.arange(stack.layers.start, stack.layers.stop)
@@ -108,7 +118,7 @@ def prefill(
         lambda: _prompt_logprobs(
             config,
             params,
-            replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters)),
+            replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters)),
             hidden,
             batch.targets,
         ),
@@ -116,7 +126,7 @@ def prefill(
     )
 
     def first() -> tuple[jax.Array, jax.Array]:
-        adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.sequence_adapters))
+        adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.sequence_adapters))
         states = hidden.reshape(-1, 1, hidden.shape[-1])[batch.lasts]
         logits = head_logits(config, params, adapter, states)[:, 0]
         return sample_tokens(logits, settings, positions.reshape(-1)[batch.lasts] + 1, tempered=tempered)

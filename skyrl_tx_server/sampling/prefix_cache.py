@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.model.shapes import PAGE, common_length
+from skyrl_tx_server.model.shapes import PAGE_SIZE, common_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class PrefixCache:
         """Return the longest cached prefix of `tokens` [N] int32 that was computed with `weights`."""
         path = self._path(weights, tokens)
         pages = [node.page for node in path]
-        rest = tokens[len(path) * PAGE :]
+        rest = tokens[len(path) * PAGE_SIZE :]
         parent = path[-1] if path else self._roots.get(weights)
         candidates = [
             (common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())
@@ -101,8 +101,8 @@ class PrefixCache:
         path = self._path(weights, tokens)
         if path:
             node = path[-1]
-        for index in range(len(path), -(-len(tokens) // PAGE)):
-            page_tokens = tokens[index * PAGE : (index + 1) * PAGE]
+        for index in range(len(path), -(-len(tokens) // PAGE_SIZE)):
+            page_tokens = tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
             if any(
                 common_length(child.tokens, page_tokens) == len(page_tokens)
                 for child in node.children.values()
@@ -118,8 +118,8 @@ class PrefixCache:
         """Return the nodes of the full pages of `tokens`, up to the first page that is not cached."""
         path: list[_Node] = []
         node = self._roots.get(weights)
-        for index in range(len(tokens) // PAGE):
-            node = node and node.children.get(tokens[index * PAGE : (index + 1) * PAGE].tobytes())
+        for index in range(len(tokens) // PAGE_SIZE):
+            node = node and node.children.get(tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE].tobytes())
             if node is None:
                 break
             path.append(node)

@@ -133,6 +133,7 @@ def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
         subtree_end=np.full((1, length), length, np.int32),
         key_blocks=np.broadcast_to(tiles, (1, len(tiles), len(tiles))),
         num_key_blocks=jnp.where(tiles * ATTENTION_TILE < inputs.length, tiles + 1, 0)[None],
+        positions=np.arange(length)[None],
     )
 
 

@@ -87,22 +87,18 @@ def cispo(terms: LossTerms) -> jax.Array:
 
 
 def dro(terms: LossTerms) -> jax.Array:
-    penalty = 0.5 * terms.settings.beta * terms.log_ratio * terms.log_ratio
-    return -(terms.logprobs * terms.inputs.advantages - penalty)
+    log_ratio = terms.log_ratio
+    return -(terms.logprobs * terms.inputs.advantages - 0.5 * terms.settings.beta * log_ratio * log_ratio)
 
 
 def gspo(terms: LossTerms) -> jax.Array:
-    advantages, settings, sequence_log_ratio = (
-        terms.inputs.advantages,
-        terms.settings,
-        terms.inputs.sampler_logprobs,
+    advantages, settings = terms.inputs.advantages, terms.settings
+    sequence_log_ratio = jnp.minimum(terms.inputs.sampler_logprobs, MAX_LOG_RATIO)
+    ratio = jnp.exp(sequence_log_ratio + (terms.logprobs - jax.lax.stop_gradient(terms.logprobs)))
+    return -jnp.minimum(
+        ratio * advantages,
+        jnp.clip(ratio, settings.clip_low_threshold, settings.clip_high_threshold) * advantages,
     )
-    ratio = jnp.exp(
-        jnp.minimum(sequence_log_ratio, MAX_LOG_RATIO)
-        + (terms.logprobs - jax.lax.stop_gradient(terms.logprobs))
-    )
-    clipped = jnp.clip(ratio, settings.clip_low_threshold, settings.clip_high_threshold)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
 LOSS_FUNCTIONS: dict[LossFn, Callable[[LossTerms], jax.Array]] = {

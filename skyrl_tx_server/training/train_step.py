@@ -208,7 +208,7 @@ def _entry_states(
         adapter,
         batch.tokens,
         batch.positions,
-        partial(tree_attention, config, batch.layout),
+        partial(tree_attention, config, replace(batch.layout, positions=batch.positions)),
         remat=remat,
     )
     return jnp.take_along_axis(hidden, batch.token_index[..., None], axis=1)

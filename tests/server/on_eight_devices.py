@@ -19,8 +19,8 @@ from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages
-from skyrl_tx_server.model.attention.kv_splits import stretches_of
-from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.attention.kv_splits import kv_splits_of
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
@@ -35,7 +35,7 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adap
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, PAGE, train_shapes
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, train_shapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
@@ -44,6 +44,7 @@ from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack
 from skyrl_tx_server.training.train_step import forward_backward
+from tests.server.tiny_qwen3 import attention_spec
 
 DENSE = ModelConfig(
     model_type="qwen2",
@@ -153,9 +154,9 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
     queries = values(
-        3, BLOCK, config.num_heads, head_dim
+        3, PREFILL_TILE, config.num_heads, head_dim
     )  # of blocks of two prompts, on different devices, and of padding
-    blocks = Blocks(
+    blocks = PrefillTiles(
         starts=np.array([60, 70, 0], np.int32),
         lengths=np.array([64, 60, 0], np.int32),
         tables=tables[[2, 0, 0]],
@@ -173,12 +174,14 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
         scattered = write_rows(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_rows(config, cache, block, tables, starts, counts)
-        rows = read_rows(config, cache, tables, (PAGE, 3 * PAGE))
+        rows = read_rows(config, cache, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
         return (
             cache,
             scattered,
             rows,
-            attend_to_pages(config, cache, np.int32(1), blocks, jnp.asarray(queries)),
+            attend_to_pages(
+                config, attention_spec(config.head_dim), cache, np.int32(1), blocks, jnp.asarray(queries)
+            ),
         )
 
     def everything(config: ModelConfig) -> list[list[np.ndarray]]:
@@ -231,7 +234,7 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
         settings,
         config=config,
         steps=16,
-        ends=(PAGE,),
+        ends=(PAGE_SIZE,),
         tempered=False,
     )
     program = block.compile().as_text()
@@ -260,8 +263,8 @@ def decoded(config: ModelConfig) -> float:
         32,
     )
     cache = KVCache(
-        keys=values(layers, 2 * half, kv_heads, head_dim, PAGE),
-        values=values(layers, 2 * half, kv_heads, PAGE, head_dim),
+        keys=values(layers, 2 * half, kv_heads, head_dim, PAGE_SIZE),
+        values=values(layers, 2 * half, kv_heads, PAGE_SIZE, head_dim),
     )
     first = np.arange(1, 1 + 2 * width).reshape(2, width)
     first[1, :8] = first[0, :8]
@@ -276,8 +279,10 @@ def decoded(config: ModelConfig) -> float:
     visible = jnp.ones((1, 1, 1, 4), bool)
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:
-        splits = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
-        attend = jax.jit(partial(attend_over_pages, config, interpret=True), static_argnums=1)
+        splits = kv_splits_of(tables, lengths, group=heads // kv_heads, devices=devices)
+        attend = jax.jit(
+            partial(attend_over_pages, config, attention_spec(head_dim), interpret=True), static_argnums=1
+        )
         return np.asarray(attend(cache, 1, q, jnp.asarray(tables), splits, recent, visible))
 
     return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())

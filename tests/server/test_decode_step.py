@@ -10,7 +10,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import to_host
-from skyrl_tx_server.model.shapes import PAGE, BucketShape, BucketShapes, PrefillShapes
+from skyrl_tx_server.model.shapes import PAGE_SIZE, BucketShape, BucketShapes, PrefillShapes
 from skyrl_tx_server.model.transformer import Params
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
@@ -23,7 +23,7 @@ from skyrl_tx_server.training.train_step import forward
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
-CHUNK, LENGTH, NEW = 2 * PAGE, 2 * PAGE + 50, 8
+CHUNK, LENGTH, NEW = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
     shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2),
@@ -91,7 +91,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         batch_settings([sequence], CONFIG.vocab_size),
         config=CONFIG,
         steps=NEW,
-        ends=(4 * PAGE,),
+        ends=(4 * PAGE_SIZE,),
         tempered=False,
     )
     tokens = np.concatenate([prompt, second.first_tokens, decoded.tokens[0]])

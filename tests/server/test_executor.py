@@ -39,7 +39,7 @@ from skyrl_tx_server.executor import executor as executor_module
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.sampling import score_step as score_module
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
@@ -642,7 +642,7 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
 def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    each = -(-600 // PAGE) * page_bytes(CONFIG, np.dtype(np.float32))
+    each = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
     monkeypatch.setattr(
         device_memory, "cache_budget_bytes", lambda *_: 7.5 * each
     )  # a context in pages, and as it is read

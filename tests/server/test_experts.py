@@ -84,7 +84,7 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
     banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # of one layer
-    banks = tuple(replace(bank, users=lora_indices(rows), layer=np.int32(0)) for bank in banks)
+    banks = tuple(replace(bank, indices=lora_indices(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
         alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])

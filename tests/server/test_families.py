@@ -50,6 +50,7 @@ NAMES = [
     "qwen3_moe_unnormalized",
     "deepseek_v3",
     "deepseek_v3_plain",
+    "qwen3_sliding_window",
 ]
 
 

@@ -25,10 +25,11 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
-from skyrl_tx_server.model.attention import decode_attention, prefill_attention, prefix_tree_attention
+from skyrl_tx_server.model.attention import decode_attention, prefill_attention
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages, attend_over_segments
-from skyrl_tx_server.model.attention.kv_splits import KVSplits, stretches_of
-from skyrl_tx_server.model.attention.prefill_attention import Blocks
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, kv_splits_of
+from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles
+from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
@@ -36,7 +37,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_r
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
-from skyrl_tx_server.model.shapes import BLOCK, PAGE, BucketShape, BucketShapes
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, BucketShape, BucketShapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.sampling import decode_batch, model_runner
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
@@ -49,9 +50,10 @@ from skyrl_tx_server.training.train_step import forward_backward
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
+from tests.server.tiny_qwen3 import attention_spec
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-INTERPRETED = jax.jit(partial(paged_attention, interpret=True))
+INTERPRETED = jax.jit(partial(paged_attention, interpret=True), static_argnames="scale")
 TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
@@ -94,12 +96,16 @@ def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
     layout = layout_of(forest(seed=seed, rows=rows))
     q, grad_out = (normal(number, rows, 512, heads, head_dim, dtype=dtype) for number in (1, 2))
     k, v = (normal(number, rows, 512, kv_heads, head_dim, dtype=dtype) for number in (3, 4))
-    expected, pull_back = jax.vjp(jax.jit(partial(prefix_tree_attention._attend, layout)), q, k, v)
+    expected, pull_back = jax.vjp(
+        jax.jit(partial(tree_attention, tiny_qwen3.CONFIG, layout, attention_spec(head_dim))), q, k, v
+    )
+
+    options = {"scale": head_dim**-0.5, "interpret": True}
 
     @jax.jit
     def by_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        out, log_total = prefix_tree_kernel.forward(layout, *arrays, interpret=True)
-        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, interpret=True)
+        out, log_total = prefix_tree_kernel.forward(layout, *arrays, **options)
+        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, **options)
 
     for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert found.dtype == wanted.dtype
@@ -121,12 +127,12 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
-    splits = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
-    exact = INTERPRETED(q, keys, values, tables, splits)
+    splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
+    exact = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
     for found, wanted in zip(exact, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
-    rounded = INTERPRETED(*halves, tables, splits)
+    rounded = INTERPRETED(*halves, tables, splits, scale=head_dim**-0.5)
     np.testing.assert_allclose(
         *(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)),
         atol=0.03,
@@ -165,17 +171,22 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
         normal(1, tables.size, kv_heads, head_dim, page),
         normal(2, tables.size, kv_heads, page, head_dim),
     )
-    together = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    together = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    found = INTERPRETED(q, keys, values, tables, together)
+    found = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
     for row in range(9):
         alone = np.where(np.arange(9) == row, lengths, 0)
         own = INTERPRETED(
-            q, keys, values, tables, stretches_of(tables, alone, group=heads // kv_heads, page=page)
+            q,
+            keys,
+            values,
+            tables,
+            kv_splits_of(tables, alone, group=heads // kv_heads, page=page),
+            scale=head_dim**-0.5,
         )
         assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
 
@@ -188,23 +199,25 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
 ) -> None:
     """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
-    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE), values=normal(1, 2, 12, 2, PAGE, 24))
-    q = normal(2, 5, BLOCK, heads, 24)
+    cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
+    q = normal(2, 5, PREFILL_TILE, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
-    blocks = Blocks(
+    blocks = PrefillTiles(
         starts=np.array([70, 0, 64, 0, 0], np.int32),
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
     )
-    expected = jax.jit(prefill_attention._by_loop)(cache, jnp.int32(1), blocks, q)
+    expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(24)))(
+        cache, jnp.int32(1), blocks, q
+    )
     cache = KVCache(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
-    attend = jax.jit(partial(prefill_attention.by_kernel, interpret=True))
+    attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
     found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
     for block, length in enumerate(blocks.lengths):
         np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
-    others = normal(3, 5, BLOCK, heads, 24).at[0].set(q[0])
+    others = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     in_company = np.asarray(attend(cache, jnp.int32(1), replace(blocks, starts=starts), others))
     np.testing.assert_array_equal(in_company[0], found[0])
@@ -242,9 +255,9 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
         )
 
     one = module(hidden, (width, width)), module(width, (hidden,))
-    users, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
+    indices, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
     bank = tuple(
-        replace(each, users=users, layer=layer)
+        replace(each, indices=indices, layer=layer)
         for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2))
     )
 
@@ -269,16 +282,16 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
 
 def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
-    cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
+    cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
     tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    splits = stretches_of(tables, lengths, group=2)
+    splits = kv_splits_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
-    past = read_rows(config, cache, tables, (2 * PAGE,))[1]
-    masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
-    expected = attend_over_segments(q, [*past, recent], masks)
+    past = read_rows(config, cache, tables, (2 * PAGE_SIZE,))[1]
+    masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
+    expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
     found = attend_over_pages(
-        config, cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
+        config, attention_spec(16), cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
     )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -313,14 +326,18 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
     rows_read_for: set[int] = set()
 
     def noted(*args: Any, **options: Any) -> KVSplits:
-        splits = stretches_of(*args, **options)
+        splits = kv_splits_of(*args, **options)
         rows_read_for.update((splits.rows[: splits.counts[0]] >= 0).sum(axis=1).tolist())
         return splits
 
     monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
     monkeypatch.setattr(decode_batch, "stretches_of", noted)
-    monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
-    monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
+    monkeypatch.setattr(
+        decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
+    )
+    monkeypatch.setattr(
+        prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
+    )
     jax.clear_caches()  # or a prefill program would be the one without the kernel
     found = sampled("kernel")
     jax.clear_caches()
@@ -345,7 +362,7 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),
-        splits=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
+        splits=kv_splits_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
         adapters=lora_indices(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
@@ -378,9 +395,11 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     rows = (
         jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16),
         tables,
-        stretches_of(tables, np.zeros(4, np.int32), group=4),
+        kv_splits_of(tables, np.zeros(4, np.int32), group=4),
     )
-    assert 'name = "paged_attention"' in lowered(jax.jit(paged_attention), rows[0], *pages, *rows[1:])
+    assert 'name = "paged_attention"' in lowered(
+        jax.jit(partial(paged_attention, scale=128**-0.5)), rows[0], *pages, *rows[1:]
+    )
 
 
 def lowered(program: Wrapped, *arguments: object, **options: object) -> str:

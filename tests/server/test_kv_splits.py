@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx_server.model.attention.kv_splits import MAX_PARTS, max_parts, rows_together, stretches_of
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.attention.kv_splits import MAX_PARTS, kv_splits_of, max_parts, sequences_per_split
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 WIDTH, ROWS = 300, 8
 
@@ -18,7 +18,9 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
         other, shared = draw(st.integers(0, row - 1)), draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH]))
         tables[row, :shared] = tables[other, :shared]
     lengths = draw(
-        st.lists(st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE)), min_size=ROWS, max_size=ROWS)
+        st.lists(
+            st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE_SIZE)), min_size=ROWS, max_size=ROWS
+        )
     )
     return tables, np.array(lengths, np.int32)
 
@@ -28,21 +30,21 @@ def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
     batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
 ) -> None:
     tables, lengths = batch
-    found = stretches_of(tables, lengths, group=group, devices=devices)
+    found = kv_splits_of(tables, lengths, group=group, devices=devices)
     own = ROWS // devices
     assert (
-        found.rows.shape == (devices * own * max_parts(WIDTH), rows_together(group))
+        found.rows.shape == (devices * own * max_parts(WIDTH), sequences_per_split(group))
         and found.num_parts.max() <= MAX_PARTS
     )
     positions: dict[tuple[int, int], tuple[int, int]] = {}  # of each part of each row
     for device in range(devices):
         for at in device * own * max_parts(WIDTH) + np.arange(found.counts[device]):
             members = device * own + found.rows[at][found.rows[at] >= 0]
-            pages = tables[members, found.first[at] : -(-found.end[at] // PAGE)]
+            pages = tables[members, found.first[at] : -(-found.end[at] // PAGE_SIZE)]
             assert len(members) and (pages == pages[0]).all()
             for row in members.tolist():
                 assert (row, found.part[at]) not in positions
-                positions[row, found.part[at]] = (found.first[at] * PAGE, found.end[at])
+                positions[row, found.part[at]] = (found.first[at] * PAGE_SIZE, found.end[at])
     for row in range(ROWS):
         spans = [positions.pop((row, part)) for part in range(found.num_parts[row])]
         assert [first for first, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]
@@ -53,19 +55,19 @@ def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
 @given(batches())
 def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.ndarray, np.ndarray]) -> None:
     tables, lengths = batch
-    found = stretches_of(tables, lengths, group=2)
+    found = kv_splits_of(tables, lengths, group=2)
     readings = {
-        (part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()): 0
+        (part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()): 0
         for part, first, end, rows in _stretches(found)
     }
     for part, first, end, rows in _stretches(found):
-        readings[part, first, end, tables[rows[0], first : -(-end // PAGE)].tobytes()] += 1
+        readings[part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()] += 1
     assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
 
 
 def test_a_row_that_no_stretch_has_room_for_reads_in_one_of_its_own() -> None:
     """Five rows alike, of which four fill a matrix product."""
-    found = stretches_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
+    found = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
     assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]
 
 

@@ -90,7 +90,7 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
     apply = jax.jit(lambda x, module: project(CONFIG, x, weight, CONFIG.qkv_widths, module))
 
     def used_by(*entries: int):
-        return apply(x, replace(bank, users=lora_indices(np.array(entries, np.int32))))
+        return apply(x, replace(bank, indices=lora_indices(np.array(entries, np.int32))))
 
     mixed = used_by(2, 0, 1)
     for row, entry in enumerate((2, 0, 1)):
@@ -113,7 +113,12 @@ def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(
     )
     one, several = (
         jax.jit(low_rank_deltas)(
-            x, replace(bank, users=lora_indices(np.array(entries, np.int32), bank=size), layer=np.int32(1))
+            x,
+            replace(
+                bank,
+                indices=lora_indices(np.array(entries, np.int32), num_lora_slots=size),
+                layer=np.int32(1),
+            ),
         )
         for size in (None, 3)
     )

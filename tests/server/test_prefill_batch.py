@@ -15,7 +15,7 @@ from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.mesh import to_host
-from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, PrefillShapes
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
 from skyrl_tx_server.sampling.prefill_step import prefill
@@ -119,12 +119,12 @@ def test_gpu_batches_are_compiled_for_one_several_and_all_adapters() -> None:
     """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots, whatever the number of decode slots."""
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
     found = [
-        (len(batch.tokens), batch.adapters.most, batch.sequence_adapters.most)
+        (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
         for batch, _ in layout.dummy_batches()
     ]
     assert found == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
     mixed = [
-        (len(batch.tokens), batch.adapters.most, batch.sequence_adapters.most)
+        (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
         for batch, _ in layout.batches([chunk(9, 0), chunk(9, 1)])
     ]
     assert mixed == [(4, 4, 4)]
@@ -141,7 +141,7 @@ def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ..
 
 
 @pytest.mark.parametrize("shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, turn=8)])
-@pytest.mark.parametrize("cut", [PAGE, 70, 299])
+@pytest.mark.parametrize("cut", [PAGE_SIZE, 70, 299])
 def test_a_prompt_in_chunks_is_computed_as_it_is_whole(cut: int, shapes: PrefillShapes) -> None:
     layout = replace(LAYOUT, shapes=shapes)
     whole, (expected,) = compute(fresh(), [chunk(300, 0)])

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling.prefix_cache import PrefixCache
 
 
@@ -14,7 +14,7 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 
 def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
     """Cache `tokens`, as a sequence does that has ended."""
-    own = pages.allocate(-(-len(tokens) // PAGE))
+    own = pages.allocate(-(-len(tokens) // PAGE_SIZE))
     assert own is not None
     pages.insert(weights, tokens, own)
     pages.free(own)
@@ -23,12 +23,12 @@ def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list
 
 def test_find_returns_the_longest_prefix_of_the_same_weights():
     pages = PrefixCache(first=0, count=20)
-    first = text(3 * PAGE + 10)
+    first = text(3 * PAGE_SIZE + 10)
     own = computed(pages, first)
-    other = np.concatenate([first[: PAGE + 5], 3 - first[PAGE + 5 : 2 * PAGE]])
+    other = np.concatenate([first[: PAGE_SIZE + 5], 3 - first[PAGE_SIZE + 5 : 2 * PAGE_SIZE]])
     branch = computed(pages, other)
     assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == own
-    assert pages.find("w", first[: PAGE + 3]).length == PAGE + 3
+    assert pages.find("w", first[: PAGE_SIZE + 3]).length == PAGE_SIZE + 3
     assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [
         own[0],
         branch[1],
@@ -39,22 +39,22 @@ def test_find_returns_the_longest_prefix_of_the_same_weights():
 
 def test_a_page_that_fills_up_is_cached_once():
     pages = PrefixCache(first=0, count=10)
-    whole = text(2 * PAGE)
+    whole = text(2 * PAGE_SIZE)
     own = pages.allocate(2)
     assert own is not None
-    for length in (5, 20, PAGE, PAGE + 7, 2 * PAGE):
+    for length in (5, 20, PAGE_SIZE, PAGE_SIZE + 7, 2 * PAGE_SIZE):
         pages.insert("w", whole[:length], own)
     assert pages.num_cached == 2
     pages.insert("w", whole[:10], own)  # a part of cached tokens adds no page
-    assert pages.num_cached == 2 and pages.find("w", whole).length == 2 * PAGE
+    assert pages.num_cached == 2 and pages.find("w", whole).length == 2 * PAGE_SIZE
 
 
 def test_a_page_that_filled_up_and_was_evicted_is_not_found():
     pages = PrefixCache(first=0, count=3)
-    whole = text(PAGE)
+    whole = text(PAGE_SIZE)
     own = pages.allocate(1)
     assert own is not None
-    for length in (5, PAGE):
+    for length in (5, PAGE_SIZE):
         pages.insert("w", whole[:length], own)
     pages.free(own)
     assert pages.allocate(2) is not None and pages.num_cached == 0
@@ -63,39 +63,41 @@ def test_a_page_that_filled_up_and_was_evicted_is_not_found():
 
 def test_the_least_recently_used_free_page_is_evicted():
     pages = PrefixCache(first=0, count=7)
-    old, new = text(2 * PAGE, seed=1), text(2 * PAGE, seed=2)
+    old, new = text(2 * PAGE_SIZE, seed=1), text(2 * PAGE_SIZE, seed=2)
     computed(pages, old)
     computed(pages, new)
     pages.find("w", old)
     held = pages.allocate(4)  # two are free
-    assert held is not None and pages.find("w", old).length == 2 * PAGE and pages.find("w", new).length == 0
+    assert (
+        held is not None and pages.find("w", old).length == 2 * PAGE_SIZE and pages.find("w", new).length == 0
+    )
     kept = pages.find("w", old)
     pages.incref(kept.pages)
-    assert pages.allocate(1) is None and pages.find("w", old).length == 2 * PAGE
+    assert pages.allocate(1) is None and pages.find("w", old).length == 2 * PAGE_SIZE
     pages.free(kept.pages)
     assert (
-        pages.allocate(1) is not None and pages.find("w", old).length == PAGE
+        pages.allocate(1) is not None and pages.find("w", old).length == PAGE_SIZE
     )  # the last page is evicted first
 
 
 def test_inserting_cached_tokens_counts_as_use() -> None:
     pages = PrefixCache(first=0, count=6)
-    old, new = text(PAGE, seed=1), text(PAGE, seed=2)
+    old, new = text(PAGE_SIZE, seed=1), text(PAGE_SIZE, seed=2)
     for tokens in (old, new, old):
         computed(pages, tokens)
     assert pages.allocate(4) is not None
-    assert pages.find("w", old).length == PAGE and pages.find("w", new).length == 0
+    assert pages.find("w", old).length == PAGE_SIZE and pages.find("w", new).length == 0
 
 
 def test_the_parent_of_a_held_page_is_not_evicted() -> None:
     """The sequence computed its first page a second time; the cached copy is the parent of its second page."""
     pages = PrefixCache(first=0, count=4)
-    whole = text(2 * PAGE)
-    computed(pages, whole[:PAGE])
+    whole = text(2 * PAGE_SIZE)
+    computed(pages, whole[:PAGE_SIZE])
     held = pages.allocate(2)
     assert held is not None
     pages.insert("w", whole, held)
-    assert pages.allocate(1) is None and pages.find("w", whole).length == 2 * PAGE
+    assert pages.allocate(1) is None and pages.find("w", whole).length == 2 * PAGE_SIZE
     pages.free(held)
     assert pages.allocate(3) is not None and pages.num_cached == 0
 
@@ -113,21 +115,21 @@ def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObjec
             pages.insert("w", tokens, own)
             pages.free(own)
             continue
-        tokens = text(data.draw(st.integers(1, 3 * PAGE)), seed=data.draw(st.integers(0, 3)))
+        tokens = text(data.draw(st.integers(1, 3 * PAGE_SIZE)), seed=data.draw(st.integers(0, 3)))
         found = pages.find("w", tokens)
         for index, page in enumerate(found.pages):
-            chunk = tokens[index * PAGE : min((index + 1) * PAGE, found.length)].tobytes()
+            chunk = tokens[index * PAGE_SIZE : min((index + 1) * PAGE_SIZE, found.length)].tobytes()
             assert contents[page].startswith(chunk)
-        whole = found.length // PAGE
+        whole = found.length // PAGE_SIZE
         shared = list(found.pages[:whole])
         pages.incref(shared)
-        new = pages.allocate(-(-len(tokens) // PAGE) - whole)
+        new = pages.allocate(-(-len(tokens) // PAGE_SIZE) - whole)
         if new is None:
             pages.free(shared)
             continue
         own = [*shared, *new]
         contents |= {
-            page: tokens[(whole + at) * PAGE : (whole + at + 1) * PAGE].tobytes()
+            page: tokens[(whole + at) * PAGE_SIZE : (whole + at + 1) * PAGE_SIZE].tobytes()
             for at, page in enumerate(new)
         }
         running.append((tokens, own))

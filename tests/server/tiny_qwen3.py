@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.engine.operations import LoraSpec, TrainDatum
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.lora.adapter import Adapter, adapted_modules, init_adapter
-from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.model_config import ModelConfig, RopeSpec
 from skyrl_tx_server.model.transformer import Params, init_params
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "qwen3"
@@ -30,6 +31,12 @@ CONFIG = ModelConfig(
 )
 SPEC = LoraSpec(rank=3, seed=7)
 MAX_RANK = 4
+
+
+def attention_spec(head_dim: int, *, sliding_window: int | None = None) -> AttentionSpec:
+    """The usual attention of heads of this width."""
+    rope = RopeSpec(dim=head_dim, theta=1e4)
+    return AttentionSpec(scale=head_dim**-0.5, rope=rope, sliding_window=sliding_window)
 
 
 @lru_cache

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
@@ -20,12 +21,14 @@ HEADS = PartitionSpec(BATCH, None, "tensor")
 """Of queries [B, 1, H, hd] that are decoded: beside the keys and values of their rows."""
 
 
-def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]) -> jax.Array:
+def attend_over_segments(
+    spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
+) -> jax.Array:
     """q [B, 1, H, hd] over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = [_scores(grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
+    scores = [_scores(spec, grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
     highest = jnp.stack([ceil_max(score) for score in scores]).max(axis=0)[..., None]
     weights = [jnp.exp2(score - highest) for score in scores]
     total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
@@ -43,6 +46,7 @@ def attend_over_segments(q: jax.Array, segments: Sequence[Segment], masks: Seque
 
 def attend_over_pages(
     config: ModelConfig,
+    spec: AttentionSpec,
     cache: KVCache,
     layer: int,
     q: jax.Array,
@@ -55,7 +59,10 @@ def attend_over_pages(
 ) -> jax.Array:
     """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the `stretches` that the rows'
     positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
-    attend = partial(_attend_over_own_pages, config, layer, interpret)
+    assert spec.sliding_window is None, (
+        "the kernel reads all pages: a layer with a window is decoded without it"
+    )
+    attend = partial(_attend_over_own_pages, config, spec, layer, interpret)
     if config.mesh is not None:
         rows = PartitionSpec(BATCH)
         attend = shard_map_over(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
@@ -64,6 +71,7 @@ def attend_over_pages(
 
 def _attend_over_own_pages(
     config: ModelConfig,
+    spec: AttentionSpec,
     layer: int,
     interpret: bool,
     cache: KVCache,
@@ -78,17 +86,23 @@ def _attend_over_own_pages(
         leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
     )  # of every layer: a slice would be copied
     past = paged_attention(
-        q[:, 0], keys, values, pages + layer * cache.keys.shape[1], stretches, interpret=interpret
+        q[:, 0],
+        keys,
+        values,
+        pages + layer * cache.keys.shape[1],
+        stretches,
+        scale=spec.scale,
+        interpret=interpret,
     )
-    own = _recent(q, recent, visible)
+    own = _recent(spec, q, recent, visible)
     whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, own))
     return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]
 
 
-def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
+def _recent(spec: AttentionSpec, q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = _scores(grouped, recent, visible)
+    scores = _scores(spec, grouped, recent, visible)
     highest = ceil_max(scores)
     weights = jnp.exp2(scores - highest[..., None])
     out = jnp.einsum(
@@ -100,7 +114,7 @@ def _recent(q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     )
 
 
-def _scores(grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:
+def _scores(spec: AttentionSpec, grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:
     """[B, K, G, n] float32, to the base of two, of queries [B, K, G, hd]."""
     scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32)
-    return jnp.where(mask, scores * (grouped.shape[-1] ** -0.5 * LOG2E), MASKED)
+    return jnp.where(mask, scores * (spec.scale * LOG2E), MASKED)

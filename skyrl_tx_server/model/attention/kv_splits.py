@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 MIN_PART, MAX_PARTS = 8, 16
 """Pages of a part, doubled until a row has no more parts than the other."""
@@ -35,7 +35,7 @@ class KVSplits:
     num_parts: ArrayLike  # [B] int32, the parts of each row
 
 
-def queries_per_row(group: int) -> int:
+def queries_per_sequence(group: int) -> int:
     """Of a key-value head with `group` queries: the power of two that holds them.
 
     >>> queries_per_row(1), queries_per_row(5)
@@ -44,13 +44,13 @@ def queries_per_row(group: int) -> int:
     return 1 << (group - 1).bit_length()
 
 
-def rows_together(group: int) -> int:
+def sequences_per_split(group: int) -> int:
     """How many rows a stretch has room for where a key-value head has `group` queries.
 
     >>> [rows_together(group) for group in (1, 2, 4, 8)]
     [16, 8, 4, 4]
     """
-    return max(MIN_TOGETHER, MIN_QUERIES // queries_per_row(group))
+    return max(MIN_TOGETHER, MIN_QUERIES // queries_per_sequence(group))
 
 
 def max_parts(pages: int) -> int:
@@ -62,8 +62,8 @@ def max_parts(pages: int) -> int:
     return min(MAX_PARTS, -(-pages // MIN_PART))
 
 
-def stretches_of(
-    tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE
+def kv_splits_of(
+    tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE_SIZE
 ) -> KVSplits:
     """The stretches of rows with these pages and positions, an equal share of the rows on each device; `group` queries per key-value head.
 
@@ -72,7 +72,7 @@ def stretches_of(
     (array([2], dtype=int32), [[0, 1, -1, -1], [2, -1, -1, -1]], array([128,  70], dtype=int32))
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
-    each = [_on_one_device(tables, lengths, rows_together(group), page) for tables, lengths in shares]
+    each = [_on_one_device(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares]
     return KVSplits(
         **{
             field.name: np.concatenate([getattr(own, field.name) for own in each])

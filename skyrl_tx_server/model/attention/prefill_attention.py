@@ -13,20 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 PAGES_AT_ONCE = 4
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class PrefillTiles:
     """N blocks of T tokens of one or several prompts."""
 
     starts: ArrayLike  # [N] int32, the position of a block's first token
@@ -35,15 +36,20 @@ class Blocks:
 
 
 def attend_to_pages(
-    config: ModelConfig, cache: KVCache, layer: ArrayLike, blocks: Blocks, q: jax.Array
+    config: ModelConfig,
+    spec: AttentionSpec,
+    cache: KVCache,
+    layer: ArrayLike,
+    blocks: PrefillTiles,
+    q: jax.Array,
 ) -> jax.Array:
     """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
     if config.mesh is None:
-        return _attend_here(cache, jnp.asarray(layer), blocks, q)
+        return _attend_here(spec, cache, jnp.asarray(layer), blocks, q)
     heads = PartitionSpec(None, None, "tensor")
     attend = shard_map_over(
         config,
-        partial(_attend_where_pages_lie, config),
+        partial(_attend_where_pages_lie, config, spec),
         (PAGES, PartitionSpec(), PartitionSpec(), heads),
         heads,
     )
@@ -51,37 +57,62 @@ def attend_to_pages(
 
 
 def _attend_where_pages_lie(
-    config: ModelConfig, cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array
+    config: ModelConfig,
+    spec: AttentionSpec,
+    cache: KVCache,
+    layer: jax.Array,
+    blocks: PrefillTiles,
+    q: jax.Array,
 ) -> jax.Array:
     """Every device attends for the blocks whose pages it has, all of a block's; to the others it is as if they had none."""
     tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
     mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
-    own = Blocks(
+    own = PrefillTiles(
         starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables
     )
-    return jax.lax.psum(jnp.where(mine[:, None, None, None], _attend_here(cache, layer, own, q), 0), BATCH)
+    return jax.lax.psum(
+        jnp.where(mine[:, None, None, None], _attend_here(spec, cache, layer, own, q), 0), BATCH
+    )
 
 
-def _attend_here(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+def _attend_here(
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
+) -> jax.Array:
     """A kernel on NVIDIA's devices, a loop elsewhere and for heads that it does not take."""
-    if not reads_as_they_lie(q.shape[-1]):
-        return _by_loop(cache, layer, blocks, q)
-    return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=by_kernel, default=_by_loop)
+    if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
+        return attend_by_loop(spec, cache, layer, blocks, q)
+    kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
+    return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=kernel, default=loop)
 
 
-def by_kernel(
-    cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array, *, interpret: bool = False
+def attend_by_kernel(
+    spec: AttentionSpec,
+    cache: KVCache,
+    layer: jax.Array,
+    blocks: PrefillTiles,
+    q: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     keys, values = (
         leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
     )  # of every layer: a slice would be copied
     tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
     return prefill_attention(
-        q, keys, values, tables, jnp.asarray(blocks.starts), jnp.asarray(blocks.lengths), interpret=interpret
+        q,
+        keys,
+        values,
+        tables,
+        jnp.asarray(blocks.starts),
+        jnp.asarray(blocks.lengths),
+        scale=spec.scale,
+        interpret=interpret,
     )
 
 
-def _by_loop(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> jax.Array:
+def attend_by_loop(
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
+) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
     last_seen = jnp.minimum(
@@ -91,9 +122,9 @@ def _by_loop(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> 
     def of(rows: int) -> jax.Array:
         """The queries of each block, or where one prompt has them all those of all blocks, read their pages together."""
         own = q.reshape(rows, -1, *q.shape[2:])
-        return _attend(cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()).reshape(
-            q.shape
-        )
+        return _attend(
+            spec, cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()
+        ).reshape(q.shape)
 
     return (
         of(1) if count == 1 else jax.lax.cond((tables == tables[0]).all(), lambda: of(1), lambda: of(count))
@@ -101,18 +132,27 @@ def _by_loop(cache: KVCache, layer: jax.Array, blocks: Blocks, q: jax.Array) -> 
 
 
 def _attend(
-    cache: KVCache, layer: jax.Array, q: jax.Array, tables: jax.Array, last_seen: jax.Array, end: jax.Array
+    spec: AttentionSpec,
+    cache: KVCache,
+    layer: jax.Array,
+    q: jax.Array,
+    tables: jax.Array,
+    last_seen: jax.Array,
+    end: jax.Array,
 ) -> jax.Array:
     """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
-    at_once = PAGES_AT_ONCE * PAGE
+    at_once = PAGES_AT_ONCE * PAGE_SIZE
     tables = jnp.pad(tables, ((0, 0), (0, PAGES_AT_ONCE)), mode="edge")
 
     def add(index: jax.Array, state: _Attended) -> _Attended:
         pages = jax.lax.dynamic_slice_in_dim(tables, index * PAGES_AT_ONCE, PAGES_AT_ONCE, axis=1)
-        visible = index * at_once + jnp.arange(at_once) <= last_seen[..., None]
-        return state.with_segment(grouped, read_pages(cache, layer, pages), visible[:, None, :, None])
+        positions = index * at_once + jnp.arange(at_once)
+        visible = positions <= last_seen[..., None]
+        if spec.sliding_window is not None:
+            visible &= positions > last_seen[..., None] - spec.sliding_window
+        return state.with_segment(spec, grouped, read_pages(cache, layer, pages), visible[:, None, :, None])
 
     per_query = jnp.zeros(grouped.shape[:-1], jnp.float32)
     nothing = _Attended(
@@ -134,10 +174,12 @@ class _Attended:
     total: jax.Array  # [M, K, T, G]
     values: jax.Array  # [M, K, T, G, hd]
 
-    def with_segment(self, q: jax.Array, segment: Segment, visible: jax.Array) -> _Attended:
+    def with_segment(
+        self, spec: AttentionSpec, q: jax.Array, segment: Segment, visible: jax.Array
+    ) -> _Attended:
         """More positions; q [M, K, T, G, hd], `visible` broadcasts to [M, K, T, G, n]."""
         scores = jnp.einsum("mktgh,mkhs->mktgs", q, segment.keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * (q.shape[-1] ** -0.5 * LOG2E), MASKED)
+        scores = jnp.where(visible, scores * (spec.scale * LOG2E), MASKED)
         highest = jnp.maximum(self.highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - highest[..., None]), jnp.exp2(self.highest - highest)
         new = jnp.einsum(

@@ -8,17 +8,19 @@ block's, forward and backward (Dao et al., arXiv:2205.14135).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels import prefix_tree_kernel
-from skyrl_tx_server.model.mesh import rows_axes, shard_map_over
+from skyrl_tx_server.model.mesh import batch_axes, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
@@ -34,36 +36,53 @@ class _Heads:
 
 
 def tree_attention(
-    config: ModelConfig, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+    config: ModelConfig,
+    layout: TreeLayout,
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
 ) -> jax.Array:
     """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own streams and heads."""
+    if spec.sliding_window is None:
+        layout = replace(layout, positions=None)  # an input that no program reads would still be passed to it
     if config.mesh is None:
-        return _attend(layout, q, k, v)
-    rows = rows_axes(config, q.shape[0])
+        return _attend(spec, layout, q, k, v)
+    rows = batch_axes(config, q.shape[0])
     heads = PartitionSpec(rows, None, "tensor")
-    return shard_map_over(config, _attend, (PartitionSpec(rows), heads, heads, heads), heads)(layout, q, k, v)
+    return shard_map_over(config, partial(_attend, spec), (PartitionSpec(rows), heads, heads, heads), heads)(
+        layout, q, k, v
+    )
 
 
-@jax.custom_vjp
-def _attend(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _forward(layout, q, k, v)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(spec, layout, q, k, v)[0]
 
 
-def _forward(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
-    return _by_platform(prefix_tree_kernel.forward, _stream_forward, layout, q, k, v)
+    return _by_platform(spec, prefix_tree_kernel.forward, _stream_forward, layout, q, k, v)
 
 
 type _Kept = tuple[TreeLayout, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def _forward_kept(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, _Kept]:
-    out, log_total = (checkpoint_name(part, "attended") for part in _forward(layout, q, k, v))
+def _forward_kept(
+    spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, _Kept]:
+    out, log_total = (checkpoint_name(part, "attended") for part in _forward(spec, layout, q, k, v))
     return out, (layout, q, k, v, out, log_total)
 
 
-def _backward(kept: _Kept, grad_out: jax.Array) -> tuple[None, jax.Array, jax.Array, jax.Array]:
-    grad_q, grad_k, grad_v = _by_platform(prefix_tree_kernel.backward, _stream_backward, *kept, grad_out)
+def _backward(
+    spec: AttentionSpec, kept: _Kept, grad_out: jax.Array
+) -> tuple[None, jax.Array, jax.Array, jax.Array]:
+    grad_q, grad_k, grad_v = _by_platform(
+        spec, prefix_tree_kernel.backward, _stream_backward, *kept, grad_out
+    )
     return None, grad_q, grad_k, grad_v
 
 
@@ -71,27 +90,33 @@ _attend.defvjp(_forward_kept, _backward)
 
 
 def _by_platform[Output](
-    kernel: Callable[..., Output], loop: Callable[..., Output], layout: TreeLayout, *arrays: jax.Array
+    spec: AttentionSpec,
+    kernel: Callable[..., Output],
+    loop: Callable[..., Output],
+    layout: TreeLayout,
+    *arrays: jax.Array,
 ) -> Output:
-    """The kernel on NVIDIA's devices, elsewhere and for the widest heads the loop, one stream after the other."""
+    """Run the kernel on NVIDIA's devices; elsewhere, for the widest heads and for sliding windows run the loop, stream by stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [
-            loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked))
+            loop(spec, *jax.tree.map(lambda leaf, r=r: leaf[r], stacked))
             for r in range(layout.subtree_end.shape[0])
         ]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *streams)
 
-    if arrays[0].shape[-1] > prefix_tree_kernel.MAX_HEAD_DIM:
+    if spec.sliding_window is not None or arrays[0].shape[-1] > prefix_tree_kernel.MAX_HEAD_DIM:
         return each_stream(layout, *arrays)
-    return jax.lax.platform_dependent(layout, *arrays, cuda=kernel, default=each_stream)
+    return jax.lax.platform_dependent(
+        layout, *arrays, cuda=partial(kernel, scale=spec.scale), default=each_stream
+    )
 
 
 # --- the loop over pairs of blocks ------------------------------------------------------------------------------------
 
 
 def _stream_forward(
-    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
+    spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs [T, H, hd], log2 of each softmax's denominator [H, T] float32)."""
     heads = _heads(layout, q, k, v)
@@ -104,7 +129,7 @@ def _stream_forward(
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             highest, total, attended = state
             j = layout.key_blocks[i, at]
-            scores = _scores(layout, q, heads.k[j], i, j)
+            scores = _scores(spec, layout, q, heads.k[j], i, j)
             higher = jnp.maximum(highest, ceil_max(scores))
             weights, shrink = jnp.exp2(scores - higher[..., None]), jnp.exp2(highest - higher)
             new = _product("kgqs,ksh->kgqh", weights.astype(q.dtype), heads.v[j])
@@ -123,6 +148,7 @@ def _stream_forward(
 
 
 def _stream_backward(
+    spec: AttentionSpec,
     layout: TreeLayout,
     q: jax.Array,
     k: jax.Array,
@@ -147,7 +173,7 @@ def _stream_backward(
             grad_q, grads_k, grads_v = state
             j = layout.key_blocks[i, at]
             k, v = heads.k[j], heads.v[j]
-            weights = jnp.exp2(_scores(layout, q, k, i, j) - log_total[i][..., None])
+            weights = jnp.exp2(_scores(spec, layout, q, k, i, j) - log_total[i][..., None])
             grad_scores = (weights * (_product("kgqh,ksh->kgqs", grad, v) - along[i][..., None])).astype(
                 q.dtype
             )
@@ -162,10 +188,9 @@ def _stream_backward(
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
-    scale = q.shape[-1] ** -0.5
     grad_q, grad_k = (
-        _uncut((grads.q * scale).astype(q.dtype)),
-        _uncut((grads.k[:, :, None] * scale).astype(k.dtype)),
+        _uncut((grads.q * spec.scale).astype(q.dtype)),
+        _uncut((grads.k[:, :, None] * spec.scale).astype(k.dtype)),
     )
     return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
 
@@ -188,13 +213,20 @@ def _uncut(array: jax.Array) -> jax.Array:
     return array.transpose(0, 3, 1, 2, 4).reshape(blocks * block, kv_heads * group, head_dim)
 
 
-def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+def _scores(
+    spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
+) -> jax.Array:
     """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does not see a key."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
     ends = layout.subtree_end.reshape(-1, block)[j]
-    scores = _product("kgqh,ksh->kgqs", q, k) * (q.shape[-1] ** -0.5 * LOG2E)
-    return jnp.where((keys <= queries) & (queries < ends[None]), scores, MASKED)
+    scores = _product("kgqh,ksh->kgqs", q, k) * (spec.scale * LOG2E)
+    seen = (keys <= queries) & (queries < ends[None])
+    if spec.sliding_window is not None:
+        assert layout.positions is not None, "a sliding window counts positions"
+        positions = layout.positions.reshape(-1, block)
+        seen &= positions[i][:, None] - positions[j][None] < spec.sliding_window
+    return jnp.where(seen, scores, MASKED)
 
 
 def _product(form: str, left: jax.Array, right: jax.Array) -> jax.Array:

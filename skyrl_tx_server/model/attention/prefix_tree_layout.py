@@ -17,3 +17,6 @@ class TreeLayout:
     subtree_end: ArrayLike  # [R, T] int32, the end of the subtree of each token
     key_blocks: ArrayLike  # [R, N, N] int32
     num_key_blocks: ArrayLike  # [R, N] int32
+    positions: ArrayLike | None = (
+        None  # [R, T] int32, of each token in its sequence; sliding windows need them
+    )

@@ -63,25 +63,25 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     def norm(name: str, width: int) -> Weight:
         return Weight(names=(f"{name}.weight",), widths=(width,))
 
-    first = "q_proj" if latent.query_rank is None else "q_a_proj"
+    first = "q_proj" if latent.q_lora_rank is None else "q_a_proj"
     fields = {
         "attention_norm": norm("input_layernorm", hidden),
         "q_kv": matrix(
             first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=ShardAxis.OUTPUTS
         ),
-        "latent_norm": norm("self_attn.kv_a_layernorm", latent.width),
+        "latent_norm": norm("self_attn.kv_a_layernorm", latent.kv_lora_rank),
         "kv_b": matrix(
             "kv_b_proj",
-            inputs=latent.width,
-            widths=(heads * (latent.plain_dim + latent.value_dim),),
+            inputs=latent.kv_lora_rank,
+            widths=(heads * (latent.qk_nope_head_dim + latent.v_head_dim),),
             split=ShardAxis.INPUTS,
         ),
-        "o": matrix("o_proj", inputs=heads * latent.value_dim, widths=(hidden,), split=ShardAxis.INPUTS),
+        "o": matrix("o_proj", inputs=heads * latent.v_head_dim, widths=(hidden,), split=ShardAxis.INPUTS),
     }
-    if latent.query_rank is not None:
-        width = heads * (latent.plain_dim + latent.rope_dim)
-        fields["query_norm"] = norm("self_attn.q_a_layernorm", latent.query_rank)
-        fields["q_b"] = matrix("q_b_proj", inputs=latent.query_rank, widths=(width,), split=ShardAxis.INPUTS)
+    if latent.q_lora_rank is not None:
+        width = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+        fields["query_norm"] = norm("self_attn.q_a_layernorm", latent.q_lora_rank)
+        fields["q_b"] = matrix("q_b_proj", inputs=latent.q_lora_rank, widths=(width,), split=ShardAxis.INPUTS)
     return fields
 
 
@@ -99,12 +99,12 @@ def add_latent_attention[Aux](
     query, compressed = project(
         config, normed, params["q_kv"], _widths(config), module_of(adapter, "q_kv"), by="tensor"
     )
-    if latent.query_rank is not None:
+    if latent.q_lora_rank is not None:
         query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
         (query,) = project(config, query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
     query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
-    plain, rotated = jnp.split(query, [latent.plain_dim], axis=-1)
-    vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.width], axis=-1)
+    plain, rotated = jnp.split(query, [latent.qk_nope_head_dim], axis=-1)
+    vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.kv_lora_rank], axis=-1)
     key = jnp.concatenate(
         [rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS), _rotate(latent, shared, rope)], axis=-1
     )
@@ -112,7 +112,9 @@ def add_latent_attention[Aux](
         [_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1
     )
     attended, aux = attend(query * _score_scale(config), key, key)
-    values = _value_side(config, attended[..., : latent.width], params, adapter).reshape(*x.shape[:2], -1)
+    values = _value_side(config, attended[..., : latent.kv_lora_rank], params, adapter).reshape(
+        *x.shape[:2], -1
+    )
     added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
     return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
@@ -120,15 +122,17 @@ def add_latent_attention[Aux](
 def _key_side(
     config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, width]: each head's part of `kv_b` that makes keys, transposed."""
+    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, kv_lora_rank]: each head's part of `kv_b` that makes keys, transposed."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.plain_dim])
+    out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.qk_nope_head_dim])
     if module is None:
         return out
 
     def delta(own: LoraWeights) -> tuple[jax.Array]:
         inner = jnp.einsum(
-            "bthk,rhk->bthr", plain, _by_head(config, own.b[0])[..., : latent.plain_dim].astype(plain.dtype)
+            "bthk,rhk->bthr",
+            plain,
+            _by_head(config, own.b[0])[..., : latent.qk_nope_head_dim].astype(plain.dtype),
         )
         return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
 
@@ -138,9 +142,9 @@ def _key_side(
 def _value_side(
     config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, width]."""
+    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, kv_lora_rank]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.plain_dim :])
+    out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.qk_nope_head_dim :])
     if module is None:
         return out
 
@@ -150,7 +154,7 @@ def _value_side(
             jnp.einsum(
                 "bthr,rhv->bthv",
                 inner,
-                _by_head(config, own.b[0])[..., latent.plain_dim :].astype(attended.dtype),
+                _by_head(config, own.b[0])[..., latent.qk_nope_head_dim :].astype(attended.dtype),
             ),
         )
 
@@ -158,8 +162,8 @@ def _value_side(
 
 
 def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
-    """Each head's part of `kv_b`, [H, plain_dim + value_dim, width]."""
-    return params["kv_b"].reshape(config.num_heads, -1, _latent(config).width)
+    """Each head's part of `kv_b`, [H, plain_dim + value_dim, kv_lora_rank]."""
+    return params["kv_b"].reshape(config.num_heads, -1, _latent(config).kv_lora_rank)
 
 
 def _by_head(config: ModelConfig, columns: ArrayLike) -> jax.Array:
@@ -184,7 +188,7 @@ def _score_scale(config: ModelConfig) -> float:
     sharper = (
         yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2 if isinstance(scaling, YarnScaling) else 1.0
     )
-    return sharper * math.sqrt(config.head_dim / (latent.plain_dim + latent.rope_dim))
+    return sharper * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
 
 
 def _latent(config: ModelConfig) -> LatentAttention:
@@ -195,9 +199,9 @@ def _latent(config: ModelConfig) -> LatentAttention:
 def _widths(config: ModelConfig) -> tuple[int, int]:
     """Output widths of the fused first projections: of queries, of the latent vector with the rotated key."""
     latent = _latent(config)
-    return latent.query_rank or config.num_heads * (
-        latent.plain_dim + latent.rope_dim
-    ), latent.width + latent.rope_dim
+    return latent.q_lora_rank or config.num_heads * (
+        latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    ), latent.kv_lora_rank + latent.qk_rope_head_dim
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
@@ -232,18 +236,18 @@ def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
             raw["num_nextn_predict_layers"],
         )
     latent = LatentAttention(
-        query_rank=None if raw["q_lora_rank"] is None else int(raw["q_lora_rank"]),
-        width=int(raw["kv_lora_rank"]),
-        plain_dim=int(raw["qk_nope_head_dim"]),
-        rope_dim=int(raw["qk_rope_head_dim"]),
-        value_dim=int(raw["v_head_dim"]),
+        q_lora_rank=None if raw["q_lora_rank"] is None else int(raw["q_lora_rank"]),
+        kv_lora_rank=int(raw["kv_lora_rank"]),
+        qk_nope_head_dim=int(raw["qk_nope_head_dim"]),
+        qk_rope_head_dim=int(raw["qk_rope_head_dim"]),
+        v_head_dim=int(raw["v_head_dim"]),
         interleaved=bool(raw.get("rope_interleave", True)),
     )
     return replace(
         usual,
         intermediate_size=int(raw["moe_intermediate_size"]),
         num_kv_heads=1,
-        head_dim=latent.width + latent.rope_dim,
+        head_dim=latent.kv_lora_rank + latent.qk_rope_head_dim,
         latent=latent,
         experts=_read_experts(raw, usual),
     )
@@ -287,12 +291,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": experts.dense_width,
         "moe_intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_heads,
-        "head_dim": latent.rope_dim,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.width,
-        "qk_nope_head_dim": latent.plain_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
+        "head_dim": latent.qk_rope_head_dim,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_nope_head_dim": latent.qk_nope_head_dim,
+        "qk_rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
         "rope_interleave": latent.interleaved,
         "n_routed_experts": experts.count,
         "n_shared_experts": experts.shared,

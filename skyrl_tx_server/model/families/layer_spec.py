@@ -13,6 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.layers import Rope, rms_norm
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, project
 from skyrl_tx_server.model.mesh import Axes, shard_batch
@@ -80,10 +81,11 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Layers in a row that are made of the same weights. Each field lies stacked over them, and one scan runs them."""
+    """Consecutive layers with the same weights and the same attention. Each field is stacked over them; one scan runs them."""
 
     layers: range
     weights: dict[str, Weight]
+    attention: AttentionSpec
 
 
 class Layer(Protocol):
@@ -100,6 +102,15 @@ class Layer(Protocol):
         ...
 
 
+def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    """The attention that config.json describes; a layer has a sliding window if `config.sliding_windows` says so."""
+    return AttentionSpec(
+        scale=config.head_dim**-0.5,
+        rope=config.rope,
+        sliding_window=config.sliding_windows[layer] if config.sliding_windows else None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Everything that sets one family apart. `expected` are config.json's entries that must have this value where they are present."""
@@ -108,6 +119,7 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     layer: Layer
     expected: Mapping[str, Any]
+    attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # of the layer with this number
     default_head_dim: int | None = None  # None: hidden size / heads
     first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = (
         None  # of the first layers, where `Experts.dense_layers` differ

@@ -1,11 +1,14 @@
-"""Qwen3, dense: queries and keys are normed before they are rotated."""
+"""Qwen3, dense: queries and keys are normalised before they are rotated. Some layers may have a sliding window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 
+from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.families.layer_spec import (
     Attend,
     Family,
@@ -21,8 +24,10 @@ from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import ModelConfig
 
-EXPECTED = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+EXPECTED = {"attention_bias": False, "hidden_act": "silu"}
 HEAD_DIM = 128
+FULL, SLIDING = "full_attention", "sliding_attention"  # the values of `layer_types`
+MAX_WINDOW_LAYERS = 28  # of transformers' Qwen3Config, if config.json names none
 
 
 def normed_attention_weights(config: ModelConfig) -> dict[str, Weight]:
@@ -63,10 +68,42 @@ def layer[Aux](
     return add_mlp(config, x, params, adapter), aux
 
 
+def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
+    """Read the sliding windows as transformers' Qwen3Config does: `layer_types`, or else all layers from `max_window_layers` on."""
+    if not raw.get("use_sliding_window"):
+        return usual
+    window, full_layers = int(raw["sliding_window"]), int(raw.get("max_window_layers", MAX_WINDOW_LAYERS))
+    types = raw.get("layer_types") or [
+        FULL if layer < full_layers else SLIDING for layer in range(usual.num_layers)
+    ]
+    if window < 1 or len(types) != usual.num_layers or not {FULL, SLIDING}.issuperset(types):
+        raise ConfigError(
+            f"sliding_window={window}, layer_types={types}: a window has at least 1 position, and each of the "
+            f"{usual.num_layers} layers is {FULL} or {SLIDING}"
+        )
+    return replace(usual, sliding_windows=tuple(window if kind == SLIDING else None for kind in types))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    windows = {window for window in config.sliding_windows if window is not None}
+    if not windows:
+        return {"use_sliding_window": False}
+    (window,) = windows
+    types = [FULL if of_layer is None else SLIDING for of_layer in config.sliding_windows]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": types.index(SLIDING),
+        "layer_types": types,
+    }
+
+
 FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     weights=weights,
     layer=layer,
     expected=EXPECTED,
     default_head_dim=HEAD_DIM,
+    read=read,
+    write=write,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from skyrl_tx_server.model.families import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 from skyrl_tx_server.model.families.layer_spec import Family, Stack
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -20,11 +22,17 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
-    """All layers of a model from the first to the last."""
+    """Return all layers of a model, first to last: consecutive layers with equal weights and attention are one stack."""
     family = family_of(config)
-    dense = 0 if config.experts is None else config.experts.dense_layers
-    rest = Stack(layers=range(dense, config.num_layers), weights=family.weights(config))
-    if not dense:
-        return (rest,)
-    assert family.first_weights is not None, f"{config.model_type} has no dense layers before its mixtures"
-    return Stack(layers=range(dense), weights=family.first_weights(config)), rest
+    num_dense = 0 if config.experts is None else config.experts.dense_layers
+    stacks = []
+    for (is_dense, attention), group in groupby(
+        range(config.num_layers), lambda layer: (layer < num_dense, family.attention(config, layer))
+    ):
+        layers = list(group)
+        weights = family.first_weights if is_dense else family.weights
+        assert weights is not None, f"{config.model_type} describes no dense layers before its mixtures"
+        stacks.append(
+            Stack(layers=range(layers[0], layers[-1] + 1), weights=weights(config), attention=attention)
+        )
+    return tuple(stacks)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_row
+from skyrl_tx_server.model.attention.kv_splits import KVSplits, max_parts, queries_per_sequence
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
     MAX_HEAD_DIM,
@@ -63,6 +63,7 @@ def paged_attention(
     tables: jax.Array,
     stretches: KVSplits,
     *,
+    scale: float,
     interpret: bool = False,
 ) -> Attended:
     """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values [N, K, P, hd]; P is a power
@@ -77,7 +78,7 @@ def paged_attention(
     whole = pl.BlockSpec()
     programs = min(PROGRAMS, len(stretches.part))
     attended = pl.pallas_call(
-        partial(_decode_kernel, group=heads // kv_heads, programs=programs, scale=head_dim**-0.5),
+        partial(_decode_kernel, group=heads // kv_heads, programs=programs, scale=scale),
         grid=(kv_heads, programs),
         in_specs=(
             *[whole] * 7,
@@ -138,7 +139,7 @@ def _decode_kernel(
     scale: float,
 ) -> None:
     head, program = pl.program_id(0), pl.program_id(1)
-    (batch, _, width), each = q.shape, queries_per_row(group)
+    (batch, _, width), each = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * each)
     place, column = query // each, jnp.arange(width)[None]
 
@@ -172,6 +173,7 @@ def prefill_attention(
     starts: jax.Array,
     lengths: jax.Array,
     *,
+    scale: float,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of N blocks q [N, T, H, hd], whose first tokens have the positions `starts` [N] and of which `lengths` [N] tokens
@@ -190,7 +192,7 @@ def prefill_attention(
     number = pl.BlockSpec((1,), lambda head, block: (block,))
     of_head = heads // each // kv_heads
     out = pl.pallas_call(
-        partial(_prefill_kernel, length=length, scale=head_dim**-0.5),
+        partial(_prefill_kernel, length=length, scale=scale),
         grid=(heads // each, blocks),
         in_specs=(
             number,

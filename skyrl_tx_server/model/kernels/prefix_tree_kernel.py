@@ -26,7 +26,7 @@ QUERY_TILE, TILE = 128, 64
 
 
 def forward(
-    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False
+    layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """q [R, T, H, hd] over k, v [R, T, K, hd] -> (outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
     rows, length, heads, head_dim = q.shape
@@ -34,7 +34,7 @@ def forward(
     tile = min(QUERY_TILE, length // layout.num_key_blocks.shape[1])
     looks, own, keys, numbers = _query_specs(layout, q, k, tile)
     out, log_total = pl.pallas_call(
-        partial(_forward_kernel, tile=tile, scale=head_dim**-0.5),
+        partial(_forward_kernel, tile=tile, scale=scale),
         grid=(length // tile, heads, rows),
         in_specs=(*looks, own, keys, keys),
         out_specs=(own, numbers),
@@ -58,6 +58,7 @@ def backward(
     log_total: jax.Array,
     grad_out: jax.Array,
     *,
+    scale: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients on q, k and v, from what the forward pass took and made and the gradient on its outputs."""
@@ -70,7 +71,7 @@ def backward(
     options = {"compiler_params": compiler_params(q), "interpret": interpret}
     looks, own, keys, numbers = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
-        partial(_query_gradient_kernel, tile=tile, scale=head_dim**-0.5),
+        partial(_query_gradient_kernel, tile=tile, scale=scale),
         grid=(length // tile, heads, rows),
         in_specs=(*looks, own, keys, keys, own, numbers, numbers),
         out_specs=own,
@@ -83,7 +84,7 @@ def backward(
     numbers = pl.BlockSpec((None, group, length), lambda i, h, r: (r, h, 0))
     own_ends = pl.BlockSpec((None, tile), lambda i, h, r: (r, i))
     grad_k, grad_v = pl.pallas_call(
-        partial(_key_gradient_kernel, tile=tile, scale=head_dim**-0.5),
+        partial(_key_gradient_kernel, tile=tile, scale=scale),
         grid=(length // tile, kv_heads, rows),
         in_specs=(own_ends, queries, own, own, queries, numbers, numbers),
         out_specs=(own, own),

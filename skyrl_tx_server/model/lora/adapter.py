@@ -1,9 +1,9 @@
-"""LoRA adapters as a pytree whose shape depends only on the model and the server's maximum rank, so that no adapter compiles anything.
+"""LoRA adapters as pytrees. Their shape depends on the model and the server's maximum rank alone, so a new adapter compiles no program.
 
 A fused projection (q|k|v, gate|up) keeps one A with its parts' columns side by side and one B per part, each part padded to
 `max_rank`. Padding and switched-off parts are zero in both A and B; since each one's gradient is a multiple of the other they stay zero.
 
-An expert's factors share the rank among the experts that see a token (`ops.expert_rank`); a router has none.
+The experts that see a token share the adapter's rank (`operations.expert_rank`). Routers are not adapted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
 
 
 def is_trained(spec: LoraSpec, weight: Weight) -> bool:
-    """Whether an adapted projection belongs to a part that is switched on."""
+    """Whether `spec` trains this projection."""
     match weight.switch:
         case LoraTarget.ATTENTION:
             return spec.train_attn
@@ -130,12 +130,13 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """An adapter from host memory to every device, experts' factors beside their experts; also a gradient, moment, mask or bank."""
+    """Copy an adapter from host memory to every device, experts' factors to the devices of their experts. Gradients, moments, masks and
+    LoRA slots are placed likewise."""
     return put(adapter, adapter_shardings(config, adapter))
 
 
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """Inside a program: `adapter` lies where `place_adapter` puts one."""
+    """Inside a program: constrain `adapter` to the shardings of `place_adapter`."""
     return (
         adapter
         if config.mesh is None
@@ -144,7 +145,7 @@ def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
 
 
 def adapter_size(config: ModelConfig, max_rank: int) -> int:
-    """How many numbers of an adapter lie on each device."""
+    """Return how many numbers of an adapter each device holds."""
     adapter = zero_adapter(config, max_rank)
     shardings = adapter_shardings(config, adapter)
     if shardings is None:
@@ -156,17 +157,17 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
     )
 
 
-def bank_layers(bank: Adapter, users: LoraIndices) -> list[LayerAdapter]:
-    """What each layer of the model uses of a bank, whose every leaf has a leading axis of entries."""
+def slot_layers(lora_slots: Adapter, indices: LoraIndices) -> list[LayerAdapter]:
+    """Return the LoRA slots of each layer of the model. Every leaf of `lora_slots` has a leading axis of slots."""
     return [
-        {field: replace(module, users=users, layer=np.int32(index)) for field, module in modules.items()}
-        for modules in bank.layers
+        {field: replace(module, indices=indices, layer=np.int32(index)) for field, module in modules.items()}
+        for modules in lora_slots.layers
         for index in range(next(iter(modules.values())).scale.shape[1])
     ]
 
 
 def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
-    """A sharding in every leaf's place; None for one device."""
+    """Return a sharding for every leaf; None for one device."""
     mesh = config.mesh
     if mesh is None:
         return None

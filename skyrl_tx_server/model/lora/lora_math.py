@@ -1,9 +1,10 @@
-"""The arithmetic of LoRA: a projection's factors, and what they add to it.
+"""LoRA arithmetic: the factors of a projection, and what they add to its output.
 
-In training one adapter serves a whole batch. In sampling each row may have its own, of a bank; then every adapter in use is applied to the
-whole batch and each row keeps what its own one made (`apply_lora`). That reads an adapter once, however many rows use it, and a row's
-result cannot depend on the others: the shapes of all products are those of the batch, whoever is in it. How many adapters are in use a
-program finds out while it runs, or on a GPU, which would have to ask its host each time, it is compiled for: one, four, or all of a bank.
+In training one adapter serves the whole batch. In sampling each sequence may use its own LoRA slot. Every slot in use is then applied to the
+whole batch, and each sequence keeps the result of its own slot (`apply_lora`). A slot is read once, however many sequences use it, and the
+result of a sequence cannot depend on the others, because all products have the shape of the batch. On a CPU the program finds the number
+of slots in use while it runs. On a GPU that would ask the host after every projection, so programs are compiled for one slot, for four or
+for all of them.
 """
 
 from __future__ import annotations
@@ -28,89 +29,92 @@ SEVERAL = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraIndices:
-    """Which entry of a bank each of B rows uses."""
+    """The LoRA slot of each of B sequences."""
 
-    entries: ArrayLike  # [B] int32, by row
-    distinct: ArrayLike  # [B] int32, every entry in use once; the first `count` count
+    slots: ArrayLike  # [B] int32, by sequence
+    distinct: ArrayLike  # [B] int32, each slot in use once; the first `count` are valid
     count: ArrayLike  # [] int32
-    most: int | None = field(
+    max_loras: int | None = field(
         default=None, metadata={"static": True}
-    )  # what a program is compiled for; None: any number
+    )  # slots that the program is compiled for; None: any number
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
-    """One projection's A, B and scale: the parts' outputs gain `scale * (x @ a_part) @ b_part`. Experts give A and B a leading axis.
+    """A, B and scale of one projection: the outputs of each part gain `scale * (x @ a_part) @ b_part`. Experts give A and B a leading axis.
 
-    With `users` it is a bank of them: every leaf has leading axes [S, ...], entries first, then layers where it has a `layer`.
+    With `indices` these are the factors of all LoRA slots: every leaf has leading axes of slots and, with `layer`, of layers.
     """
 
     a: ArrayLike  # [in, parts * max_rank]
     b: tuple[ArrayLike, ...]  # one [max_rank, out_part] each
     scale: ArrayLike  # [] float32, alpha / rank; never trained
-    users: LoraIndices | None = None
+    indices: LoraIndices | None = None
     layer: ArrayLike | None = None  # [] int32
 
 
-def lora_indices(entries_B: np.ndarray, *, bank: int | None = None) -> LoraIndices:
-    """On the host; where it is given how many entries a `bank` holds, for a program that is compiled for one, for SEVERAL or for all.
+def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
+    """Return the indices on the host. With `num_lora_slots` the program is compiled for one slot, for SEVERAL or for all.
 
-    >>> [users_of(np.arange(8) % used, bank=9).most for used in (1, 2, 5)], users_of(np.array([0, 1])).most
-    ([1, 4, 8], None)
+    >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
+    [1, 4, 8]
+    >>> lora_indices(np.array([0, 1])).max_loras is None
+    True
     """
-    found = np.unique(entries_B).astype(np.int32)
-    distinct = np.pad(found, (0, len(entries_B) - len(found)), mode="edge")
-    most = next(
-        size
-        for size in adapter_count_buckets(bank, rows=len(entries_B))
-        if size is None or size >= len(found)
-    )
+    distinct = np.unique(slots_B).astype(np.int32)
+    buckets = adapter_count_buckets(num_lora_slots, rows=len(slots_B))
     return LoraIndices(
-        entries=entries_B.astype(np.int32), distinct=distinct, count=np.array(len(found), np.int32), most=most
+        slots=slots_B.astype(np.int32),
+        distinct=np.pad(distinct, (0, len(slots_B) - len(distinct)), mode="edge"),
+        count=np.array(len(distinct), np.int32),
+        max_loras=next(size for size in buckets if size is None or size >= len(distinct)),
     )
 
 
-def adapter_count_buckets(bank: int | None, *, rows: int) -> Sequence[int | None]:
-    """Each number of entries, of as many as a `bank` holds, for which a program over `rows` rows is compiled.
+def adapter_count_buckets(num_lora_slots: int | None, *, rows: int) -> Sequence[int | None]:
+    """Return the numbers of slots in use for which a program over `rows` sequences is compiled.
 
-    >>> compiled_for(9, rows=64), compiled_for(9, rows=4), compiled_for(None, rows=64)
+    >>> adapter_count_buckets(9, rows=64), adapter_count_buckets(9, rows=4), adapter_count_buckets(None, rows=64)
     ([1, 4, 9], [1, 4], [None])
     """
-    return [None] if bank is None else sorted({1, min(SEVERAL, bank, rows), min(bank, rows)})
+    if num_lora_slots is None:
+        return [None]
+    return sorted({1, min(SEVERAL, num_lora_slots, rows), min(num_lora_slots, rows)})
 
 
 def apply_lora(
-    module: LoraWeights, of: Callable[[LoraWeights], tuple[jax.Array, ...]]
+    module: LoraWeights, compute: Callable[[LoraWeights], tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, ...]:
-    """`of` the module, which makes arrays [B, ...] of the whole batch; of a bank, each row's part of what its own entry makes."""
-    users = module.users
-    if users is None:
-        return of(module)
+    """Return `compute(module)`, arrays [B, ...]; for LoRA slots, each sequence's part of the result of its own slot."""
+    indices = module.indices
+    if indices is None:
+        return compute(module)
 
-    def select(index: jax.Array, chosen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        entry = jnp.asarray(users.distinct)[index]
-        own = jnp.asarray(users.entries) == entry
+    def select(number: jax.Array, chosen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        slot = jnp.asarray(indices.distinct)[number]
+        uses_it = jnp.asarray(indices.slots) == slot
         return tuple(
-            jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-            for new, old in zip(of(_entry(module, entry)), chosen, strict=True)
+            jnp.where(uses_it.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(compute(_in_slot(module, slot)), chosen, strict=True)
         )
 
-    # the first outside the loop: all decode steps of a block then read one copy of it, and mostly there is no other
-    first = of(_entry(module, jnp.asarray(users.distinct)[0]))
-    if users.most is None:
-        return jax.lax.fori_loop(1, users.count, select, first)
-    for index in range(1, min(users.most, len(users.distinct))):
-        first = select(jnp.int32(index), first)
-    return first
+    # The first slot is outside the loop: all decode steps of a dispatch then read one copy of it, and most batches use no other.
+    result = compute(_in_slot(module, jnp.asarray(indices.distinct)[0]))
+    if indices.max_loras is None:
+        return jax.lax.fori_loop(1, indices.count, select, result)
+    for number in range(1, min(indices.max_loras, len(indices.distinct))):
+        result = select(jnp.int32(number), result)
+    return result
 
 
-def _entry(bank: LoraWeights, entry: jax.Array) -> LoraWeights:
-    at = (entry,) if bank.layer is None else (entry, bank.layer)
+def _in_slot(lora_slots: LoraWeights, slot: jax.Array) -> LoraWeights:
+    """Return the factors of one slot."""
+    at = (slot,) if lora_slots.layer is None else (slot, lora_slots.layer)
     return LoraWeights(
-        a=jnp.asarray(bank.a)[at],
-        b=tuple(jnp.asarray(b)[at] for b in bank.b),
-        scale=jnp.asarray(bank.scale)[at],
+        a=jnp.asarray(lora_slots.a)[at],
+        b=tuple(jnp.asarray(b)[at] for b in lora_slots.b),
+        scale=jnp.asarray(lora_slots.scale)[at],
     )
 
 
@@ -124,14 +128,14 @@ def project(
     bias: jax.Array | None = None,
     by: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x [B, T, in] through weight [sum(widths), in] plus the adapter's delta, split into the parts of a fused projection.
+    """Multiply x [B, T, in] by weight [sum(widths), in], add the adapter's delta and split the parts of a fused projection.
 
-    `module` is one adapter for the whole batch, a bank with its users, or None for the base model. `by` is the axis that divides each part
-    on a mesh; the weight's outputs are arranged for it (see `family.Weight`).
+    `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the base model. `by` is the mesh
+    axis that divides each part; the outputs of the weight are arranged for it (see `layer_spec.Weight`).
     """
     x = shard_batch(
         config, x, features="tensor" if by is None else None
-    )  # or an adapter's rows would lie elsewhere than its matrix's
+    )  # otherwise the delta would be sharded in another way than the product
     fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
     outputs = split_parts(
         fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards
@@ -151,19 +155,19 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 
 
 def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
-    """The adapter's part of a projection of x [B, T, in], one [B, T, out_part] per part, in x's dtype."""
-    if module.users is not None and module.users.most not in (None, 1):
-        return _deltas_of_several(x, module, module.users)
-    return apply_lora(module, lambda own: _deltas(x, own))
+    """Return the adapter's part of a projection of x [B, T, in]: one [B, T, out_part] per part, in the dtype of x."""
+    if module.indices is not None and module.indices.max_loras not in (None, 1):
+        return _deltas_of_several(x, module, module.indices)
+    return apply_lora(module, lambda weights: _deltas(x, weights))
 
 
-def _deltas_of_several(x: jax.Array, module: LoraWeights, users: LoraIndices) -> tuple[jax.Array, ...]:
-    """The same with the factors of all entries side by side, as one product and one per part; a row's own entry passes between them."""
-    entries = jnp.asarray(users.distinct)[: users.most]
-    at = (entries,) if module.layer is None else (entries, module.layer)
+def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) -> tuple[jax.Array, ...]:
+    """Return the deltas with the factors of all slots side by side: one product with A and one with each B, masked by the sequence's slot."""
+    slots = jnp.asarray(indices.distinct)[: indices.max_loras]
+    at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
-    own = (jnp.asarray(users.entries)[:, None] == entries) & (jnp.arange(len(entries)) < users.count)
-    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(own, scale, 0)[:, None, :, None]
+    uses_it = (jnp.asarray(indices.slots)[:, None] == slots) & (jnp.arange(len(slots)) < indices.count)
+    inner = jnp.einsum("bti,nir->btnr", x, a) * jnp.where(uses_it, scale, 0)[:, None, :, None]
     parts = zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
@@ -179,10 +183,10 @@ def _deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
 
 @jax.custom_vjp
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] @ weight [in, out] where one of the two is a rank.
+    """Return x [..., in] @ weight [in, out], where `in` or `out` is a rank.
 
-    The weight's gradient is made of the narrower of x and the output's gradient, transposed, times the wider one. In JAX's own order XLA
-    on a CPU transposes the wider one, which takes two to three times as long as all of the product and its gradients.
+    The gradient of the weight multiplies the narrower of x and the output's gradient, transposed, with the wider one. With JAX's own
+    gradient XLA transposes the wider one on a CPU, which takes two to three times as long as the product and its gradients.
     """
     return x @ weight
 
