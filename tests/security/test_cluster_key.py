@@ -188,7 +188,7 @@ def relayed() -> Iterator[Relay]:
 
         listening = threads.submit(listen)
         yield made
-        made.ours.hang_up()
+        made.ours.shut_down()
         listening.result(60)
 
 
@@ -273,7 +273,7 @@ def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
     with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
         follower.follow(FakeExecutor)
-    assert "was changed, repeated or lost on its way" in lost.get(timeout=60)
+    assert "was changed, repeated or lost" in lost.get(timeout=60)
     assert not created.exists() and lost.empty()
 
 
@@ -284,7 +284,7 @@ def test_a_forged_answer_ends_process_0_with_one_error() -> None:
         leader = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
         raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
         assert lost.get(timeout=60).startswith(
-            "process 1: a message between the processes was changed, repeated or lost on its way"
+            "process 1: a message between the processes was changed, repeated or lost"
         )
         leader.stop()
 

@@ -77,7 +77,7 @@ class _Started:
                 end.put(None)
             except Exception as error:
                 end.put(error)
-            theirs.hang_up()
+            theirs.shut_down()
 
         threading.Thread(target=follow, daemon=True).start()
         rank0 = RankZero({1: ours}, lost.put)
