@@ -1,5 +1,5 @@
-"""What lies between two decode blocks: milliseconds from when one is done until the next has been given to the device, where it follows at
-once and where it begins after the host has looked at the one before.
+"""Measure the time between two decode dispatches: milliseconds from the end of one until the next has been given to the device, with a
+dispatch in flight ahead, and with a dispatch that starts after the host has read the one before.
 
 taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
 """
@@ -20,7 +20,7 @@ import chz
 from scripts.bench.compare import figure
 from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.sampling import batch_runner
+from skyrl_tx_server.sampling import decode, model_runner
 
 BLOCKS = 8
 
@@ -28,7 +28,7 @@ BLOCKS = 8
 @chz.chz
 class BetweenBlocks:
     rows: int = 64
-    context: int = chz.field(default=512, doc="Tokens of each row when decoding begins")
+    context: int = chz.field(default=512, doc="Tokens of each sequence when decoding starts")
     rounds: int = 3
 
 
@@ -53,12 +53,12 @@ def main(config: BetweenBlocks) -> None:
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
-    """The median over some blocks, of which the first begins here."""
+    """Return the median over several dispatches, the first of which starts here."""
     done: list[float] = []
     given: list[float] = []
     with (
-        mock.patch.object(batch_runner, "to_host", partial(noted, done, batch_runner.to_host)),
-        mock.patch.object(batch_runner, "decode_block", partial(noted, given, batch_runner.decode_block)),
+        mock.patch.object(decode, "to_host", partial(noted, done, decode.to_host)),
+        mock.patch.object(model_runner, "decode_steps", partial(noted, given, model_runner.decode_steps)),
     ):
         for number in range(BLOCKS):
             driver.decode(dispatch_next=dispatch_next and number < BLOCKS - 1)

@@ -36,7 +36,7 @@ OWN_FIELDS = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Handshake:
+class Handshake:
     """How a process introduces itself, as JSON."""
 
     process_id: int
@@ -66,19 +66,19 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
                     str(process) for process in range(1, hosts.num_processes) if process not in joined
                 )
                 raise ConfigError(
-                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
+                    f"num_processes={hosts.num_processes}: process {missing} did not connect to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
                     "start every process with the same options and its own process_id"
                 ) from None
-            _accept_process(candidate, hosts, mine, joined)
+            accept_process(candidate, hosts, mine, joined)
             if len(joined) == hosts.num_processes - 1:
-                _remove_disconnected(joined)  # jax would wait for minutes and abort
+                remove_disconnected(joined)  # jax would wait for minutes and abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(
-                f"process {process} went away before all processes had come: start them again"
+                f"process {process} disconnected before all processes had connected: start them again"
             ) from None
     rank0 = RankZero(joined, on_lost)  # detects lost processes from here on: jax would wait for minutes
     _start_jax(hosts, jax_address)
@@ -107,10 +107,10 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
             raise ConfigError(
-                f"{where}: who listens there said nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0's"
+                f"{where}: the listener sent nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0"
             ) from None
         except (EOFError, OSError):
-            raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
+            raise ConfigError(f"{where}: process 0 disconnected before all processes had connected") from None
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         on_error.pop_all()
@@ -119,20 +119,20 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
     return rank
 
 
-def _accept_process(
-    candidate: socket.socket, hosts: ProcessOptions, mine: _Handshake, joined: dict[int, Channel]
+def accept_process(
+    candidate: socket.socket, hosts: ProcessOptions, mine: Handshake, joined: dict[int, Channel]
 ) -> None:
     """Add the candidate to `joined`, or send it the reason for its refusal."""
     _enable_keepalive(candidate)
     try:
         process, channel = accept(candidate, hosts.cluster_key, timeout_s=HANDSHAKE_S)
-        theirs = _Handshake(
+        theirs = Handshake(
             **json.loads(channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=HANDSHAKE_S))
         )
         if theirs.process_id != process or not process:
             raise ValueError(f"process {process} calls itself process {theirs.process_id}")
-        _remove_disconnected(joined)  # a process that was restarted takes its own number again
-        refusal = _refusal(mine, theirs, joined)
+        remove_disconnected(joined)  # a process that was restarted takes its own number again
+        refusal = refusal_of(mine, theirs, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
             channel.send_bytes(json.dumps({"refused": refusal}).encode())
@@ -151,14 +151,14 @@ def _accept_process(
     logger.info("process %d has connected", theirs.process_id)
 
 
-def _remove_disconnected(joined: dict[int, Channel]) -> None:
+def remove_disconnected(joined: dict[int, Channel]) -> None:
     """Remove processes that have disconnected. A connected process sends nothing before jax starts, so readable means ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
         logger.warning("process %d has disconnected", process)
         joined.pop(process).close()
 
 
-def _refusal(mine: _Handshake, theirs: _Handshake, joined: dict[int, Channel]) -> str | None:
+def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -> str | None:
     """Return why a process cannot take part; None if it can."""
     who = f"process {theirs.process_id}"
     if theirs.num_processes != mine.num_processes:
@@ -167,16 +167,16 @@ def _refusal(mine: _Handshake, theirs: _Handshake, joined: dict[int, Channel]) -
         return f"process_id={theirs.process_id} is taken: each process needs its own"
     for name, value in mine.settings.items():
         if theirs.settings.get(name) != value:
-            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: start them alike"
+            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: use equal options"
     return None
 
 
-def _handshake(hosts: ProcessOptions, settings: EngineOptions) -> _Handshake:
+def _handshake(hosts: ProcessOptions, settings: EngineOptions) -> Handshake:
     alike = {
         name: str(getattr(settings, name)) for name in chz.chz_fields(EngineOptions) if name not in OWN_FIELDS
     }
     alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
-    return _Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
+    return Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
 
 
 def _connect(hosts: ProcessOptions) -> socket.socket:
