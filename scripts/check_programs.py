@@ -20,7 +20,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server.engine.operations import AdamSettings
 from skyrl_tx_server.executor.executor import DeviceExecutor
-from skyrl_tx_server.executor.resolved_model import served_model
+from skyrl_tx_server.executor.resolved_model import resolve_model
 from skyrl_tx_server.model.lora.adapter import Adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.weights import load_params
 from skyrl_tx_server.sampling.score_step import ScoreInputs, score
@@ -41,7 +41,7 @@ def programs(directory: Path) -> Iterator[tuple[str, Lowered]]:
     """Every program with a name, in a fixed order."""
     settings = make_settings(make_model(directory), directory / "checkpoints")
     yield from DeviceExecutor(settings).programs()
-    model = served_model(settings)
+    model = resolve_model(settings)
     params = load_params(settings.model_dir, model.config, model.dtype)
     adapter = place_adapter(model.config, zero_adapter(model.config, settings.max_lora_rank))
     inputs = ScoreInputs(

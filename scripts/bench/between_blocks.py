@@ -1,5 +1,5 @@
-"""What lies between two decode blocks: milliseconds from when one is done until the next has been given to the device, where it follows at
-once and where it begins after the host has looked at the one before.
+"""Measure the time between two decode dispatches: milliseconds from the end of one until the next has been given to the device, with a
+dispatch in flight ahead, and with a dispatch that starts after the host has read the one before.
 
 taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
 """
@@ -28,7 +28,7 @@ BLOCKS = 8
 @chz.chz
 class BetweenBlocks:
     rows: int = 64
-    context: int = chz.field(default=512, doc="Tokens of each row when decoding begins")
+    context: int = chz.field(default=512, doc="Tokens of each sequence when decoding starts")
     rounds: int = 3
 
 
@@ -53,7 +53,7 @@ def main(config: BetweenBlocks) -> None:
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
-    """The median over some blocks, of which the first begins here."""
+    """Return the median over several dispatches, the first of which starts here."""
     done: list[float] = []
     given: list[float] = []
     with (

@@ -1,16 +1,16 @@
-"""Authenticated messages between the processes of one server, which share a cluster key. Standard library only, nothing is encrypted.
+"""Authenticated messages between the processes of one server, which share a cluster key. Messages are not encrypted.
 
-Before anything else is read the two sides prove to each other that they know the key, each with HMAC-SHA256 over nonces of both:
+First the two sides prove to each other that they know the key, with HMAC-SHA256 over the nonces of both:
 
     process n                                    process 0
     MAGIC, n, nonce               -->
                                   <--            nonce, proof that process 0 knows the key
     proof that process n does     -->
 
-A proof covers who proves it, the number of the other process and both nonces, so that it is worth nothing in another place. From the
-nonces both derive a key for each direction, for this connection alone. A message is its length and an authentication code, the payload
-and another: the codes cover the number of the message in its direction, its length and its payload. A message that was changed, repeated,
-left out or moved therefore ends the connection, and nobody without the key can have memory allocated.
+A proof covers its sender, the number of the other process and both nonces, so it cannot be used elsewhere. Both sides derive a key for each
+direction from the nonces, for this connection only. A message consists of its length, an authentication code, the payload and a second
+code. The codes cover the message's number in its direction, its length and its payload, so a message that was changed, repeated, dropped or
+reordered ends the connection, and a sender without the key cannot cause an allocation.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""More than any host's weights and checkpoints have: a larger length is a bug."""
+"""More than the weights and checkpoints of any host; a larger length is a bug."""
 
 
 class WrongKeyError(ServerError):
-    """The other side does not know our key."""
+    """The other side does not know the cluster key."""
 
 
 class TamperedError(ServerError):
-    """A message is not the one that the other side sent next."""
+    """A message is not the next one that the other side sent."""
 
 
 class Channel:
@@ -53,7 +53,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send_bytes(self, payload: bytes) -> None:
-        """OSError when the connection has ended."""
+        """Send a message. Raises OSError if the connection has ended."""
         with self._lock:
             header = LENGTH.pack(len(payload))
             number = COUNTER.pack(self._sent, len(payload))
@@ -63,8 +63,11 @@ class Channel:
             self._socket.sendall(_code(self._sending, b"payload", number, payload))
 
     def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
-        """The next message. EOFError or OSError when the connection has ended, TimeoutError when nothing came in time. TamperedError for a
-        message that the other side did not send, or not as the next; the connection is over then."""
+        """Return the next message.
+
+        Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives in time. Raises TamperedError, and
+        ends the connection, for a message that is not the next one that the other side sent.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         header = _read(self._socket, LENGTH.size, deadline)
         (length,) = LENGTH.unpack(header)
@@ -82,13 +85,13 @@ class Channel:
         return payload
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to read, the end of the connection among it."""
+        """Whether there is something to read. The end of the connection counts."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(timeout_s * 1000))
 
-    def hang_up(self) -> None:
-        """End the connection, even while another thread receives."""
+    def shut_down(self) -> None:
+        """End the connection, also while another thread receives."""
         with contextlib.suppress(OSError):  # it may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -96,15 +99,17 @@ class Channel:
         self._socket.close()
 
     def _end(self) -> None:
-        self.hang_up()
+        self.shut_down()
         raise TamperedError(
-            "a message between the processes was changed, repeated or lost on its way; the connection is closed"
+            "a message between the processes was changed, repeated or lost; the connection is closed"
         )
 
 
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
-    """Process 0's side: the number of the other process and the channel to it. WrongKeyError, EOFError or OSError when it is not one of
-    ours, or says nothing in time."""
+    """Return (number of the other process, channel to it), on process 0.
+
+    Raises WrongKeyError, EOFError or OSError if the other side does not know the key or does not answer in time.
+    """
     deadline = time.monotonic() + timeout_s
     greeting = _read(connection, len(MAGIC) + NUMBER.size + NONCE_BYTES, deadline)
     if not greeting.startswith(MAGIC):
@@ -121,7 +126,10 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 
 
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
-    """The other side. WrongKeyError when who listens does not know the key; EOFError, TimeoutError or OSError as of sockets."""
+    """Return the channel to process 0, on another process.
+
+    Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as sockets do.
+    """
     deadline = time.monotonic() + timeout_s
     said = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
     connection.sendall(MAGIC + said)
@@ -129,7 +137,7 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
     if not hmac.compare_digest(
         _read(connection, CODE_BYTES, deadline), _code(key, b"proof of process 0", said, theirs)
     ):
-        raise WrongKeyError("who listens there does not know the cluster key")
+        raise WrongKeyError("the listener does not know the cluster key")
     connection.sendall(_code(key, b"proof of another process", said, theirs))
     connection.settimeout(None)
     to_us, from_us = _session_keys(key, said, theirs)
@@ -137,14 +145,14 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
 
 
 def _session_keys(key: bytes, said: bytes | bytearray, answered: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Of messages from process 0, and to it."""
+    """Return the keys of messages (from process 0, to process 0)."""
     return _code(key, b"key of messages from process 0", said, answered), _code(
         key, b"key of messages to process 0", said, answered
     )
 
 
 def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
-    """The parts before the last have fixed lengths for a purpose, so that no two inputs read alike."""
+    """Return an HMAC. For each purpose, all parts but the last have fixed lengths, so different inputs never concatenate to equal bytes."""
     code = hmac.new(key, digestmod="sha256")
     code.update(purpose + b"\0")
     for part in parts:
@@ -153,13 +161,13 @@ def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
 
 
 def _read(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
-    """Exactly so many bytes. EOFError when the connection ends before."""
+    """Read exactly `count` bytes. Raises EOFError if the connection ends before."""
     data = bytearray(count)
     view, have = memoryview(data), 0
     while have < count:
         if deadline is not None:
             if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError("the other side said nothing in time")
+                raise TimeoutError("the other side did not answer in time")
             connection.settimeout(left)
         new = connection.recv_into(view[have:])
         if not new:

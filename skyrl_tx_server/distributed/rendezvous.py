@@ -1,8 +1,7 @@
-"""How the processes of one server find each other: process 0 listens at `coordinator_address`, the others come to it.
+"""Connects the processes of one server: process 0 listens at `coordinator_address`, the others connect to it.
 
-Everything that can be wrong is found here, in one line and before jax is started: jax itself ends a process with a stack trace when
-another does not come. Both sides must know the cluster key (`channel`) and must have been started alike. Then process 0 names a free port
-for `jax.distributed`.
+Errors are reported here with one line, before jax starts: jax ends a process with a stack trace if another does not connect. Both sides must
+know the cluster key (see `channel`) and must have equal options. Then process 0 announces a free port for `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from skyrl_tx_server.files.base_model import fingerprint
 
 logger = logging.getLogger(__name__)
 
-INTRODUCTION_S = 10
-"""How long process 0 listens to somebody who says nothing."""
+HANDSHAKE_S = 10
+"""How long process 0 waits for a connection that sends nothing."""
 RETRY_S = 0.2
-MAX_INTRODUCTION_BYTES = 1 << 20
+MAX_HANDSHAKE_BYTES = 1 << 20
 OWN_FIELDS = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
-"""What may differ between hosts: where things lie, and quotas, which process 0 alone enforces."""
+"""Options that may differ between hosts: paths, and quotas, which only process 0 enforces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Introduction:
-    """What a process says of itself, as JSON."""
+class Handshake:
+    """How a process introduces itself, as JSON."""
 
     process_id: int
     num_processes: int
-    settings: dict[str, str]  # everything that must be the same
+    settings: dict[str, str]  # what must be equal
 
 
 def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
+    """Wait for the other processes and start jax with them. Raises ConfigError if they do not connect in time or disconnect."""
     host, port = hosts.address
-    mine, joined = _introduction(hosts, settings), dict[int, Channel]()
+    mine, joined = _handshake(hosts, settings), dict[int, Channel]()
     deadline = time.monotonic() + hosts.initialization_timeout_s
     try:
         server = socket.create_server((host, port), family=_family(host))
@@ -67,41 +66,39 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
                     str(process) for process in range(1, hosts.num_processes) if process not in joined
                 )
                 raise ConfigError(
-                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
+                    f"num_processes={hosts.num_processes}: process {missing} did not connect to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
                     "start every process with the same options and its own process_id"
                 ) from None
-            _admit(candidate, hosts, mine, joined)
+            accept_process(candidate, hosts, mine, joined)
             if len(joined) == hosts.num_processes - 1:
-                _forget_gone(joined)  # jax would wait for it for minutes, and abort
+                remove_disconnected(joined)  # jax would wait for minutes and abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(
-                f"process {process} went away before all processes had come: start them again"
+                f"process {process} disconnected before all processes had connected: start them again"
             ) from None
-    leader = RankZero(
-        joined, on_lost
-    )  # listens already: jax would wait for minutes for a process that goes now
+    rank0 = RankZero(joined, on_lost)  # detects lost processes from here on: jax would wait for minutes
     _start_jax(hosts, jax_address)
-    return leader
+    return rank0
 
 
 def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
+    """Connect to process 0 and start jax with it. Raises ConfigError if it does not answer in time or refuses this process."""
     where = f"coordinator_address={hosts.coordinator_address}"
-    with contextlib.ExitStack() as undo:
-        reached = undo.enter_context(_reach(hosts))
+    with contextlib.ExitStack() as on_error:
+        reached = on_error.enter_context(_connect(hosts))
         try:
             channel = connect(
                 reached, hosts.cluster_key, process=hosts.process_id, timeout_s=hosts.initialization_timeout_s
             )
-            channel.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
-            # process 0 gives up first, and says why
+            channel.send_bytes(json.dumps(asdict(_handshake(hosts, settings))).encode())
+            # process 0 has the shorter timeout, and sends the reason
             answer = json.loads(
                 channel.recv_bytes(
-                    at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.initialization_timeout_s + INTRODUCTION_S
+                    at_most=MAX_HANDSHAKE_BYTES, timeout_s=hosts.initialization_timeout_s + HANDSHAKE_S
                 )
             )
         except WrongKeyError as error:
@@ -110,32 +107,32 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
             raise ConfigError(
-                f"{where}: who listens there said nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0's"
+                f"{where}: the listener sent nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0"
             ) from None
         except (EOFError, OSError):
-            raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
+            raise ConfigError(f"{where}: process 0 disconnected before all processes had connected") from None
         if "refused" in answer:
             raise ConfigError(answer["refused"])
-        undo.pop_all()
-    follower = WorkerRank(channel, on_lost)
+        on_error.pop_all()
+    rank = WorkerRank(channel, on_lost)
     _start_jax(hosts, answer["jax"])
-    return follower
+    return rank
 
 
-def _admit(
-    candidate: socket.socket, hosts: ProcessOptions, mine: _Introduction, joined: dict[int, Channel]
+def accept_process(
+    candidate: socket.socket, hosts: ProcessOptions, mine: Handshake, joined: dict[int, Channel]
 ) -> None:
-    """Add the candidate to `joined`, or tell it why not."""
-    _notice_silence(candidate)
+    """Add the candidate to `joined`, or send it the reason for its refusal."""
+    _enable_keepalive(candidate)
     try:
-        process, channel = accept(candidate, hosts.cluster_key, timeout_s=INTRODUCTION_S)
-        theirs = _Introduction(
-            **json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S))
+        process, channel = accept(candidate, hosts.cluster_key, timeout_s=HANDSHAKE_S)
+        theirs = Handshake(
+            **json.loads(channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=HANDSHAKE_S))
         )
         if theirs.process_id != process or not process:
             raise ValueError(f"process {process} calls itself process {theirs.process_id}")
-        _forget_gone(joined)  # one that was started again takes its own place
-        refusal = _mistake(mine, theirs, joined)
+        remove_disconnected(joined)  # a process that was restarted takes its own number again
+        refusal = refusal_of(mine, theirs, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
             channel.send_bytes(json.dumps({"refused": refusal}).encode())
@@ -151,18 +148,18 @@ def _admit(
         candidate.close()
         return
     joined[process] = channel
-    logger.info("process %d has come", theirs.process_id)
+    logger.info("process %d has connected", theirs.process_id)
 
 
-def _forget_gone(joined: dict[int, Channel]) -> None:
-    """Who has come says nothing before jax starts: a connection with something to read has ended."""
+def remove_disconnected(joined: dict[int, Channel]) -> None:
+    """Remove processes that have disconnected. A connected process sends nothing before jax starts, so readable means ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
-        logger.warning("process %d has gone again", process)
+        logger.warning("process %d has disconnected", process)
         joined.pop(process).close()
 
 
-def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Channel]) -> str | None:
-    """Why a process cannot take part; None when it can."""
+def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -> str | None:
+    """Return why a process cannot take part; None if it can."""
     who = f"process {theirs.process_id}"
     if theirs.num_processes != mine.num_processes:
         return f"{who} was started with num_processes={theirs.num_processes}, process 0 with num_processes={mine.num_processes}"
@@ -170,20 +167,20 @@ def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Chann
         return f"process_id={theirs.process_id} is taken: each process needs its own"
     for name, value in mine.settings.items():
         if theirs.settings.get(name) != value:
-            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: start them alike"
+            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: use equal options"
     return None
 
 
-def _introduction(hosts: ProcessOptions, settings: EngineOptions) -> _Introduction:
+def _handshake(hosts: ProcessOptions, settings: EngineOptions) -> Handshake:
     alike = {
         name: str(getattr(settings, name)) for name in chz.chz_fields(EngineOptions) if name not in OWN_FIELDS
     }
     alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
-    return _Introduction(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
+    return Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
 
 
-def _reach(hosts: ProcessOptions) -> socket.socket:
-    """A connection to process 0, which may not be there yet."""
+def _connect(hosts: ProcessOptions) -> socket.socket:
+    """Return a connection to process 0, which may not have started yet."""
     deadline = time.monotonic() + hosts.initialization_timeout_s
     while True:
         try:
@@ -191,7 +188,7 @@ def _reach(hosts: ProcessOptions) -> socket.socket:
                 hosts.address, timeout=max(RETRY_S, deadline - time.monotonic())
             )
             reached.settimeout(None)
-            _notice_silence(reached)
+            _enable_keepalive(reached)
             return reached
         except OSError as error:
             if time.monotonic() > deadline:
@@ -201,8 +198,8 @@ def _reach(hosts: ProcessOptions) -> socket.socket:
         time.sleep(RETRY_S)  # another machine: there is no event to wait for
 
 
-def _notice_silence(peer: socket.socket) -> None:
-    """A host that vanishes says nothing: ask it every few seconds, and give it up after half a minute."""
+def _enable_keepalive(peer: socket.socket) -> None:
+    """Probe the other host every few seconds, so that a lost host ends the connection after half a minute."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
@@ -211,7 +208,9 @@ def _notice_silence(peer: socket.socket) -> None:
 
 
 def _start_jax(hosts: ProcessOptions, address: str) -> None:
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would handle SIGTERM, which the server handles itself
     jax.distributed.initialize(
         address,
         num_processes=hosts.num_processes,

@@ -1,4 +1,4 @@
-"""Counts XLA programs by name as jax compiles them or loads them from the persistent cache; a recompilation shows up here."""
+"""Counts XLA programs by name as jax compiles them or reads them from the persistent cache."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _cache_hits: Counter[str] = Counter()
 
 @cache
 def watch() -> None:
-    """Count from now on. jax keeps listeners for the life of the process, so the counts are the process's."""
+    """Start to count. jax keeps listeners for the life of the process, so the counts are those of the process."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 
 
 def programs() -> dict[str, int]:
-    """How many programs of each name this process has made ready."""
+    """Return how many programs of each name this process has compiled or read."""
     return dict(_programs)
 
 
 def seconds() -> dict[str, float]:
-    """Time spent compiling or loading, by program name."""
+    """Return the time spent on compiling or reading programs, by name."""
     return dict(_seconds)
 
 
 def cache_hits() -> int:
-    """How many of them the persistent cache had."""
+    """Return how many programs came from the persistent cache."""
     return _cache_hits.total()
 
 

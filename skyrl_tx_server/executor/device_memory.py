@@ -1,4 +1,4 @@
-"""What a device has left, and how it is shared out between activations and the key-value cache."""
+"""Free memory of a device, and its division between activations and the KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import jax
 
 from skyrl_tx_server.config.engine_options import EngineOptions
-from skyrl_tx_server.executor.resolved_model import ServedModel
+from skyrl_tx_server.executor.resolved_model import ResolvedModel
 from skyrl_tx_server.model.mesh import bytes_per_device, weight_stationary
 from skyrl_tx_server.model.transformer import Remat, cut_stack, reads_in_place
 from skyrl_tx_server.model.weights import param_shapes
@@ -18,7 +18,7 @@ ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 
 def free_bytes(settings: EngineOptions) -> float:
-    """Free memory of one device; on a CPU its share of all the machine's, because what is free changes from second to second."""
+    """Return the free memory of one device; on a CPU its share of the machine's total memory, because free memory varies."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -30,7 +30,7 @@ def free_bytes(settings: EngineOptions) -> float:
 
 
 def stats() -> dict[str, object]:
-    """Empty where the device keeps no count, as a CPU does."""
+    """Return memory statistics; empty on a CPU, which has none."""
     counts = jax.local_devices()[0].memory_stats() or {}
     names = {
         "bytes_in_use": "device_bytes_in_use",
@@ -40,14 +40,14 @@ def stats() -> dict[str, object]:
     return {name: counts[key] for key, name in names.items() if key in counts}
 
 
-def cache_budget_bytes(model: ServedModel, available_bytes: float) -> float:
+def cache_budget_bytes(model: ResolvedModel, available_bytes: float) -> float:
     share = CACHE_SHARE_OF_CPU_MEMORY if jax.default_backend() == "cpu" else CACHE_SHARE_OF_FREE_DEVICE_MEMORY
     return max(0.0, available_bytes - copied_layers_bytes(model)) * share
 
 
-def copied_layers_bytes(model: ServedModel) -> int:
-    """What a decode block copies of the weights on each device: its part of every layer, unless that can be read where it lies, as
-    experts always are."""
+def copied_layers_bytes(model: ResolvedModel) -> int:
+    """Return the bytes of weights that a decode dispatch copies on each device: the layers, unless the program reads them in place, as it
+    always does with experts."""
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)
@@ -56,8 +56,8 @@ def copied_layers_bytes(model: ServedModel) -> int:
     )
 
 
-def fitting_remat(model: ServedModel, available_bytes: float) -> Remat:
-    """Keep the matrix products for the backward pass where they fit, else each layer's input alone, which takes about 1.2 times as long."""
+def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
+    """Keep the matrix products for the backward pass if they fit, else only each layer's input, which takes about 1.2 times as long."""
     return (
         Remat.ACTIVATIONS
         if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
@@ -65,9 +65,11 @@ def fitting_remat(model: ServedModel, available_bytes: float) -> Remat:
     )
 
 
-def _bytes_with_products(model: ServedModel) -> int:
-    """On one device, of what the layers of a training batch keep, most of it matrix products, and of one layer that is computed again: an
-    estimate without a compilation, and the same wherever it is made."""
+def _bytes_with_products(model: ResolvedModel) -> int:
+    """Estimate the bytes on one device that the layers of a training batch keep, mostly matrix products, plus one recomputed layer.
+
+    The estimate needs no compilation and is the same on every rank.
+    """
     config, settings = model.config, model.settings
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared

@@ -1,17 +1,13 @@
-"""The executor: sole owner of the devices. Base weights, live models, sampler snapshots and decode slots, one method per operation.
+"""The executor owns the devices: base weights, training models, sampler snapshots and the batch runner.
 
-What a failed step may have destroyed is never the only copy: `forward_backward` goes on from the model's gradient in buffers of its own,
-which become the model's when the whole operation is through, and the optimizer step leaves its inputs alone, so after an error a model is
-exactly what it was before the operation.
+An operation that fails leaves a model exactly as it was. `forward_backward` adds to the model's gradient in new buffers, which replace the
+old ones when the whole operation has succeeded, and the optimizer step does not donate its inputs.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-import threading
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,9 +19,7 @@ from jax.stages import Lowered
 
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
-from skyrl_tx_server.engine.executor_protocol import (
-    EngineInfo,
-)
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -51,7 +45,8 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
-from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
+from skyrl_tx_server.executor.resolved_model import resolve_model, use_compilation_cache
+from skyrl_tx_server.executor.warmup import start_warmup
 from skyrl_tx_server.files.base_model import fingerprint
 from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
@@ -92,22 +87,19 @@ from skyrl_tx_server.training.training_model_pool import (
     available_host_bytes,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class DeviceExecutor:
-    """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
+    """Implements `Executor` on the devices of this process, or of several ranks that make the same calls (see `multihost`)."""
 
     def __init__(self, settings: EngineOptions, ranks: RankGroup = SINGLE_RANK) -> None:
         self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
-        model = served_model(settings)
+        model = resolve_model(settings)
         dtype = model.dtype
         if on_gpu() and dtype == np.float32:
-            jax.config.update(
-                "jax_default_matmul_precision", "highest"
-            )  # or NVIDIA's devices round factors to ten bits (TF32)
+            # by default NVIDIA's devices round factors to ten bits (TF32)
+            jax.config.update("jax_default_matmul_precision", "highest")
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
@@ -160,31 +152,13 @@ class DeviceExecutor:
 
         ahead = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
         if ahead:
-            threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
-
-    def _compile_ahead(self) -> None:
-        """Every program of sampling and of training that takes long to compile, but for sequences longer than a micro-batch, for several
-        targets per position and for likeliest tokens, which few ask for. What is asked for meanwhile
-        compiles as ever; what is compiled here is found then. A process that ends waits for the program under way: XLA cannot be left
-        while it compiles."""
-        began, count = time.monotonic(), 0
-        try:
-            for name, program in self.programs():
-                if not threading.main_thread().is_alive():
-                    return
-                program.compile()
-                count += 1
-                logger.debug("compiled ahead: %s", name)
-        except Exception:
-            logger.exception(
-                "compiling ahead stopped after %d programs; others are compiled when they are asked for",
-                count,
-            )
-            return
-        logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+            start_warmup(self.programs())
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of every program that `_compile_ahead` compiles."""
+        """Yield the name and the lowered form of every program that takes long to compile and that most servers need.
+
+        Programs for sequences longer than a batch, for several targets per position and for top-k logprobs are not among them.
+        """
         return itertools.chain(self.sampler.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
@@ -193,17 +167,15 @@ class DeviceExecutor:
             [shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]
         ):
             batch = dummy_batch(shape)
-            given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
+            arguments = (self._no_gradient, self._no_gradient, self._params, batch, loss)
             yield (
                 f"forward_backward, {shape.length} tokens",
-                forward_backward.lower(*given, config=self._config, remat=self._remat),
+                forward_backward.lower(*arguments, config=self._config, remat=self._remat),
             )
             yield (
                 f"forward, {shape.length} tokens",
                 forward.lower(self._no_gradient, self._params, batch, loss, config=self._config),
             )
-
-    # --- everything else ------------------------------------------------------------------------------------------
 
     def run(self, op: Op) -> Generator[None, None, OpResult]:
         match op:
@@ -261,7 +233,7 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # others may have sent it to host memory meanwhile
+            model = self._models.get(op.model_id)  # it may have been moved to host memory meanwhile
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,
@@ -280,7 +252,7 @@ class DeviceExecutor:
     def _forward(
         self, model_id: str, batches: Sequence[PackedBatch], loss: LossSelection
     ) -> Generator[None, None, tuple[tuple[np.ndarray, ...], float]]:
-        """(logprobs of each datum, summed loss), leaving the model as it is."""
+        """Return (logprobs of each datum, summed loss). The model does not change."""
         outputs: list[TokenOutputs] = []
         for packed in batches:
             if outputs:
@@ -300,14 +272,14 @@ class DeviceExecutor:
             self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
-                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are as they were, the gradient is dropped; "
-                "go on with other data, or lower the learning rate or the advantages"
+                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are unchanged and the gradient is dropped; "
+                "continue with other data, or lower the learning rate or the advantages"
             )
         self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
         return OptimStepResult(metrics={"grad_norm": grad_norm})
 
     def _create(self, op: CreateModel) -> Done:
-        self._new_id(op.model_id)
+        self._check_new_id(op.model_id)
         adapter = init_adapter(self._config, op.lora, self._max_lora_rank)
         self._models.put(op.model_id, self._fresh(op.lora, adapter))
         return Done()
@@ -315,15 +287,14 @@ class DeviceExecutor:
     def _load(self, op: LoadWeights) -> WeightsLoaded:
         model = None
         if op.create:
-            self._new_id(op.model_id)
+            self._check_new_id(op.model_id)
         else:
             model = self._models.get(op.model_id)
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
             raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
         info, arrays = self._read(op.path)
-        if (
-            model is not None and replace(model.lora, seed=info.lora.seed) != info.lora
-        ):  # SDKs up to 0.36 make the model without a seed
+        # SDKs up to 0.36 create the model without a seed
+        if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             raise UserError(
                 f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it"
             )
@@ -399,7 +370,7 @@ class DeviceExecutor:
         return WeightsSaved(path=path, size_bytes=self._ranks.broadcast_from_rank0(write).size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
-        """A model on the device, with an optimizer that has taken no step."""
+        """Return a model on the device with an optimizer that has taken no step."""
         mask = trainable_mask(self._config, lora, self._max_lora_rank)
         return TrainingModel(
             lora=lora,
@@ -408,7 +379,7 @@ class DeviceExecutor:
             mask=place_adapter(self._config, mask),
         )
 
-    def _new_id(self, model_id: str) -> None:
+    def _check_new_id(self, model_id: str) -> None:
         if model_id in self._models:
             raise ConflictError(f"model {model_id} exists already")
 

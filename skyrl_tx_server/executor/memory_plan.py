@@ -1,7 +1,7 @@
-"""What each device will hold in memory, found before any weights are loaded: `dry_run=true` prints it and refuses what does not fit.
+"""Plans the memory of each device before any weights are loaded: `dry_run=true` prints the plan and refuses what does not fit.
 
-What a training batch takes is what XLA says of the compiled program. That costs a dry run the seconds of one compilation, which the
-server then finds in the persistent cache, and is right for every family, mesh and remat policy; a formula has to be told of each.
+The memory of a training batch is that of the compiled program, as XLA reports it. This takes the time of one compilation, which the server
+then reads from the persistent cache, and it is correct for every model family, mesh and remat policy, unlike a formula.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.operations import LossFn
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import device_memory
-from skyrl_tx_server.executor.cache_size import CacheSize, asked_cache, fitting_cache
-from skyrl_tx_server.executor.resolved_model import ServedModel, served_model, use_compilation_cache
+from skyrl_tx_server.executor.cache_size import CacheSize, fitting_cache, requested_cache
+from skyrl_tx_server.executor.resolved_model import ResolvedModel, resolve_model, use_compilation_cache
 from skyrl_tx_server.model.lora.adapter import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
 from skyrl_tx_server.model.shapes import PAGE_SIZE, BucketShape
@@ -27,15 +27,14 @@ from skyrl_tx_server.training.train_step import forward_backward
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
 
 COPIES_PER_MODEL = 5
-"""Adapter, summed gradient, the gradient of the operation under way, and Adam's two moments."""
+"""Adapter, summed gradient, gradient of the current operation, and Adam's two moments."""
 COPIES_PER_STEP = 5
-"""Of the model that takes an optimizer step: new adapter and moments beside the old ones, and its gradient without what is not trained;
-and the zeros that stand for a gradient where there is none."""
+"""In an optimizer step: the new adapter and moments, the masked gradient, and the zeros that stand for a missing gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryItem:
-    """One thing that takes memory, and which option makes it smaller."""
+    """A use of memory, and the option that reduces it."""
 
     name: str
     num_bytes: int
@@ -46,32 +45,34 @@ class MemoryItem:
 class MemoryPlan:
     device: str
     available_bytes: int
-    shares: tuple[MemoryItem, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
     def total_bytes(self) -> int:
-        return sum(share.num_bytes for share in self.shares)
+        return sum(item.num_bytes for item in self.items)
 
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.available_bytes
 
     def advice(self) -> str:
-        """What to lower, the largest share that an option can lower first."""
-        shares = sorted((share for share in self.shares if share.lower), key=lambda share: -share.num_bytes)
-        return ", ".join(f"{share.lower} ({_gib(share.num_bytes)} of {share.name})" for share in shares[:2])
+        """Return the options that reduce the two largest items."""
+        items = sorted((item for item in self.items if item.lower), key=lambda item: -item.num_bytes)
+        return ", ".join(f"{item.lower} ({_gib(item.num_bytes)} of {item.name})" for item in items[:2])
 
     def __str__(self) -> str:
         lines = [f"memory plan for {self.device}, {_gib(self.available_bytes)} available"]
-        lines += [f"  {_gib(share.num_bytes):>12}  {share.name}" for share in self.shares]
+        lines += [f"  {_gib(item.num_bytes):>12}  {item.name}" for item in self.items]
         return "\n".join([*lines, f"  {_gib(self.total_bytes):>12}  together"])
 
 
 def plan_memory(settings: EngineOptions) -> MemoryPlan:
-    """What an executor with these settings would hold on each device, with as many models in training as it keeps there and every option as
-    asked for. Loads nothing, but compiles the training program."""
+    """Return the plan of an executor with these options and as many training models as it keeps on the device.
+
+    Loads no weights, but compiles the training program.
+    """
     use_compilation_cache(settings)
-    model, available = served_model(settings), device_memory.free_bytes(settings)
+    model, available = resolve_model(settings), device_memory.free_bytes(settings)
     config, dtype, cache = model.config, model.dtype, _planned_cache(model, available)
     adapter, longest = adapter_size(config, settings.max_lora_rank), model.train_shapes.shapes[-1]
     each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
@@ -90,7 +91,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
     return MemoryPlan(
         device=f"{jax.default_backend()} ({jax.local_devices()[0].device_kind}){each}",
         available_bytes=int(available),
-        shares=(
+        items=(
             MemoryItem(
                 name=f"base weights, {dtype.name}",
                 num_bytes=bytes_per_device(param_shapes(config, dtype)),
@@ -111,15 +112,14 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
                 num_bytes=(settings.max_loras + 1) * dtype.itemsize * adapter,
                 lower="max_loras",
             ),
-            max(programs, key=lambda share: share.num_bytes),
+            max(programs, key=lambda item: item.num_bytes),
         ),
     )
 
 
 def check_snapshots(settings: EngineOptions) -> None:
-    """ConfigError when the places for sampler snapshots, which are allocated at the start, do not fit beside the base weights. Takes no
-    compilation, so every start can ask."""
-    model = served_model(settings)
+    """Raise ConfigError if the LoRA slots, which are allocated at the start, do not fit beside the base weights. Compiles nothing."""
+    model = resolve_model(settings)
     place = model.dtype.itemsize * adapter_size(model.config, settings.max_lora_rank)
     weights = bytes_per_device(param_shapes(model.config, model.dtype))
     available = device_memory.free_bytes(settings)
@@ -133,20 +133,19 @@ def check_snapshots(settings: EngineOptions) -> None:
         )
 
 
-def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
-    """What is asked for, but where pages are read as they lie and no option says how many, as many as a server would find room for."""
-    asked, settings = asked_cache(model), model.settings
-    if settings.cache_tokens is not None or asked.copied_pages:
-        return asked
+def _planned_cache(model: ResolvedModel, available_bytes: float) -> CacheSize:
+    """Return the requested size or, if pages are read in place and no option gives their number, the size that fits."""
+    requested, settings = requested_cache(model), model.settings
+    if settings.cache_tokens is not None or requested.copied_pages:
+        return requested
     adapter = adapter_size(model.config, settings.max_lora_rank)
     of_adapters = (4 + (settings.max_loras + 1) * model.dtype.itemsize) * adapter
     held = bytes_per_device(param_shapes(model.config, model.dtype)) + of_adapters
     return fitting_cache(model, device_memory.cache_budget_bytes(model, available_bytes - held))
 
 
-def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int:
-    """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
-    program puts down on its way."""
+def _training_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> int:
+    """Return the bytes of a training batch of that shape on each device: its arrays and the temporaries of the program."""
     batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -154,7 +153,7 @@ def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int
         adapter, adapter, param_shapes(config, model.dtype), batch, loss, config=config, remat=remat
     )
     analysis = lowered.compile().memory_analysis()
-    assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
+    assert analysis is not None, "XLA reports the memory of programs on every backend"
     return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.streams
 
 

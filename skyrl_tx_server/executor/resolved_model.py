@@ -1,4 +1,4 @@
-"""The model as this server runs it: what the settings come to on these devices, found before any weights are loaded."""
+"""The model as this server runs it: options, configuration and devices resolved before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skyrl_tx_server.model.weights import check_divisible
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONTEXT_LENGTH = 32768
-"""Models that claim more get this unless `max_context_length` asks for it: a decode slot holds keys and values for a whole context."""
+"""The default for models with a longer context, because the KV cache has room for a whole context per decode slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
+class ResolvedModel:
     settings: EngineOptions
     config: ModelConfig  # on its mesh
     dtype: np.dtype  # of base weights and activations
@@ -33,8 +33,8 @@ class ServedModel:
     train_shapes: BucketShapes
 
 
-def served_model(settings: EngineOptions) -> ServedModel:
-    """ConfigError in one line for what the model or the devices cannot do."""
+def resolve_model(settings: EngineOptions) -> ResolvedModel:
+    """Resolve the options. Raises ConfigError with one line if the model or the devices do not support them."""
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
     shapes = train_shapes(
@@ -42,11 +42,11 @@ def served_model(settings: EngineOptions) -> ServedModel:
         tokens_per_batch=settings.train_tokens_per_batch,
         dp_ranks=settings.mesh.batch,
     )
-    return ServedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
+    return ResolvedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
 
 
 def use_compilation_cache(settings: EngineOptions) -> None:
-    """Keep every program, however small and quick to compile: a second start then compiles nothing."""
+    """Cache every program, however small, so that a second start compiles nothing."""
     if settings.compilation_cache_dir is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))

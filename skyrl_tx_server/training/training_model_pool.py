@@ -1,4 +1,4 @@
-"""The models being trained: the most recently used lie on the device, the others wait in host memory and come back bit for bit."""
+"""Training models: the most recently used ones are on the device, the others are in host memory and return bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_tx_server.training.train_step import AdamState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingModel:
-    """A model being trained; every operation replaces the record by a new one."""
+    """A training model. Every operation replaces the record by a new one."""
 
     lora: LoraSpec
     adapter: Adapter  # float32
@@ -38,25 +38,25 @@ class TrainingModel:
 
 
 class TrainingModelPool:
-    """Models by id, at most `on_device` of them on the device."""
+    """Training models by id, at most `on_device` of them on the device."""
 
     def __init__(self, *, on_device: int, ranks: RankGroup = SINGLE_RANK) -> None:
         self._limit = on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        self._parked: dict[
+        self._in_host_memory: dict[
             str, tuple[TrainingModel, object]
-        ] = {}  # numpy arrays, and how they lay on the devices
+        ] = {}  # numpy arrays, and their shardings
 
     def __contains__(self, model_id: str) -> bool:
-        return model_id in self._device or model_id in self._parked
+        return model_id in self._device or model_id in self._in_host_memory
 
     def get(self, model_id: str) -> TrainingModel:
-        """The model, on the device. NotFoundError when there is none."""
-        if model_id in self._parked:
-            self._make_room()
-            model, places = self._parked.pop(model_id)
-            self._device[model_id] = model.moved(lambda arrays: put(arrays, places))
+        """Return the model, moved to the device if necessary. Raises NotFoundError if there is none."""
+        if model_id in self._in_host_memory:
+            self._free_place()
+            model, shardings = self._in_host_memory.pop(model_id)
+            self._device[model_id] = model.moved(lambda arrays: put(arrays, shardings))
         elif model_id in self._device:
             self._device[model_id] = self._device.pop(model_id)
         else:
@@ -64,39 +64,38 @@ class TrainingModelPool:
         return self._device[model_id]
 
     def put(self, model_id: str, model: TrainingModel) -> None:
-        """A new model, or the new record of one. CapacityError: neither the device nor host memory has room for it."""
-        self._parked.pop(model_id, None)
+        """Add a model, or replace its record. Raises CapacityError if neither the device nor host memory has room for it."""
+        self._in_host_memory.pop(model_id, None)
         if self._device.pop(model_id, None) is None:
-            self._make_room()
+            self._free_place()
         self._device[model_id] = model
 
     def drop(self, model_id: str) -> None:
-        if self._device.pop(model_id, None) is None and self._parked.pop(model_id, None) is None:
+        if self._device.pop(model_id, None) is None and self._in_host_memory.pop(model_id, None) is None:
             raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
 
     def stats(self) -> dict[str, object]:
         return {
-            "models": len(self._device) + len(self._parked),
+            "models": len(self._device) + len(self._in_host_memory),
             "models_on_device": len(self._device),
-            "models_in_host_memory": len(self._parked),
+            "models_in_host_memory": len(self._in_host_memory),
         }
 
-    def _make_room(self) -> None:
+    def _free_place(self) -> None:
         while len(self._device) >= self._limit:
-            longest_unused = next(iter(self._device))
-            model = self._device[longest_unused]
+            oldest = next(iter(self._device))
+            model = self._device[oldest]
             if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
-                    f"not the {model.num_bytes >> 20} MiB that moving the one unused for longest there takes; unload a model"
+                    f"not the {model.num_bytes >> 20} MiB that moving the least recently used one there takes; unload a model"
                 )
-            self._parked[longest_unused] = model.moved(to_host), _places(model)
-            del self._device[longest_unused]
+            self._in_host_memory[oldest] = model.moved(to_host), _shardings(model)
+            del self._device[oldest]
 
 
-def _places(model: TrainingModel) -> object:
-    """How its arrays lie on a mesh; None on one device, where an array that is put back by name of the device is another kind of input to
-    jax, for which every program it goes to, those of sampling too, would be compiled again."""
+def _shardings(model: TrainingModel) -> object:
+    """Return the shardings to restore. None on one device: a committed array would recompile every program it enters."""
     arrays = model.arrays()
     return (
         jax.tree.map(lambda leaf: leaf.sharding, arrays)
@@ -106,6 +105,6 @@ def _places(model: TrainingModel) -> object:
 
 
 def available_host_bytes() -> int:
-    """What Linux could hand out without swapping."""
+    """Return the memory that Linux can allocate without swapping."""
     with open("/proc/meminfo") as meminfo:
         return next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""Both ends of an authenticated connection, in one process."""
+"""Both ends of an authenticated connection in one process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ KEY = b"k" * 32
 
 
 def channels(*, process: int = 1) -> tuple[Channel, Channel]:
-    """Process 0's end and the other's."""
+    """Return (end of process 0, end of the other process)."""
     return over(*socket.socketpair(), process=process)
 
 
 def over(ours: socket.socket, theirs: socket.socket, *, process: int = 1) -> tuple[Channel, Channel]:
-    """The same over sockets that are connected somehow."""
+    """Return both ends over connected sockets."""
     with ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept, ours, KEY, timeout_s=60)
         joined = connect(theirs, KEY, process=process, timeout_s=60)

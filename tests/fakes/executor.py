@@ -1,4 +1,4 @@
-"""An executor without devices: every operation succeeds unless told otherwise, and what ran is on record."""
+"""An executor without devices. Every operation succeeds unless `errors` says otherwise, and `log` records it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 class FakeExecutor:
     """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are all -1.
 
-    A decode block adds `block` tokens to every row, and a row is over after `max_tokens` (default 4) tokens.
+    A dispatch adds `block` tokens to every sequence, which ends after `max_tokens` (default 4) tokens.
     """
 
     num_slots: int = 4
@@ -55,13 +55,13 @@ class FakeExecutor:
             base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000
         )
     )
-    gate: threading.Event | None = None  # when set, nothing runs before the event is
+    gate: threading.Event | None = None  # nothing runs until this event is set
     errors: dict[str, Exception] = field(
         default_factory=dict
-    )  # by entry of `log`: raised instead of running it
+    )  # by entry of `log`, raised instead of running it
     log: list[str] = field(default_factory=list)
-    went_on: list[bool] = field(default_factory=list)  # by decode block
-    threads: set[int] = field(default_factory=set)  # who called
+    dispatched_next: list[bool] = field(default_factory=list)  # by dispatch
+    threads: set[int] = field(default_factory=set)  # that made calls
     models: dict[str, LoraSpec] = field(default_factory=dict)
     _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ class FakeExecutor:
                 self._enter(f"drop {weights}")
                 return Done()
             case Sample():
-                raise AssertionError("a Sample is admitted, not run")
+                raise AssertionError("a Sample is prefilled by the sampler")
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         request = requests[0]
@@ -138,7 +138,9 @@ class FakeExecutor:
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
-        known = len(op.prompt) - 1 if first else 0  # a request's later samples find its prompt in the cache
+        known = (
+            len(op.prompt) - 1 if first else 0
+        )  # the later samples of a request find its prompt in the prefix cache
         return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
 
     def decode(self) -> bool:
@@ -153,7 +155,7 @@ class FakeExecutor:
         )
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence]:
-        self.went_on.append(dispatch_next)
+        self.dispatched_next.append(dispatch_next)
         finished = []
         for (request_id, index), (op, sampled) in list(self._rows.items()):
             length = op.settings.max_tokens or 4
@@ -171,7 +173,7 @@ class FakeExecutor:
         return finished
 
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        assert not self.went_on[-1], "a block is under way"
+        assert not self.dispatched_next[-1], "a dispatch is in flight"
         for key in rows:
             self._enter(f"pause {self._rows[key][0].weights} {key[1]}")
             self._paused[key] = self._rows.pop(key)

@@ -13,7 +13,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # an XLA flag for servers in processes of their own
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # XLA flag for server processes
 CONFIG = ModelConfig(
     vocab_size=260,  # 256 bytes and a few that mean nothing
     hidden_size=32,
@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
 
 
 def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
-    """Weights large enough that distributions are far from flat."""
+    """Save a model with weights so large that its distributions are far from uniform."""
     params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
     save_model(
         jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory

@@ -211,7 +211,7 @@ def test_two_processes_train_sample_save_and_load_as_one(
     assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only process 0 writes
 
 
-def test_the_end_of_one_process_is_the_end_of_the_server_in_one_line(pair: list[Process]) -> None:
+def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> None:
     leader, follower = pair
     with httpx.Client(base_url=f"{leader.url}/api/v1/", timeout=60) as http:
         session_id = http.post("create_session", json={}).raise_for_status().json()["session_id"]

@@ -75,7 +75,7 @@ def key_file(folder: Path, key: bytes) -> str:
 @pytest.mark.parametrize(
     "impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"]
 )
-def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(
+def test_an_impostor_of_process_0_gets_nothing_unpickled(
     hosts: ProcessOptions, tmp_path: Path, impostor: str
 ) -> None:
     created = tmp_path / "created"
@@ -116,7 +116,7 @@ def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path)
     assert (tmp_path / "created").exists()
 
 
-def test_an_impostor_follower_is_refused_and_the_real_one_still_comes(
+def test_an_impostor_is_refused_and_the_real_process_joins(
     hosts: ProcessOptions, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     leading = threading.Thread(target=lambda: lead(chz.replace(hosts, process_id=0), SETTINGS, print).stop())
@@ -188,7 +188,7 @@ def relayed() -> Iterator[Relay]:
 
         listening = threads.submit(listen)
         yield made
-        made.ours.hang_up()
+        made.ours.shut_down()
         listening.result(60)
 
 
@@ -263,9 +263,7 @@ def test_a_message_of_one_connection_is_worth_nothing_in_another(relay: Relay) -
             other.theirs.recv_bytes()
 
 
-def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
-    relay: Relay, tmp_path: Path
-) -> None:
+def test_a_forged_call_ends_the_process_and_is_not_unpickled(relay: Relay, tmp_path: Path) -> None:
     lost = SimpleQueue[str]()
     follower = WorkerRank(relay.theirs, lost.put)
     created = tmp_path / "created"
@@ -273,7 +271,7 @@ def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
     with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
         follower.follow(FakeExecutor)
-    assert "was changed, repeated or lost on its way" in lost.get(timeout=60)
+    assert "was changed, repeated or lost" in lost.get(timeout=60)
     assert not created.exists() and lost.empty()
 
 
@@ -284,12 +282,12 @@ def test_a_forged_answer_ends_process_0_with_one_error() -> None:
         leader = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
         raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
         assert lost.get(timeout=60).startswith(
-            "process 1: a message between the processes was changed, repeated or lost on its way"
+            "process 1: a message between the processes was changed, repeated or lost"
         )
         leader.stop()
 
 
-def test_a_follower_that_claims_another_number_does_not_know_the_key_for_it() -> None:
+def test_a_process_cannot_prove_another_number() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept, ours, KEY, timeout_s=60)

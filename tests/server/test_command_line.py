@@ -25,7 +25,7 @@ from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_plan import plan_memory
-from skyrl_tx_server.executor.resolved_model import served_model
+from skyrl_tx_server.executor.resolved_model import resolve_model
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.kv_cache import empty_cache
 from skyrl_tx_server.model.lora.adapter import zero_adapter
@@ -238,14 +238,14 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     plan = plan_memory(settings)
     config = load_model_config(FIXTURES / "tied")
     weights = load_params(FIXTURES / "tied", config, "float32")
-    assert plan.shares[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    cache = fitting_cache(served_model(settings), 1e9)
-    assert plan.shares[1].num_bytes == sum(
+    assert plan.items[0].num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    cache = fitting_cache(resolve_model(settings), 1e9)
+    assert plan.items[1].num_bytes == sum(
         leaf.nbytes
         for leaf in jax.tree.leaves(empty_cache(config=config, pages=cache.pages, dtype=np.dtype(np.float32)))
     )
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
-    assert plan.shares[2].num_bytes == (settings.max_models * 5 + 5) * adapter
+    assert plan.items[2].num_bytes == (settings.max_models * 5 + 5) * adapter
 
 
 @pytest.mark.parametrize(

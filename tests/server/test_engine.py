@@ -111,7 +111,7 @@ def test_training_runs_between_the_blocks_of_a_long_generation():
         for pair in map(list, pairwise(between))
     )
     beside = between.count("decode")
-    assert executor.went_on == [False] * beside + [True] * (len(executor.went_on) - beside), (
+    assert executor.dispatched_next == [False] * beside + [True] * (len(executor.dispatched_next) - beside), (
         "the next block waits for who is next"
     )
 
@@ -123,7 +123,7 @@ def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
         executor.gate.set()
         for future in futures:
             future.result(TIMEOUT_S)
-    assert executor.went_on == [True, True, False, True, True, True], "the third block ended the first sample"
+    assert executor.dispatched_next == [True, True, False, True, True, True], "the third block ended the first sample"
 
 
 def test_an_expected_error_reaches_only_its_caller_unchanged():
@@ -305,7 +305,7 @@ def test_the_engine_decodes_between_two_prefill_chunks():
         for future in futures:
             future.result(TIMEOUT_S)
     assert executor.log[:6] == ["admit short 0+1", "piece", "decode", "piece", "decode", "admit long 0+1"]
-    assert executor.went_on[:3] == [False, False, True], "the next piece has its turn first"
+    assert executor.dispatched_next[:3] == [False, False, True], "the next piece has its turn first"
 
 
 class Doctored(FakeExecutor):

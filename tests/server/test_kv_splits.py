@@ -26,7 +26,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(batches(), st.sampled_from([1, 2, 4]), st.integers(1, 8))
-def test_every_part_of_every_row_is_read_once_by_rows_that_have_its_pages(
+def test_every_part_is_read_once_by_sequences_with_its_pages(
     batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
 ) -> None:
     tables, lengths = batch
@@ -65,7 +65,7 @@ def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.n
     assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
 
 
-def test_a_row_that_no_stretch_has_room_for_reads_in_one_of_its_own() -> None:
+def test_sequences_beyond_the_width_of_a_split_get_another() -> None:
     """Five rows alike, of which four fill a matrix product."""
     found = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
     assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]

@@ -10,12 +10,12 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
 
-def test_a_context_beyond_the_batch_is_planned_for_and_named_as_what_to_lower() -> None:
+def test_a_context_beyond_the_batch_is_part_of_the_plan() -> None:
     plan, config = (
         plan_memory(make_settings(FIXTURES / "tied", Path("unused"), train_tokens_per_batch=128)),
         load_model_config(FIXTURES / "tied"),
     )
-    training = plan.shares[-1]
+    training = plan.items[-1]
     assert (training.name, training.lower) == (
         "a training batch with streams of 256 tokens",
         "max_context_length",

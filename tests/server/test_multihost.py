@@ -1,4 +1,4 @@
-"""Process 0 and another, as two threads of this one with executors that have no devices."""
+"""Process 0 and another one, as two threads with executors that have no devices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Started:
                 end.put(None)
             except Exception as error:
                 end.put(error)
-            theirs.hang_up()
+            theirs.shut_down()
 
         threading.Thread(target=follow, daemon=True).start()
         rank0 = RankZero({1: ours}, lost.put)
@@ -134,7 +134,7 @@ class Submits:
         return True
 
 
-def test_rows_are_paused_on_every_process_alike(started: _Started) -> None:
+def test_sequences_are_paused_on_every_process(started: _Started) -> None:
     pair = started()
     engine = Engine(pair.executor)
     engine.start()
@@ -151,7 +151,7 @@ def test_rows_are_paused_on_every_process_alike(started: _Started) -> None:
     assert [list(sequence.tokens) for sequence in result.sequences] == [list(range(7, 47))] * 8
 
 
-def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Started) -> None:
+def test_a_server_error_fails_only_its_operation(started: _Started) -> None:
     pair = started()
     pair.run(CREATE)
     for executor in (pair.own, pair.other):
@@ -176,7 +176,7 @@ def test_an_error_raised_on_purpose_concerns_its_operation_alone(started: _Start
         ),
     ],
 )
-def test_what_only_one_process_meets_is_the_end_of_all(
+def test_an_error_of_one_process_alone_stops_the_server(
     started: _Started,
     own: Exception | None,
     other: Exception | None,
@@ -199,7 +199,7 @@ def test_what_only_one_process_meets_is_the_end_of_all(
     )
 
 
-def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reason() -> None:
+def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     ours, theirs = channels()
     lost, own = (
         SimpleQueue[str](),
@@ -220,14 +220,14 @@ def test_a_process_that_goes_is_known_at_once_and_what_waits_fails_with_the_reas
             future.result(60)
     with pytest.raises(RankLostError, match=reason):
         executor.sampler.decode()
-    executor.sampler.release(1)  # nothing is held any more, which is no error
+    executor.sampler.release(1)  # it raises nothing, because nothing is held
     assert own.gate is not None
     own.gate.set()
     engine.stop()
     rank0.stop()
 
 
-def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> None:
+def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     ours, theirs = channels()
     lost, other = (
         SimpleQueue[str](),
@@ -244,7 +244,7 @@ def test_the_end_of_process_0_is_known_at_once_whatever_the_others_compute() -> 
         assert isinstance(following.exception(60), RankLostError | OSError)
 
 
-def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
+def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
     found = []
 
     def refused() -> int:
@@ -272,7 +272,7 @@ def test_what_process_0_finds_out_all_go_on_with(started: _Started) -> None:
     assert found == [7] and pair.other.log == pair.own.log
 
 
-def test_process_0_that_stops_before_all_has_begun_ends_the_others(started: _Started) -> None:
+def test_process_0_that_stops_early_ends_the_others(started: _Started) -> None:
     pair = started(lambda worker: worker.broadcast_from_rank0(lambda: 1))
     pair.rank0.stop()
     assert isinstance(pair.end.get(timeout=60), RankLostError)

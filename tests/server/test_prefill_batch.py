@@ -115,7 +115,7 @@ def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
     assert max(CPU_PREFILL.turn, GPU_PREFILL.turn) == PROMPTS_PER_PREFILL
 
 
-def test_gpu_batches_are_compiled_for_one_several_and_all_adapters() -> None:
+def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
     """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots, whatever the number of decode slots."""
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
     found = [

@@ -12,7 +12,7 @@ import chz
 import pytest
 
 from skyrl_tx_server.config.process_options import ProcessOptions
-from skyrl_tx_server.distributed.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
+from skyrl_tx_server.distributed.rendezvous import Handshake, join, lead, refusal_of, remove_disconnected
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import channels
 from tests.fakes.executor import FakeExecutor
@@ -49,15 +49,15 @@ def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     thread.join()
 
 
-def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: ProcessOptions) -> None:
+def test_process_0_waits_for_the_others_until_the_timeout(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"^num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start",
+        match=f"^num_processes=2: process 1 did not connect to {hosts.coordinator_address} within 1 s; start",
     ):
         lead(chz.replace(hosts, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_a_process_that_finds_nobody_gives_up(hosts: ProcessOptions) -> None:
+def test_a_process_without_process_0_times_out(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
         match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused",
@@ -65,21 +65,21 @@ def test_a_process_that_finds_nobody_gives_up(hosts: ProcessOptions) -> None:
         join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: ProcessOptions) -> None:
+def test_a_silent_listener_at_the_address_times_out(hosts: ProcessOptions) -> None:
     with (
         socket.create_server(hosts.address),
-        pytest.raises(ConfigError, match="who listens there said nothing for 1 s"),
+        pytest.raises(ConfigError, match="the listener sent nothing for 1 s"),
     ):
         join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and_frees_its_place() -> None:
+def test_a_disconnected_process_frees_its_number() -> None:
     (one, first), (two, _second) = channels(), channels()
     joined = {1: one, 2: two}
-    _forget_gone(joined)
+    remove_disconnected(joined)
     assert set(joined) == {1, 2}
     first.close()
-    _forget_gone(joined)
+    remove_disconnected(joined)
     assert set(joined) == {2}
 
 
@@ -110,19 +110,23 @@ def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
             {},
             "process 1 was started with num_processes=3, process 0 with num_processes=2",
         ),
-        ({}, {"max_num_seqs": 4}, "process 1 has max_num_seqs=4, process 0 max_num_seqs=6: start them alike"),
-        ({}, {"base_model": str(FIXTURES / "untied")}, "process 1 has model files=.*: start them alike"),
+        (
+            {},
+            {"max_num_seqs": 4},
+            "process 1 has max_num_seqs=4, process 0 max_num_seqs=6: use equal options",
+        ),
+        ({}, {"base_model": str(FIXTURES / "untied")}, "process 1 has model files=.*: use equal options"),
     ],
 )
-def test_who_is_not_alike_is_turned_away(
+def test_a_process_with_other_options_is_refused(
     hosts: ProcessOptions, others: dict, settings: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         join(chz.replace(hosts, **{"process_id": 1, **others}), chz.replace(SETTINGS, **settings), print)
 
 
-def test_where_things_lie_may_differ_and_a_process_id_may_not_be_taken_twice() -> None:
-    mine = _Introduction(process_id=0, num_processes=2, settings={"dtype": "float32"})
+def test_paths_may_differ_and_process_ids_may_not_repeat() -> None:
+    mine = Handshake(process_id=0, num_processes=2, settings={"dtype": "float32"})
     theirs = replace(mine, process_id=1, settings={"dtype": "float32", "model_dir": "/elsewhere"})
-    assert _mistake(mine, theirs, {}) is None
-    assert _mistake(mine, theirs, {1: None}) == "process_id=1 is taken: each process needs its own"  # type: ignore[dict-item]
+    assert refusal_of(mine, theirs, {}) is None
+    assert refusal_of(mine, theirs, {1: None}) == "process_id=1 is taken: each process needs its own"  # type: ignore[dict-item]

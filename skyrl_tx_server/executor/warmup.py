@@ -1,0 +1,35 @@
+"""Compiles programs in a background thread before they are needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from jax.stages import Lowered
+
+logger = logging.getLogger(__name__)
+
+
+def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
+    """Compile `programs`, each with its name, in a thread. A request that needs another program meanwhile compiles it itself.
+
+    A process that exits waits for the compilation under way, because XLA cannot interrupt it.
+    """
+    threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
+
+
+def _compile(programs: Iterable[tuple[str, Lowered]]) -> None:
+    start, count = time.monotonic(), 0
+    try:
+        for name, program in programs:
+            if not threading.main_thread().is_alive():
+                return
+            program.compile()
+            count += 1
+            logger.debug("compiled %s", name)
+    except Exception:
+        logger.exception("warmup failed after %d programs; requests compile the others", count)
+        return
+    logger.info("%d programs ready after %.0f s", count, time.monotonic() - start)
