@@ -17,14 +17,28 @@ from typing import Literal, Union, get_args, get_origin
 import chz
 from chz.tiepin import type_repr
 
+from skyrl_tx_server.config.engine_options import EngineOptions
+from skyrl_tx_server.config.http_options import HttpOptions
+from skyrl_tx_server.config.process_options import ProcessOptions
 from skyrl_tx_server.config.renamed import RENAMED_OPTIONS, RENAMED_VALUES
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.errors import ConfigError
 
 _PURPOSE = [
     "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and "
     "sampling."
 ]
+
+_COMPONENTS = {
+    "Model, devices and memory": EngineOptions,
+    "HTTP": HttpOptions,
+    "Tenants": TenantOptions,
+    "External sampler": SamplerOptions,
+    "Several processes": ProcessOptions,
+}
+"""Heading in the help -> component."""
 
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
 """Options that other users of the machine must not see, and the environment variables that hold them."""
@@ -130,17 +144,31 @@ def _key_in(file: Path) -> str:
 
 
 def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
-    """Return every option with its default and meaning."""
-    defaults = inspect.signature(options).parameters
-    lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)]), ""]
-    for name, field in chz.chz_fields(options).items():
-        default = (
-            "required"
-            if defaults[name].default is inspect.Parameter.empty
-            else f"default {defaults[name].default}"
-        )
-        lines.append(f"  {name:24} {field._doc} ({default})")
+    """Return every option with its default and meaning. Those of the server are grouped by component."""
+    fields, defaults = chz.chz_fields(options), inspect.signature(options).parameters
+    lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)])]
+    for heading, names in _sections(options):
+        lines += ["", *heading]
+        for name in names:
+            default = defaults[name].default
+            shown = "required" if default is inspect.Parameter.empty else f"default {default}"
+            lines.append(f"  {name:24} {fields[name]._doc} ({shown})")
     return "\n".join(lines)
+
+
+def _sections(options: type) -> list[tuple[list[str], list[str]]]:
+    """Return the headings of the help and the options below them."""
+    names = list(chz.chz_fields(options))
+    if options is not ServerConfig:
+        return [([], names)]
+    sections = []
+    for heading, component in _COMPONENTS.items():
+        # EngineOptions and HttpOptions inherit TenantOptions, which has a section of its own.
+        inherited = chz.chz_fields(TenantOptions) if component is not TenantOptions else {}
+        own = [name for name in names if name in chz.chz_fields(component) and name not in inherited]
+        names = [name for name in names if name not in own]
+        sections.append(([heading], own))
+    return [*sections, (["Program"], names)]
 
 
 def values_of(kind: object) -> str:

@@ -150,6 +150,8 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == help_text() + "\n"
     assert "  base_model " in help_text() and "(required)" in help_text() and "(default 8000)" in help_text()
+    options = [line.split()[0] for line in help_text().splitlines() if line.startswith("  ")]
+    assert sorted(options) == sorted(chz.chz_fields(ServerConfig))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def outcomes(number: int, seed: int) -> list[str]:
             result = re.sub(r"seed=\d{3,}", "seed=", repr(parsed))
         except errors.UserError as error:
             result = f"{type(error).__name__}: {error}"
+            if name == "protobuf":  # without tokens every input is wrong, and a map has no order
+                result = re.sub(r": \w+ has (\d+) entries for 0", r": an input has \1 entries for 0", result)
         results.append(f"{name}: {result}")
     return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))
 
