@@ -87,7 +87,7 @@ class StepGroups:
     @asynccontextmanager
     async def played(self, batches: Sequence[Batch], policy: Policy) -> AsyncIterator[None]:
         """While the run trains: groups are played by `policy` and its successors, and none any more when the block ends."""
-        self._policy.become(policy)
+        self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
         async with self._pipeline:
             yield
@@ -96,7 +96,7 @@ class StepGroups:
         self._pipeline.update_begins()
 
     def update_ended(self, policy: Policy) -> None:
-        self._policy.become(policy)
+        self._policy.set(policy)
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:

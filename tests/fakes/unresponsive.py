@@ -27,7 +27,7 @@ import uvicorn
 from src.config import TrainerConfig
 from src.core.trajectory import Trajectory
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 START = (
@@ -110,7 +110,7 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
     async def play(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
-            [1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[]
+            SampleRequest(prompt_ids=[1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed)
         )
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
 

@@ -84,9 +84,7 @@ class Defective:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
     folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(
-        make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4
-    )
+    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
     context = AppState(

@@ -15,6 +15,7 @@ from src.policy.openai_client import (
     connect_endpoint,
     endpoint_chat,
 )
+from src.policy.sampling_policy import SampleRequest
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 
@@ -52,7 +53,9 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
         asked.append(json.loads(request.content))
         return reply("sure \x02thing")
 
-    first = await policy(answer).sample(chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3, stop=[])
+    first = await policy(answer).sample(
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3)
+    )
     assert asked[0] == {
         **{"model": "big", "max_tokens": 9, "temperature": 0.5, "seed": 3},
         "messages": [MESSAGES[0], {"role": "user", "content": "grüß Gott\n"}],
@@ -63,7 +66,7 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
     )
     again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
     assert again[: len(first.prompt_ids)] == first.prompt_ids
-    await policy(answer).sample(again, max_tokens=9, temperature=0.5, seed=3, stop=[])
+    await policy(answer).sample(SampleRequest(prompt_ids=again, max_tokens=9, temperature=0.5, seed=3))
     assert asked[1]["messages"][2:] == [
         {"role": "assistant", "content": "sure thing"},
         {"role": "user", "content": "go on"},
@@ -73,7 +76,7 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
 async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
     chat = endpoint_chat()
     turn = await policy(lambda _: reply("half", "length")).sample(
-        chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1)
     )
     assert (turn.stop_reason, chat.decode(turn.completion_ids)) == (StopReason.LENGTH, "half")
     messages = MessageCodec().messages(
@@ -84,17 +87,17 @@ async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
 
 async def test_an_answer_of_nothing_is_an_empty_one():
     turn = await policy(lambda _: reply(None)).sample(
-        endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+        SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
     )
     assert endpoint_chat().decode(turn.completion_ids) == ""
 
 
-async def test_an_endpoint_that_fails_is_a_failure_of_the_back_end_and_never_trains():
+async def test_a_failing_endpoint_is_a_failure_of_the_backend():
     failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
     with pytest.raises(BackendError, match="asking big: InternalServerError"):
-        await failing.sample(endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[])
-    with pytest.raises(BackendError, match="it can be evaluated, not trained"):
-        await failing.logprobs([1, 2])
+        await failing.sample(
+            SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+        )
 
 
 async def test_nobody_at_the_address_is_one_line():

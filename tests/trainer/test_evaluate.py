@@ -15,8 +15,8 @@ from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
 from src.evaluate.run import Evaluated, run
-from src.policy.sampling_policy import Policy
 from src.records.checkpoints import Checkpoint, append
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 
 SERVER = [
@@ -69,7 +69,7 @@ class Bench:
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.floors)
+            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.floors)
         )
 
     def results(self, name="results.json"):

@@ -27,7 +27,7 @@ from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
 from src.envs.service.user_simulator import ScriptedCustomer
 from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
@@ -35,7 +35,7 @@ from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
 CHATS = {"thinking is removed from history": byte_chat(), "history is unchanged": toy_chat()}
 
 
-class RandomPolicy(Policy):
+class RandomPolicy:
     """A policy that samples random ids, with thinking and stray control tokens, and records every turn.
 
     Some answers are empty, some are cut, and some change when they are decoded and encoded again.
@@ -58,9 +58,7 @@ class RandomPolicy(Policy):
         self._chat = chat
         self._rng = random.Random(seed)
 
-    async def sample(
-        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         rng = self._rng
         text = rng.choice(self.answers)
         ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
@@ -68,9 +66,9 @@ class RandomPolicy(Policy):
             ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that is not text by itself
         if rng.random() < 0.85:
             ids = [*ids, self._chat.turn_end_id]
-        ids = ids[:max_tokens]
+        ids = ids[: request.max_tokens]
         turn = Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(request.prompt_ids),
             completion_ids=ids,
             logprobs=[-rng.uniform(0.001, 20) for _ in ids],
             stop_reason=StopReason.STOP if ids and ids[-1] == self._chat.turn_end_id else StopReason.LENGTH,

@@ -17,7 +17,7 @@ import tinker
 from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
 from src.loop.run import Dependencies, end_state
-from src.policy.sampling_policy import sdk_boundary
+from src.policy.sampling_policy import PolicyWrapper, sdk_boundary
 from src.records.journal import RunState
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
@@ -52,6 +52,19 @@ class Future:
 
     def __await__(self):
         return self._call().__await__()
+
+
+class PolicyStuckForSeeds(PolicyWrapper):
+    """A policy whose calls with certain seeds never return."""
+
+    def __init__(self, policy, seeds):
+        super().__init__(policy)
+        self._seeds = seeds
+
+    async def sample(self, request):
+        if request.seed in self._seeds:
+            await for_ever()
+        return await super().sample(request)
 
 
 class Bench(FakeRun):
@@ -115,16 +128,7 @@ class Bench(FakeRun):
 
     def _stuck_for_some(self, make_policy):
         async def make(version):
-            policy = await make_policy(version)
-            sample = policy.sample
-
-            async def sample_or_hang(*args, seed, **options):
-                if seed in self.stuck_seeds:
-                    await for_ever()
-                return await sample(*args, seed=seed, **options)
-
-            policy.sample = sample_or_hang
-            return policy
+            return PolicyStuckForSeeds(await make_policy(version), self.stuck_seeds)
 
         return make
 

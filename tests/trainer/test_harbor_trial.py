@@ -12,6 +12,7 @@ import pytest
 
 from src.core.errors import BackendError, ConfigError
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.harbor_trials import (
     SOLUTION,
     TASKS,
@@ -187,10 +188,10 @@ class UnansweredPolicy(ScriptedPolicy):
 
     num_answered = 0
 
-    async def sample(self, *args: object, **kwargs: object) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         if len(self.prompts) == self.num_answered:
             await asyncio.Event().wait()
-        return await super().sample(*args, **kwargs)  # type: ignore[arg-type]
+        return await super().sample(request)
 
 
 @pytest.mark.parametrize("num_answered", [0, 1])

@@ -9,11 +9,11 @@ from src.core.errors import BackendError
 from src.core.trajectory import StopReason, Trajectory
 from src.policy.chat import Message
 from src.policy.openai_client import Reply
-from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings
 from src.rollouts.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, task
 
 LABELS = "\n".join(f"{number} {name.replace('_', ' ')}: yes" for number, name in enumerate(MODES))
@@ -169,7 +169,7 @@ async def test_an_evaluation_beside_training_is_never_judged(tmp_path):
 
     async def groups(purpose: str) -> list[float]:
         plan = RolloutPlan(step=1, purpose=purpose, group_size=3, temperature=1.0, directory=tmp_path)
-        [group] = await rollouts.play([task("a")], Policy(None, 0), plan, lambda finished: None)  # type: ignore[arg-type]
+        [group] = await rollouts.play([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
         assert group.rewards == [1.0] * 3
         return [member.bonus for member in group.trajectories]
 

@@ -31,7 +31,7 @@ from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_
 from src.learning.datums import sequences_of, step_sequences_of
 from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
@@ -229,7 +229,7 @@ async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
             )
             return tinker.SampleResponse(sequences=[sequence])
 
-    result, _, environment = await play([ending()], [], policy=Policy(OneLogprobTooFew(), 0))
+    result, _, environment = await play([ending()], [], policy=TinkerPolicy(OneLogprobTooFew(), 0))
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.BACKEND
     assert "3 tokens came back with 2 logprobs" in result.message and environment.answers == []
 
@@ -271,8 +271,8 @@ async def test_s4_without_a_message_only_a_generation_prompt_is_added():
 
 async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
     class StopsBeforeEndToken(FakePolicy):
-        async def sample(self, prompt_ids, **options):
-            turn = await super().sample(prompt_ids, **options)
+        async def sample(self, request):
+            turn = await super().sample(request)
             return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1])
 
     chat = toy_chat()
@@ -508,8 +508,8 @@ async def test_a_system_exit_of_close_is_ignored():
 
 async def test_an_empty_answer_reaches_the_environment_only():
     class SecondAnswerEmpty(FakePolicy):
-        async def sample(self, prompt_ids, **options) -> Turn:
-            turn = await super().sample(prompt_ids, **options)
+        async def sample(self, request) -> Turn:
+            turn = await super().sample(request)
             return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) == 2 else turn
 
     chat = toy_chat()
@@ -523,8 +523,8 @@ async def test_an_empty_answer_reaches_the_environment_only():
 
 async def test_empty_answers_alone_give_no_turns():
     class OnlyEmptyAnswers(FakePolicy):
-        async def sample(self, prompt_ids, **options) -> Turn:
-            return replace(await super().sample(prompt_ids, **options), completion_ids=[], logprobs=[])
+        async def sample(self, request) -> Turn:
+            return replace(await super().sample(request), completion_ids=[], logprobs=[])
 
     trajectory, policy, _ = await play(
         [StepResult()] * 100, [], limits(60), policy=OnlyEmptyAnswers(toy_chat(), [""])
@@ -546,7 +546,7 @@ async def test_each_call_has_a_seed_of_its_own():
 async def test_each_call_has_the_sampling_parameters_of_the_run():
     _, policy, _ = await play([OB] * 3, ["AB"], settings=replace(SETTINGS, max_turns=2))
     assert [call.temperature for call in policy.calls] == [0.7, 0.7]
-    assert [call.stop for call in policy.calls] == [[2], [2]]
+    assert [call.stop_token_ids for call in policy.calls] == [[2], [2]]
 
 
 async def test_metrics_of_the_environment_are_the_trajectorys():

@@ -3,7 +3,7 @@ import tinker
 
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest, TinkerPolicy
 from tests.fakes.backend import Ready
 
 
@@ -29,9 +29,9 @@ class Broken:
         raise OSError("connection lost")
 
 
-async def sample(client, **changes):
-    options = {"max_tokens": 5, "temperature": 0.7, "seed": 3, "stop": [9]} | changes
-    return await Policy(client, version=4).sample([1, 2], **options)
+async def sample(client):
+    request = SampleRequest(prompt_ids=[1, 2], max_tokens=5, temperature=0.7, seed=3, stop_token_ids=[9])
+    return await TinkerPolicy(client, version=4).sample(request)
 
 
 async def test_a_turn_is_exactly_what_the_sampler_saw_and_returned():
@@ -60,7 +60,7 @@ async def test_a_foreign_error_is_attributed_to_the_backend():
 
 
 async def test_logprobs_leave_out_the_first_token():
-    policy = Policy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
+    policy = TinkerPolicy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
     with pytest.raises(BackendError, match="4 tokens came back with 2"):
         await policy.logprobs([5, 6, 7, 8])

@@ -231,6 +231,7 @@ def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Pat
     from src.config import TrainerConfig
     from src.core.trajectory import StopReason, Trajectory, Turn
     from src.envs.harbor.environment import open_harbor
+    from src.policy.sampling_policy import SampleRequest
 
     options = {"environment_type": "sandbox", "max_turns": 4, "enable_summarize": False, "eval_split": 0.0}
     source = open_harbor(
@@ -248,18 +249,10 @@ def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Pat
     class Scripted:
         version = 0
 
-        async def sample(
-            self,
-            prompt_ids: list[int],
-            *,
-            max_tokens: int,
-            temperature: float,
-            seed: int | None,
-            stop: list[int],
-        ) -> Turn:
+        async def sample(self, request: SampleRequest) -> Turn:
             prompts.append(
                 chat.tokenizer.decode(
-                    prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                    request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
                 )
             )
             ids = [
@@ -267,14 +260,14 @@ def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Pat
                 chat.turn_end_id,
             ]
             return Turn(
-                prompt_ids=prompt_ids,
+                prompt_ids=request.prompt_ids,
                 completion_ids=ids,
                 logprobs=[0.0] * len(ids),
                 stop_reason=StopReason.STOP,
                 policy_version=0,
             )
 
-    result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))  # type: ignore[arg-type]
+    result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))
     assert isinstance(result, Trajectory) and result.reward == 1.0
     screen = Screen()
     if PROMPT in prompts[0]:  # The shell can be slower than the first screen, as in some demonstrations.

@@ -12,6 +12,7 @@ from src.core.errors import BackendError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -111,8 +112,8 @@ async def test_consecutive_cut_answers_end_the_episode() -> None:
 class EmptyAnswers(FakePolicy):
     """A policy whose answers after the first one are empty."""
 
-    async def sample(self, prompt_ids: list[int], **options: object) -> Turn:  # type: ignore[override]
-        turn = await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
+    async def sample(self, request: SampleRequest) -> Turn:
+        turn = await super().sample(request)
         return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) > 1 else turn
 
 

@@ -1,6 +1,4 @@
-"""A policy that measures how long its calls take, so that a timeout can be attributed to the agent or the
-sampler.
-"""
+"""A policy that measures its calls, so that a timeout can be attributed to the agent or to the sampler."""
 
 from __future__ import annotations
 
@@ -9,36 +7,25 @@ import time
 from collections.abc import Sequence
 
 from src.core.trajectory import TimeSpent, Turn
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, PolicyWrapper, SampleRequest
 
 PROBE_TIMEOUT_S = 20.0
 
 
-class TimedPolicy(Policy):
+class TimedPolicy(PolicyWrapper):
     """A policy that measures the time of its calls."""
 
     def __init__(self, policy: Policy) -> None:
-        self.version = policy.version
+        super().__init__(policy)
         self.unanswered_s = 0.0  # how long the call that was cancelled had waited
         self.spent = TimeSpent(started=time.monotonic())
-        self._policy = policy
         self._last_prompt: Sequence[int] = ()
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         call_started = time.monotonic()
-        self._last_prompt = prompt_ids
+        self._last_prompt = request.prompt_ids
         try:
-            turn = await self._policy.sample(
-                prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-            )
+            turn = await super().sample(request)
         except asyncio.CancelledError:
             self.unanswered_s = time.monotonic() - call_started
             raise
@@ -48,19 +35,15 @@ class TimedPolicy(Policy):
         self.spent.first_answer = self.spent.first_answer or time.monotonic()
         return turn
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._policy.logprobs(token_ids)
-
     async def responds(self) -> bool:
         """Return whether one token is sampled within `PROBE_TIMEOUT_S`.
 
         If so, the server works, and the call that was cancelled was for a long answer.
         """
+        request = SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self._policy.sample(
-                    self._last_prompt[:1], max_tokens=1, temperature=1.0, seed=None, stop=[]
-                )
+                await self.policy.sample(request)
         except Exception:
             return False
         return True

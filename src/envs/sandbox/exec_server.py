@@ -53,7 +53,24 @@ check('PR_SET_NO_NEW_PRIVS', syscall($prctl, 38, 1, 0, 0, 0));
 while (my ($resource, $most) = splice @limits, 0, 2) {
     check('prlimit', syscall($prlimit64, 0, $resource, pack('QQ', $most, $most), 0));
 }
-system('/usr/bin/cp', '-RP', '/.sandbox/skeleton/.', '/') == 0 or exit 1;
+sub must { return if $_[1]; print STDERR "cannot create $_[0] in the sandbox: $!\n"; exit 1 }
+sub copy {
+    my ($source, $target) = @_;
+    my $mode = (lstat $source)[2] & 0777;
+    if (-l _) { return must($target, symlink readlink($source), $target) }
+    if (-d _) {
+        must($target, -d $target || mkdir $target, $mode);
+        must($target, opendir my $directory, $source);
+        for my $name (readdir $directory) { copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..' }
+        return;
+    }
+    must($source, sysopen my $in, $source, 0);
+    must($target, sysopen my $out, $target, 0301, $mode);  # O_WRONLY, O_CREAT, O_EXCL
+    my $size;
+    while ($size = sysread $in, my $data, 1 << 20) { must($target, $size == (syswrite($out, $data) // -1)) }
+    must($source, defined $size);
+}
+copy('/.sandbox/skeleton', '/.');
 my $child_signal = pack('Q', 1 << 16);
 check('rt_sigprocmask', syscall($rt_sigprocmask, 0, $child_signal, 0, 8));
 my $descriptor = syscall($signalfd4, -1, $child_signal, 8, 0x80800);  # CLOEXEC, NONBLOCK

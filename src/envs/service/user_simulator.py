@@ -17,7 +17,7 @@ from src.envs.message_env import turn_seed
 from src.policy.backend import BackendSettings, connect
 from src.policy.chat import Chat, Message
 from src.policy.openai_client import ChatEndpoint
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
@@ -137,11 +137,13 @@ class TinkerModel:
         prompt_ids = chat.render(messages, tools=tools)
         try:
             turn = await policy.sample(
-                prompt_ids,
-                max_tokens=MAX_TOKENS,
-                temperature=self._temperature,
-                seed=seed,
-                stop=chat.stop_token_ids,
+                SampleRequest(
+                    prompt_ids=prompt_ids,
+                    max_tokens=MAX_TOKENS,
+                    temperature=self._temperature,
+                    seed=seed,
+                    stop_token_ids=chat.stop_token_ids,
+                )
             )
         except BackendError:
             await self._disconnect(policy)
