@@ -7,6 +7,7 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,7 +81,7 @@ class Bench(FakeRun):
     """A run with the environment that the options select, on a fake back end."""
 
     def __init__(self, path: Path) -> None:
-        backend = BanditBackend()
+        backend: Any = BanditBackend()
         super().__init__(
             path / "run",
             lambda config, settings: Dependencies(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[WeightedToken]:
 
 def sampled_tokens(turns: Sequence[Turn]) -> list[WeightedToken]:
     return [
-        WeightedToken(tuple(turn.prompt_ids + turn.completion_ids[:k]), token, float(np.float32(logprob)))
+        WeightedToken((*turn.prompt_ids, *turn.completion_ids[:k]), token, float(np.float32(logprob)))
         for turn in turns
         for k, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True))
     ]
@@ -274,7 +275,7 @@ def service_chats() -> dict[str, Chat]:
     assert stripping != CHAT_TEMPLATE
     chats = {}
     for name, template in (("merging", CHAT_TEMPLATE), ("merging and stripping", stripping)):
-        tokenizer = copy.deepcopy(byte_tokenizer())
+        tokenizer: Any = copy.deepcopy(byte_tokenizer())
         tokenizer.chat_template = template
         chats[name] = Chat(tokenizer)
     return chats

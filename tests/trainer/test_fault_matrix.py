@@ -9,6 +9,7 @@ import asyncio
 import errno
 import json
 import os
+from typing import Any
 
 import httpx
 import pytest
@@ -97,7 +98,7 @@ class Bench(FakeRun):
             self.open_sandboxes -= 1
 
     def _parts(self, config, settings):
-        backend = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
+        backend: Any = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
         client = backend.training_client
         for owner, names in ((backend, ("policy", "save")), (client, ("forward_backward", "optim_step"))):
             for name in names:

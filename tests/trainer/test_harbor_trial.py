@@ -41,8 +41,8 @@ async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> No
     assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
     assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts
     for earlier, later in zip(outcome.turns, outcome.turns[1:], strict=False):
-        both = earlier.prompt_ids + earlier.completion_ids
-        assert later.prompt_ids[: len(both)] == both
+        ids = [*earlier.prompt_ids, *earlier.completion_ids]
+        assert list(later.prompt_ids[: len(ids)]) == ids
     assert outcome.metrics["prefix_breaks"] == 0
     assert outcome.metrics["duration_s"] > 0
     folder = tmp_path / "jobs" / outcome.trial_name
