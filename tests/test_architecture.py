@@ -97,7 +97,9 @@ def test_packages_import_only_lower_layers(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_itself_through_others(package: str) -> None:
-    files = {f"{package}." + ".".join(path.with_suffix("").parts): names for path, _, names in modules(package)}
+    files = {
+        f"{package}." + ".".join(path.with_suffix("").parts): names for path, _, names in modules(package)
+    }
     graph = {module: {name for name in names if name in files} for module, names in files.items()}
     while leaves := [module for module, needed in graph.items() if not needed]:
         for leaf in leaves:
@@ -116,7 +118,9 @@ def test_libraries_are_imported_only_where_stated(library: str) -> None:
     ("column", "libraries"), [(3, HTTP_LIBRARIES), (4, JAX_LIBRARIES)], ids=["http", "jax"]
 )
 def test_server_packages_import_http_or_jax_as_stated(column: int, libraries: set[str]) -> None:
-    free = {name for cells in rows(SERVER) if cells[column] == "no" for name in re.findall(r"`(\w+)`", cells[1])}
+    free = {
+        name for cells in rows(SERVER) if cells[column] == "no" for name in re.findall(r"`(\w+)`", cells[1])
+    }
     users = {name for _, name, names in modules("skyrl_tx_server") if libraries & top_level(names)}
     assert users & free == set()
 
@@ -137,7 +141,9 @@ def test_long_files_state_the_reason(package: str) -> None:
         text = (ROOT / package / path).read_text()
         if "_pb2" not in path.name and text.count("\n") > MAX_LINES:
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            assert "This file is long because" in docstring, f"{package}/{path} has {text.count(chr(10))} lines"
+            assert "This file is long because" in docstring, (
+                f"{package}/{path} has {text.count(chr(10))} lines"
+            )
 
 
 def test_no_python_below_datasets() -> None:

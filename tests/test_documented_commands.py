@@ -56,9 +56,7 @@ def commands(text: str) -> list[list[str]]:
     """The words of each command, without comments and environment variables."""
     lines = text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line.replace("[", "").replace("]", ""), comments=True) for line in lines]
-    return [
-        list(re.split(r"\0", "\0".join(words))) for words in split if words and words[0] != "export"
-    ]
+    return [list(re.split(r"\0", "\0".join(words))) for words in split if words and words[0] != "export"]
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:

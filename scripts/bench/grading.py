@@ -18,7 +18,9 @@ from src.envs.harbor.grading_method import GradingMethod, GradingMode
 METHODS = (GradingMethod(mode=GradingMode.IN_PLACE), GradingMethod(mode=GradingMode.FRESH))
 
 
-async def seconds(folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path) -> float:
+async def seconds(
+    folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path
+) -> float:
     from harbor.models.trial.config import (
         AgentConfig,
         EnvironmentConfig,

@@ -211,7 +211,7 @@ async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> N
         ) from gone
 
 
-class Endpoint:
+class TinkerEndpoint:
     """A checked connection, before anything was made on the server."""
 
     def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
@@ -264,7 +264,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
+async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
     """An endpoint that answers and serves the model; the server's session ends with the block."""
     key = require_key(settings)
     url = address(settings)
@@ -274,7 +274,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
         await check_model(settings, key=key)
-        yield Endpoint(service, settings)
+        yield TinkerEndpoint(service, settings)
         status = "success"
     except Exception as error:
         status = "errored"

@@ -80,7 +80,7 @@ def endpoint_chat() -> Chat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class ChatReply:
     """What an endpoint answered, and what that took."""
 
     text: str
@@ -105,7 +105,7 @@ class ChatEndpoint:
         seed: int | None,
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, object]] = (),
-    ) -> Reply:
+    ) -> ChatReply:
         """One answer to a conversation in OpenAI's format. BackendError when there is none."""
         request: dict[str, Any] = {
             "model": self.model,
@@ -121,7 +121,7 @@ class ChatEndpoint:
             raise BackendError(f"asking {self.model}: the reply holds no choice")
         [choice, *_], usage = answer.choices, answer.usage
         calls = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
-        return Reply(
+        return ChatReply(
             text=choice.message.content or "",
             tool_calls=[{"name": function.name, "arguments": function.arguments} for function in calls],
             was_cut=choice.finish_reason == "length",

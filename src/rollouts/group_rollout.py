@@ -156,7 +156,7 @@ class Rollouts:
             attempts += 1
             async with self._slots:
                 started.append(time.monotonic())
-                self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
+                self._finished.journal.rollout_started(place, policy_version=policy.version, seed=seed)
                 result = await self._trial(task, policy, plan, seed, member)
             if (
                 isinstance(result, Trajectory)

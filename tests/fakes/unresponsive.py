@@ -130,7 +130,7 @@ def main() -> None:
     import src.loop.run
     import src.probe.__main__
     import src.train
-    from src.core.process import leave
+    from src.core.process import exit_process
 
     programs = {
         "train": src.train.main,
@@ -157,7 +157,7 @@ def main() -> None:
             log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            leave(programs[order["module"]](order["argv"]))
+            exit_process(programs[order["module"]](order["argv"]))
         numbers[pid] = number
         os.write(1, (json.dumps({"number": number, "pid": pid}) + "\n").encode())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -24,7 +24,9 @@ TIMEOUT_S = 400
 def python(*arguments: str) -> str:
     """Run a Python command in the repository root. Returns its output."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -37,7 +39,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "skyrl_tx_server", "base_model=datasets/quickstart/model", *options]
     log = folder / "log"
     with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stream, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stream, text=True
+        )
     try:
         assert process.stdout is not None
         address = None
@@ -73,11 +77,18 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
 
 
 def test_the_harbor_task_is_sound() -> None:
-    assert "1 sound" in python("-m", "src.envs.validate", "tasks_dir=examples/tasks", "environment_type=sandbox")
+    assert "1 sound" in python(
+        "-m", "src.envs.validate", "tasks_dir=examples/tasks", "environment_type=sandbox"
+    )
 
 
 def test_the_configuration_file_holds_known_options() -> None:
     lines = [line for line in (EXAMPLES / "short_run.args").read_text().splitlines() if line[:1] != "#"]
-    options = ["model_name=m", "tasks_dir=examples/tasks", "backend=skyrl-tx", "skyrl_tx_url=http://localhost:8000"]
+    options = [
+        "model_name=m",
+        "tasks_dir=examples/tasks",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://localhost:8000",
+    ]
     check = "import sys; from src.cli.command_line import parse; print(parse(sys.argv[1:]).max_steps)"
     assert python("-c", check, *options, *lines).strip() == "2"

@@ -98,7 +98,10 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
             ["base_model=x", *TWO, "cluster_key_file=no-such-file"],
             "cluster_key_file=no-such-file: cannot be read: No such file",
         ),
-        (["base_model=x", *TWO, "cluster_key_file=/dev/null"], "has 0 characters; at least 32 random characters are needed"),
+        (
+            ["base_model=x", *TWO, "cluster_key_file=/dev/null"],
+            "has 0 characters; at least 32 random characters are needed",
+        ),
         (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
         (
             ["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"],

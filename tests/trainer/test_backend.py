@@ -119,7 +119,7 @@ async def test_nothing_there_is_said_within_seconds():
             pass
 
 
-async def test_a_server_that_is_still_loading_is_not_taken_for_a_stranger():
+async def test_a_server_that_is_still_loading_is_reported_as_not_ready():
     with serving(StartupState()) as url, pytest.raises(BackendError, match="is not ready yet"):
         async with connect(settings(url)):
             pass

@@ -23,9 +23,9 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
 from src.envs.message_env import EpisodeSettings, run_episode
-from src.envs.service.domain import ServiceEnv
+from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
-from src.envs.service.user_simulator import ScriptedCustomer
+from src.envs.service.user_simulator import ScriptedUserSimulator
 from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.policy.chat import Chat
 from src.policy.sampling_policy import SampleRequest
@@ -289,10 +289,8 @@ class ServiceAgent(RandomPolicy):
 
 def shop(lines: int) -> ServiceEnv:
     row = {"actions": [], "communicate": []}
-    customer = ScriptedCustomer([f"line {number}" for number in range(lines)])
-    return ServiceEnv(
-        ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True
-    )
+    user = ScriptedUserSimulator([f"line {number}" for number in range(lines)])
+    return ServiceEnv(ToyRetailEpisode(row, database=SHOP, policy="p", user=user), parallel_tool_calls=True)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

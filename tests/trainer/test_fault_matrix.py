@@ -252,9 +252,9 @@ async def meets_a_burst_of_503(bench, trial, policy):
     ("during", "options", "state", "is_exact"),
     [
         (raises, ("max_failure_rate=1",), RunState.DONE, False),
-        (raises_always, (), RunState.RUBBLE, False),
+        (raises_always, (), RunState.TOO_MANY_FAILURES, False),
         (cannot_build_a_sandbox, (), RunState.DONE, False),
-        (cannot_build_any_sandbox, (), RunState.RUBBLE, False),
+        (cannot_build_any_sandbox, (), RunState.TOO_MANY_FAILURES, False),
         (builds_a_sandbox_at_the_third_attempt, (), RunState.DONE, True),
         (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
         (hangs_in_the_sampler, ("answer_timeout_sec=0.05",), RunState.DONE, False),

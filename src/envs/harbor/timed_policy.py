@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from src.core.trajectory import TimeSpent, Turn
+from src.core.trajectory import TrialTime, Turn
 from src.policy.sampling_policy import Policy, PolicyWrapper, SampleRequest
 
 PROBE_TIMEOUT_S = 20.0
@@ -18,7 +18,7 @@ class TimedPolicy(PolicyWrapper):
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self.unanswered_s = 0.0  # how long the call that was cancelled had waited
-        self.spent = TimeSpent(started=time.monotonic())
+        self.spent = TrialTime(started=time.monotonic())
         self._last_prompt: Sequence[int] = ()
 
     async def sample(self, request: SampleRequest) -> Turn:

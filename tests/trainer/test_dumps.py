@@ -22,7 +22,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_evaluation_has_a_file_per_family_with_raw_and_clean_forms(tmp_path):
+def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
     said = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
     dump_evaluation(
         tmp_path, 20, [group("copy-01", messages=said), group("move-01")], {"test/pass_at_1": 1.0}, decode
@@ -92,7 +92,7 @@ def test_a_conversation_falls_back_on_the_tokens():
     assert conversation(trajectory(turns=[]), decode) == []
 
 
-def test_a_special_token_that_was_sampled_is_in_no_exported_conversation():
+def test_conversations_have_no_sampled_special_tokens():
     said = [
         {"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"},
         {"role": "assistant", "content": None, "tool_calls": []},
@@ -107,4 +107,4 @@ def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         dump_examples(tmp_path / "file", 1, [group("a")], decode)
         dump_evaluation(tmp_path / "file", 1, [group("a")], {}, decode)
-    assert caplog.text.count("nothing was dumped") == 2
+    assert caplog.text.count("the dump failed") == 2

@@ -46,7 +46,7 @@ def test_text_comes_back_as_it_was(text):
     assert len(ids) == math.ceil(len(text.encode()) / 4)
 
 
-async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_messages():
+async def test_a_conversation_reaches_the_endpoint_as_messages():
     chat, asked = endpoint_chat(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -73,7 +73,7 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
     ]
 
 
-async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
+async def test_a_cut_answer_is_reported_and_can_be_extended():
     chat = endpoint_chat()
     turn = await policy(lambda _: reply("half", "length")).sample(
         SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1)
@@ -85,7 +85,7 @@ async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
     assert [message["content"] for message in messages[2:]] == ["half", "x"]
 
 
-async def test_an_answer_of_nothing_is_an_empty_one():
+async def test_a_reply_without_content_is_an_empty_completion():
     turn = await policy(lambda _: reply(None)).sample(
         SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
     )
@@ -100,7 +100,7 @@ async def test_a_failing_endpoint_is_a_failure_of_the_backend():
         )
 
 
-async def test_nobody_at_the_address_is_one_line():
+async def test_an_unreachable_endpoint_is_reported_in_one_line():
     with pytest.raises(
         BackendError,
         match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
@@ -109,7 +109,7 @@ async def test_nobody_at_the_address_is_one_line():
             pass
 
 
-async def test_an_endpoint_is_asked_with_tools_and_says_what_its_answer_took():
+async def test_an_endpoint_gets_tools_and_reports_token_counts():
     tool = {
         "type": "function",
         "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},

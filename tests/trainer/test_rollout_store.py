@@ -69,7 +69,7 @@ def test_a_growing_conversation_is_written_once_and_compactly():
     assert len(text) < 6 * len(context) and decoded(json.loads(text)) == played
 
 
-def test_a_history_rewritten_at_every_turn_is_written_compactly_too():
+def test_a_rewritten_history_is_written_compactly():
     draw = random.Random(0)
     turns, context = [], []
     for _ in range(50):
@@ -95,12 +95,12 @@ def test_failures_stand_only_once_their_step_was_trained(tmp_path):
     finished = FinishedRollouts(tmp_path, journal)
     finished.add(STEP, FinishedRollout(result=failure("a"), seed=5, attempts=3))
     assert finished.load("step", 1) == {} and finished.load("eval", 1) == {} and not any_graded(tmp_path)
-    journal.begun(1, [(STEP.step, STEP.task)])
+    journal.batch_fixed(1, [(STEP.step, STEP.task)])
     journal.trained(1, groups=[], state={})
     assert finished.load("step", 1)[STEP].attempts == 3
 
 
-def test_a_rollout_torn_by_a_crash_is_not_finished_and_does_not_spoil_the_next(tmp_path):
+def test_a_torn_line_is_no_finished_rollout(tmp_path):
     rollout = FinishedRollout(
         result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
         seed=5,
@@ -128,7 +128,7 @@ def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypat
     assert found == [{STEP: rollout}]
 
 
-def test_of_an_earlier_process_the_finished_trials_keep_their_folders(tmp_path):
+def test_finished_trials_of_earlier_processes_keep_folders(tmp_path):
     finished = FinishedRollouts(tmp_path, Journal(tmp_path))
     result = Trajectory(
         task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole"

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from src.core.errors import StorageError
-from src.records.atomic_io import append_record, mend, replace_text
+from src.records.atomic_io import append_record, replace_text, truncate_torn_line
 from tests.fakes.run_files import records
 
 
@@ -20,7 +20,7 @@ def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(
         StorageError,
-        match=r"cannot write .*a.jsonl: No space left on device; make room or mend it, then resume the run",
+        match=r"cannot write .*a.jsonl: No space left on device; free space or fix the cause, then resume the run",
     ):
         append_record(path, {"n": 2})
     assert path.read_text() == before
@@ -30,20 +30,20 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": 2')
     assert records(path) == [{"n": 1}]
-    mend(path)
+    truncate_torn_line(path)
     append_record(path, {"n": 3})
     assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
     assert records(tmp_path / "none.jsonl") == []
-    mend(tmp_path / "none.jsonl")
+    truncate_torn_line(tmp_path / "none.jsonl")
 
 
 def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
     path, block = tmp_path / "a.jsonl", 8
-    monkeypatch.setattr("src.records.atomic_io.BLOCK", block)
+    monkeypatch.setattr("src.records.atomic_io.CHUNK_BYTES", block)
     for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
         for torn in range(3 * block):
             path.write_text(whole + "x" * torn)
-            mend(path)
+            truncate_torn_line(path)
             assert path.read_text() == whole
 
 
@@ -53,7 +53,7 @@ def test_a_large_file_is_mended_without_reading_it(tmp_path):
         file.truncate(2**40)  # a hole: no memory would hold it
         file.seek(0, os.SEEK_END)
         file.write(b"\n{")
-    mend(path)
+    truncate_torn_line(path)
     assert path.stat().st_size == 2**40 + 1
 
 

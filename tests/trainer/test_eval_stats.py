@@ -7,18 +7,17 @@ import pytest
 from scripts.bench.interval_coverage import POOLS, coverage
 from src.evaluate.eval_stats import (
     Tally,
-    compared,
+    compare_paired,
     mean_rate,
     pass_at_k,
     pass_hat_k,
     pass_rates,
     sign_flip_p_value,
-    student_quantile,
 )
 
 
 @pytest.mark.parametrize("graded", range(1, 9))
-def test_pass_at_k_and_pass_hat_k_agree_with_counting_every_choice_of_k_trials(graded):
+def test_pass_rates_agree_with_enumeration(graded):
     for solved in range(graded + 1):
         outcomes = [1] * solved + [0] * (graded - solved)
         for k in range(1, graded + 1):
@@ -42,24 +41,24 @@ def test_pass_at_k_and_pass_hat_k_are_unbiased():
 
 @pytest.mark.parametrize("pool", ["even", "hard", "bimodal", "alike"])
 @pytest.mark.parametrize("size", [(20, 8), (40, 4), (100, 4)])
-def test_intervals_of_pass_at_1_hold_the_truth_93_to_97_times_in_100(pool, size):
+def test_intervals_of_pass_at_1_cover_93_to_97_percent(pool, size):
     assert 0.93 <= coverage(POOLS[pool], size, "pass_at_1", repeats=1500, seed=1) <= 0.97
 
 
 @pytest.mark.parametrize("kind", ["pass_at_n", "pass_hat_n"])
 @pytest.mark.parametrize("pool", ["even", "bimodal"])
-def test_intervals_of_the_other_rates_hold_the_truth_as_often(pool, kind):
+def test_intervals_of_other_rates_cover_93_to_97_percent(pool, kind):
     assert 0.93 <= coverage(POOLS[pool], (100, 4), kind, repeats=1500, seed=1) <= 0.97
 
 
-def test_trials_of_one_task_are_not_counted_as_if_they_were_independent():
+def test_trials_of_one_task_are_not_independent():
     alike = mean_rate([1.0] * 5 + [0.0] * 5, num_trials=80)
     spread = mean_rate([0.5] * 10, num_trials=80)
     assert alike.high - alike.low > 0.5
     assert 0.15 < spread.high - spread.low < 0.6
 
 
-def test_tasks_that_are_nearly_alike_are_no_more_trials_than_there_were():
+def test_the_effective_number_is_at_most_the_number_of_trials():
     estimate = mean_rate([0.5, 0.52], num_trials=100)  # they vary as the means of 2,499 would
     assert (estimate.low, estimate.high) == (
         pytest.approx(0.41348, abs=1e-5),
@@ -67,13 +66,13 @@ def test_tasks_that_are_nearly_alike_are_no_more_trials_than_there_were():
     )  # Wilson's at 100
 
 
-def test_an_interval_has_a_width_even_where_every_trial_was_solved():
+def test_an_interval_has_a_width_if_every_trial_was_solved():
     estimate = mean_rate([1.0] * 20, num_trials=80)
     assert estimate.value == 1 and estimate.high == pytest.approx(1) and 0.8 < estimate.low < 0.9
     assert (mean_rate([0.5], num_trials=4).low, mean_rate([0.5], num_trials=4).high) == (0, 1)
 
 
-def test_tasks_with_too_few_graded_trials_are_left_out_and_show_in_num_tasks():
+def test_tasks_with_too_few_graded_trials_are_left_out():
     rates = pass_rates(
         [Tally(solved=2, graded=4), Tally(solved=1, graded=1), Tally(solved=0, graded=0)], group_size=4
     )
@@ -91,7 +90,7 @@ def test_sizes_are_1_to_4_the_powers_of_two_and_the_group_itself():
     assert list(pass_rates([Tally(solved=1, graded=1)], group_size=1)) == ["pass_at_1", "pass_hat_1"]
 
 
-def test_the_sign_flip_test_agrees_with_trying_every_flip():
+def test_the_sign_flip_test_agrees_with_enumeration():
     values = [Fraction(1, 4), Fraction(-1, 2), Fraction(3, 4), Fraction(1, 3), Fraction(0)]
     sums = [
         abs(sum(sign * value for sign, value in zip(signs, values, strict=True)))
@@ -102,14 +101,14 @@ def test_the_sign_flip_test_agrees_with_trying_every_flip():
 
 
 @pytest.mark.parametrize("primes", [(1009, 1013, 1033), (1009, 1013, 1061), (1009, 1019, 1021)])
-def test_where_sums_are_too_many_the_sign_flip_test_errs_on_the_safe_side(primes):
+def test_a_rounded_sign_flip_test_is_an_upper_bound(primes):
     """Rounded to the grid, the differences come to less than they are."""
     assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
 
 
-def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_tasks():
+def test_the_interval_of_a_difference_is_students():
     before, after = [Tally(solved=0, graded=10)] * 3, [Tally(solved=count, graded=10) for count in (1, 2, 3)]
-    difference = compared(before, after).difference
+    difference = compare_paired(before, after).difference
     assert (difference.low, difference.high) == (
         pytest.approx(0.2 - 4.3027 * 0.1 / 3**0.5, abs=1e-4),
         pytest.approx(0.4484, abs=1e-4),
@@ -119,7 +118,7 @@ def test_the_interval_of_a_difference_is_students_with_one_degree_less_than_task
 def test_a_comparison_is_paired_by_task():
     before = [Tally(solved=count, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
     after = [Tally(solved=count + 1, graded=4) for count in (0, 1, 2, 3, 0, 1, 2, 3)]
-    comparison = compared(before, after)
+    comparison = compare_paired(before, after)
     assert (comparison.first, comparison.second) == (0.375, 0.625)
     assert (comparison.difference.value, comparison.difference.low, comparison.difference.high) == (
         0.25,
@@ -128,10 +127,13 @@ def test_a_comparison_is_paired_by_task():
     )
     assert comparison.p_value == pytest.approx(2 / 2**8)
     assert (comparison.num_better, comparison.num_worse) == (8, 0)
-    assert compared([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)]) == comparison
+    assert (
+        compare_paired([*before, Tally(solved=0, graded=0)], [*after, Tally(solved=4, graded=4)])
+        == comparison
+    )
 
 
-def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
+def test_paired_comparisons_are_calibrated():
     rng = np.random.default_rng(3)
     held = rejected = 0
     for _ in range(600):
@@ -139,16 +141,8 @@ def test_paired_intervals_and_tests_are_honest_where_nothing_differs():
         first, second = (
             [Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2)
         )
-        comparison = compared(first, second)
+        comparison = compare_paired(first, second)
         held += comparison.difference.low <= 0 <= comparison.difference.high
         rejected += comparison.p_value < 0.05
     assert 0.93 <= held / 600 <= 0.97
     assert rejected / 600 <= 0.06
-
-
-@pytest.mark.parametrize(
-    ("degrees", "exact", "within"),
-    [(2, 4.3027, 0.04), (4, 2.7764, 0.003), (9, 2.2622, 0.0002), (99, 1.9842, 0.0001)],
-)
-def test_students_quantile(degrees, exact, within):
-    assert student_quantile(0.975, degrees) == pytest.approx(exact, rel=within)
