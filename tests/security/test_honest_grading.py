@@ -395,7 +395,7 @@ async def test_a_start_tells_how_many_tasks_are_graded_how(
     with caplog.at_level(logging.INFO):
         await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert (
-        "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)"
+        "grading: 1 tasks in a fresh environment, 0 in place (records of validate, else fresh)"
         in caplog.messages
     )
 
