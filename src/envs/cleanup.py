@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import sys
 
-from src.envs.sandbox.docker import Cleaned, remove_dead, why_no_engine
-from src.envs.sandbox.run_directory import living_labels, sweep
+from src.envs.sandbox.docker import CleanupReport, remove_dead, why_no_engine
+from src.envs.sandbox.run_directory import live_run_labels, remove_dead_runs
 
 
-def clean() -> Cleaned:
+def clean() -> CleanupReport:
     """Remove what dead runs left."""
     living = (
-        living_labels()
+        live_run_labels()
     )  # before their directories are looked at: a run that starts meanwhile has nothing yet
-    directories = [f"sandbox directory {label}" for label in sweep()]
-    cleaned = remove_dead(keep=living) if why_no_engine() is None else Cleaned()
+    directories = [f"sandbox directory {label}" for label in remove_dead_runs()]
+    cleaned = remove_dead(keep=living) if why_no_engine() is None else CleanupReport()
     cleaned.removed[:0] = directories
     return cleaned
 
@@ -33,7 +33,7 @@ def main() -> int:
     for line in cleaned.failed:
         print(f"could not remove {line}", file=sys.stderr)
     failed = f"{len(cleaned.failed)} could not be removed, " if cleaned.failed else ""
-    print(f"cleanup: {len(cleaned.removed)} removed, {failed}{len(living_labels())} living runs left alone")
+    print(f"cleanup: {len(cleaned.removed)} removed, {failed}{len(live_run_labels())} living runs left alone")
     return 1 if cleaned.failed else 0
 
 

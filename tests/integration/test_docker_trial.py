@@ -13,7 +13,7 @@ from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Trajectory
 from src.envs.harbor.environment import open_harbor
 from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
-from src.envs.sandbox.run_directory import living_labels, run_directory
+from src.envs.sandbox.run_directory import live_run_labels, run_directory
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -47,13 +47,13 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
     label = tasks.settings.run_label
     assert tasks.environment_type == "docker"
-    assert label in living_labels()
+    assert label in live_run_labels()
     seen: list[list[str]] = []
 
     class Watching(ScriptedPolicy):
         async def sample(self, prompt_ids: list[int], **options: object) -> object:  # type: ignore[override]
             seen.append(labelled(label))
-            remove_dead(keep=living_labels())  # as another trainer does at its start
+            remove_dead(keep=live_run_labels())  # as another trainer does at its start
             return await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
 
     script = [
@@ -80,7 +80,7 @@ def test_only_containers_of_dead_runs_are_removed() -> None:
     run_directory(alive)
     containers = {label: start(label) for label in (dead, alive)}
     try:
-        remove_dead(keep=living_labels())
+        remove_dead(keep=live_run_labels())
         assert labelled(dead) == [] and len(labelled(alive)) == 1
     finally:
         subprocess.run(["docker", "rm", "--force", *containers.values()], capture_output=True, check=False)

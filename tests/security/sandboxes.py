@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from src.envs.sandbox.bubblewrap import Bubblewrap
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
@@ -30,14 +30,14 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @asynccontextmanager
-async def sandbox(*, network: bool = False, limits: Limits | None = None) -> AsyncIterator[Bubblewrap]:
+async def sandbox(*, network: bool = False, limits: SandboxLimits | None = None) -> AsyncIterator[Bubblewrap]:
     run = run_directory(f"security-{os.getpid()}")
     running = await Bubblewrap.start(
         run / secrets.token_hex(4),
         skeleton=build_rootfs(run),
         hostname="sandbox",
         share_network=network,
-        limits=limits or Limits(),
+        limits=limits or SandboxLimits(),
     )
     try:
         yield running

@@ -27,9 +27,9 @@ from src.envs.sandbox.file_copy import (
     MAX_DEPTH,
     MAX_FILES,
     NOTE,
-    Allowance,
     BoundedFile,
     ChunkReader,
+    DownloadBudget,
     unpack,
 )
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -98,21 +98,23 @@ def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
 
 def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
     files = [(f"f{number}", b"x" * 10) for number in range(100)]
-    left = Allowance(files=30, size=1000)
+    left = DownloadBudget(files=30, size=1000)
     assert not unpack(archive(*files), tmp_path / "few", left)
-    assert len(everything_below(tmp_path / "few")) == 30 and left == Allowance(files=0, size=700)
-    assert not unpack(archive(*files), tmp_path / "small", Allowance(files=1000, size=55))
+    assert len(everything_below(tmp_path / "few")) == 30 and left == DownloadBudget(files=0, size=700)
+    assert not unpack(archive(*files), tmp_path / "small", DownloadBudget(files=1000, size=55))
     assert sum(path.stat().st_size for path in everything_below(tmp_path / "small")) == 55
     assert (tmp_path / "small" / "f5.cut").is_file() and not (tmp_path / "small" / "f5").exists()
-    assert unpack(archive(*files), tmp_path / "all", Allowance())
+    assert unpack(archive(*files), tmp_path / "all", DownloadBudget())
     assert len(everything_below(tmp_path / "all")) == 100
 
 
 def test_a_reward_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    assert unpack(archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", Allowance(files=1, size=0))
+    assert unpack(
+        archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", DownloadBudget(files=1, size=0)
+    )
     assert (tmp_path / "a" / "reward.json").read_bytes() == b'{"reward": 1}'
     cut = io.BytesIO(archive(("./reward.txt", b"0.125" * 200)).getvalue()[:700])
-    assert not unpack(cut, tmp_path / "b", Allowance())
+    assert not unpack(cut, tmp_path / "b", DownloadBudget())
     assert not (tmp_path / "b" / "reward.txt").exists()
 
 
@@ -131,7 +133,7 @@ def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(
             ("good", b"x"),
         ),
         target,
-        Allowance(),
+        DownloadBudget(),
     )
     assert not any(path.is_symlink() for path in everything_below(target))
     assert not (tmp_path / "outside").exists() and not (target / deep).exists()
@@ -142,7 +144,7 @@ def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(
 @pytest.mark.parametrize("cut", [100, 513, 1025])
 def test_a_broken_archive_is_an_incomplete_one(tmp_path: Path, cut: int) -> None:
     packed = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
-    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", Allowance())
+    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", DownloadBudget())
 
 
 def test_an_endless_stream_ends_at_the_limit() -> None:

@@ -34,7 +34,7 @@ from src.envs.sandbox.docker import (
     why_no_engine,
 )
 from src.envs.sandbox.file_copy import MAX_FILES, NOTE
-from src.envs.sandbox.run_directory import living_labels
+from src.envs.sandbox.run_directory import live_run_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +264,7 @@ def test_a_trainer_killed_before_its_first_container_leaves_no_network() -> None
     with engine(timeout_s=60) as client:
         client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
-    cleaned = remove_dead(keep=living_labels())
+    cleaned = remove_dead(keep=live_run_labels())
     assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
     assert of_project(project) == set()
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed(
         )
         foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
         try:
-            cleaned = remove_dead(keep=living_labels())
+            cleaned = remove_dead(keep=live_run_labels())
             assert not any(project in line for line in cleaned.removed)
             (line,) = [line for line in cleaned.failed if project in line]
             assert "active endpoints" in line
@@ -294,7 +294,7 @@ def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
             client.networks.create(alive, labels=run_labels(alive)),
         ]
         try:
-            cleaned = remove_dead(keep=living_labels())
+            cleaned = remove_dead(keep=live_run_labels())
             for network in networks:
                 network.reload()
             assert [line for line in cleaned.left_alone if away in line] == [

@@ -13,10 +13,10 @@ import pytest
 
 from src.envs.sandbox import run_directory as module
 from src.envs.sandbox.run_directory import (
-    living_labels,
+    live_run_labels,
+    remove_dead_runs,
     root_directory,
     run_directory,
-    sweep,
     temporary_run_directory,
 )
 from tests.security.sandboxes import NOBODY, ROOT
@@ -40,11 +40,11 @@ def test_trainers_with_other_environments_see_each_other_alive(variable: str, tm
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        assert label in living_labels()
-        assert label not in sweep()
+        assert label in live_run_labels()
+        assert label not in remove_dead_runs()
     finally:
         other.communicate(b"")
-    assert label not in living_labels()
+    assert label not in live_run_labels()
 
 
 def test_the_directories_of_runs_cannot_be_listed_or_written_by_others() -> None:
@@ -82,5 +82,5 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 def test_a_probe_leaves_nothing() -> None:
     with temporary_run_directory() as directory:
-        assert directory.name in living_labels()
+        assert directory.name in live_run_labels()
     assert not directory.exists()

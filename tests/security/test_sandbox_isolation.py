@@ -16,7 +16,7 @@ import pytest
 from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.exec_request import Stream
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.user import PREFERRED_UIDS, SMALL_UIDS, available_uids
 from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
 
@@ -332,7 +332,7 @@ def test_all_of_this_holds_for_an_ordinary_user() -> None:
 
 
 async def test_a_sandbox_that_the_trainer_loses_says_so() -> None:
-    async with sandbox(limits=Limits()) as running:
+    async with sandbox(limits=SandboxLimits()) as running:
         waiting = asyncio.create_task(running.run("sleep 1000"))
         await running.run("true")
         await running.stop()

@@ -11,13 +11,13 @@ import pytest
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.resource_limits import (
     CgroupParents,
-    Limits,
+    SandboxLimits,
     cgroup_parents,
     limits_enforced_by,
     possible_parents,
     remove_cgroups,
 )
-from src.envs.sandbox.run_directory import sweep
+from src.envs.sandbox.run_directory import remove_dead_runs
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -42,14 +42,14 @@ except OSError:
     pass
 print(count < 100)
 """
-    async with sandbox(limits=Limits(processes=100)) as running:
+    async with sandbox(limits=SandboxLimits(processes=100)) as running:
         assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"True\n"
         await running.kill_processes()
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
 async def test_a_command_that_cannot_be_started_for_want_of_processes_has_a_status() -> None:
-    async with sandbox(limits=Limits(processes=3)) as running:
+    async with sandbox(limits=SandboxLimits(processes=3)) as running:
         commands = [asyncio.create_task(running.run("exec sleep 1000")) for _ in range(4)]
         done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
         refused = done.pop().result()
@@ -69,7 +69,7 @@ for page in range(0, 900 << 20, 4096):
     memory[page] = 1
 print("took 900 MiB")
 """
-    async with sandbox(limits=Limits(memory_mb=512)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=512)) as running:
         done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert done.status != 0 and done.stdout == b""
         assert (await running.run("echo on")).stdout == b"on\n"
@@ -96,7 +96,7 @@ for _ in range(6):
     os.close(read)
 print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 """
-    async with sandbox(limits=Limits(memory_mb=192, storage_mb=64)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=192, storage_mb=64)) as running:
         done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert done.status == 137 or int(done.stdout) < 4, (
             "more than three children with 64 MiB each are alive"
@@ -106,15 +106,15 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 
 @needs_cgroup
 async def test_a_full_file_system_is_an_error_of_the_writer_and_not_the_end_of_the_sandbox() -> None:
-    async with sandbox(limits=Limits(memory_mb=256, storage_mb=4096)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
         fill = "for place in /tmp /usr/local /dev/shm; do head -c 2000000000 /dev/zero >$place/big; echo $?; done"
         assert (await running.run(fill)).stdout == b"1\n1\n1\n"
         assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
 
 def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
-    assert sum(Limits(memory_mb=None, storage_mb=1024).storage_shares_mb.values()) == 1024
-    assert sum(Limits(memory_mb=512, storage_mb=4096).storage_shares_mb.values()) == 384
+    assert sum(SandboxLimits(memory_mb=None, storage_mb=1024).tmpfs_sizes_mb.values()) == 1024
+    assert sum(SandboxLimits(memory_mb=512, storage_mb=4096).tmpfs_sizes_mb.values()) == 384
 
 
 async def test_the_exec_server_is_the_last_to_go_when_memory_is_short() -> None:
@@ -163,9 +163,9 @@ def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(
     dead = tmp_path / f"dead-{os.getpid()}"
     sandbox_directory = dead / "1-trial"
     sandbox_directory.mkdir(parents=True)
-    groups = parents.create(f"dead-{os.getpid()}-1", Limits(), record=sandbox_directory / "cgroups")
+    groups = parents.create(f"dead-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
     assert all(group.is_dir() for group in groups)
-    sweep()
+    remove_dead_runs()
     assert not any(group.exists() for group in groups)
     assert not dead.exists()
 
@@ -177,7 +177,7 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
     group.mkdir(parents=True)
     record = tmp_path / "cgroups"
     with pytest.raises(FileExistsError):  # a name is used once
-        parents.create("run-1", Limits(), record=record)
+        parents.create("run-1", SandboxLimits(), record=record)
     for file in ("memory.max", "memory.swap.max", "pids.max"):
         (group / file).touch()
 
@@ -186,7 +186,7 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
             pass
 
     parents = CgroupParents(version=2, directories=(Existing(parent),))
-    parents.create("run-1", Limits(processes=7, memory_mb=3), record=record)
+    parents.create("run-1", SandboxLimits(processes=7, memory_mb=3), record=record)
     written = {path.name: path.read_text() for path in group.iterdir()}
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
     assert remove_cgroups(record) is False, "a group that cannot be removed stays recorded"

@@ -22,10 +22,10 @@ from harbor.models.trial.paths import TrialPaths
 from src.core.errors import ConfigError, SandboxError
 from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
-from src.envs.sandbox.environment import Network, SandboxEnvironment, network_of
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.environment import NetworkAccess, SandboxEnvironment, network_access
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
-from src.envs.sandbox.run_directory import root_directory, run_directory, sweep
+from src.envs.sandbox.run_directory import remove_dead_runs, root_directory, run_directory
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
@@ -35,14 +35,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @asynccontextmanager
-async def sandbox(*, share_network: bool = False, limits: Limits | None = None) -> AsyncIterator[Bubblewrap]:
+async def sandbox(
+    *, share_network: bool = False, limits: SandboxLimits | None = None
+) -> AsyncIterator[Bubblewrap]:
     run = run_directory(LABEL)
     running = await Bubblewrap.start(
         run / secrets.token_hex(4),
         skeleton=build_rootfs(run),
         hostname="sandbox",
         share_network=share_network,
-        limits=limits or Limits(),
+        limits=limits or SandboxLimits(),
     )
     try:
         yield running
@@ -211,28 +213,32 @@ async def test_without_a_network_only_the_own_loopback_exists() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "here", "lacking"),
     [
-        ({}, False, Network.PUBLIC, Network.LACKING),
-        ({"network_mode": "no-network"}, False, Network.OFF, Network.OFF),
-        ({"network_mode": "public"}, False, Network.PUBLIC, Network.REFUSED),
-        ({"allow_internet": True}, False, Network.PUBLIC, Network.REFUSED),
-        ({"allow_internet": False}, False, Network.OFF, Network.OFF),
-        ({}, True, Network.PUBLIC, Network.REFUSED),
-        ({"network_mode": "no-network"}, True, Network.PUBLIC, Network.REFUSED),
+        ({}, False, NetworkAccess.PUBLIC, NetworkAccess.LACKING),
+        ({"network_mode": "no-network"}, False, NetworkAccess.OFF, NetworkAccess.OFF),
+        ({"network_mode": "public"}, False, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"allow_internet": True}, False, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"allow_internet": False}, False, NetworkAccess.OFF, NetworkAccess.OFF),
+        ({}, True, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"network_mode": "no-network"}, True, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
     ],
 )
 def test_a_task_has_harbors_default_network_unless_it_says_otherwise(
-    config: dict[str, object], given: bool, here: Network, lacking: Network, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, object],
+    given: bool,
+    here: NetworkAccess,
+    lacking: NetworkAccess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
         parsed = EnvironmentConfig.model_validate(config)
     for reason, expected in ((None, here), ("it needs a package", lacking)):
         monkeypatch.setattr("src.envs.sandbox.environment.why_no_network", lambda reason=reason: reason)
-        assert network_of(parsed, given=given) is expected
+        assert network_access(parsed, given=given) is expected
 
 
 async def test_limits_hold() -> None:
-    async with sandbox(limits=Limits(memory_mb=256, storage_mb=64)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=64)) as running:
         grow = "x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}"
         assert (await running.run(grow)).stdout != b"400000000\n"
         assert (await running.run("head -c 100000000 /dev/zero > /tmp/big")).status != 0
@@ -458,7 +464,7 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"playing\n"
         assert len(processes_with(marker)) >= 6
-        assert label not in sweep(), "a living run's directory was swept"
+        assert label not in remove_dead_runs(), "a living run's directory was swept"
     finally:
         trainer.kill()
         trainer.wait()
@@ -472,5 +478,5 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
         mount for mount in mounts() - mounts_before if "docker" not in mount
     ] == []  # the trial on Docker may be beside this test
     while (root_directory() / label).exists() and time.monotonic() < deadline:
-        sweep()  # unless another trainer that has started in the meantime did; a cgroup whose last process ends stays until it has ended
+        remove_dead_runs()  # unless another trainer that has started in the meantime did; a cgroup whose last process ends stays until it has ended
     assert not (root_directory() / label).exists()

@@ -74,7 +74,7 @@ class SandboxFiles:
         """Lays the files down in another sandbox of the same task."""
         if not archive.seek(0, os.SEEK_END) and not changes.removed:
             return
-        with fresh.handed_in() as (host_path, inside), fresh.handed_in() as (removed_path, removed):
+        with fresh.staged_file() as (host_path, inside), fresh.staged_file() as (removed_path, removed):
             archive.seek(0)
             await asyncio.to_thread(_copy, archive, host_path)
             removed_path.write_bytes(_names(changes.removed))
@@ -119,8 +119,8 @@ class SandboxFiles:
         ]
         environment = self._environment
         with (
-            environment.handed_in() as (names_path, names),
-            environment.handed_in() as (unreadable_path, closed),
+            environment.staged_file() as (names_path, names),
+            environment.staged_file() as (unreadable_path, closed),
         ):
             names_path.write_bytes(_names(f".{path}" for path in changes.taken))
             unreadable_path.write_bytes(_names(unreadable))

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
-from src.envs.sandbox.environment import ROOT_USERS, Network, network_of, read_recipe
+from src.envs.sandbox.environment import ROOT_USERS, NetworkAccess, network_access, read_build_plan
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
@@ -143,21 +143,21 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
             raise ConfigError(
                 f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
             )
-    read_recipe(folder / "environment", environment)
+    read_build_plan(folder / "environment", environment)
     graded_in = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
-        read_recipe(definition.directory, definition.config)
+        read_build_plan(definition.directory, definition.config)
         graded_in = definition.config
     kwargs = options.get("kwargs")
     given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
-    networks = [network_of(config, given=given) for config in (environment, graded_in)]
-    if Network.REFUSED in networks:
+    networks = [network_access(config, given=given) for config in (environment, graded_in)]
+    if NetworkAccess.REFUSED in networks:
         raise ConfigError(
             f"{folder}: it asks for a public network, which no sandbox has here: {why_no_network()}; {USE_DOCKER}"
         )
-    if networks[1] is not Network.PUBLIC and (needed := verifier_needs(folder)):
+    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
         return f"tests/test.sh needs the internet for `{needed}` and has none here, so these tasks score 0: {MEND_VERIFIER}"
-    if Network.LACKING in networks:
+    if NetworkAccess.LACKING in networks:
         return f"Harbor's default network is public, these tasks run without: {why_no_network()}"
     return None
 

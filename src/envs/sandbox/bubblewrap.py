@@ -32,12 +32,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from src.core.errors import SandboxError
-from src.envs.sandbox.exec_request import Request
+from src.envs.sandbox.exec_request import ExecRequest
 from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, PathKind, exec_server_command
-from src.envs.sandbox.network import NAMESPACE_LINE, Network, name_servers, namespace_prefix, why_no_network
+from src.envs.sandbox.network import (
+    NAMESPACE_LINE,
+    SlirpNetwork,
+    name_servers,
+    namespace_prefix,
+    why_no_network,
+)
 from src.envs.sandbox.resource_limits import (
     RECORD_NAME,
-    Limits,
+    SandboxLimits,
     cgroup_name,
     cgroup_parents,
     join_prefix,
@@ -118,7 +124,7 @@ class CommandTimeout(SandboxError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completed:
+class CommandResult:
     status: int
     stdout: bytes
     stderr: bytes
@@ -130,15 +136,15 @@ class Bubblewrap:
     def __init__(self, process: asyncio.subprocess.Process, launch: Launch) -> None:
         self._process = process
         self._launch = launch
-        self._network: Network | None = None
+        self._network: SlirpNetwork | None = None
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Request | asyncio.Future[int]] = {}
-        self._handed_in: set[Path] = set()  # files that the sandbox's user may not be able to read yet
+        self._pending: dict[int, ExecRequest | asyncio.Future[int]] = {}
+        self._staged: set[Path] = set()  # files that the sandbox's user may not be able to read yet
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
-        cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: Limits
+        cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
         """Start a sandbox whose host files lie in `directory`, a new directory in a run's; SandboxError when the machine cannot.
 
@@ -164,7 +170,7 @@ class Bubblewrap:
         sandbox = cls(process, launch)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await sandbox._become_ready(has_network=share_network)
+                await sandbox._wait_until_ready(has_network=share_network)
         except TimeoutError as error:
             await sandbox.stop()
             raise SandboxError(
@@ -186,14 +192,14 @@ class Bubblewrap:
         timeout_s: float | None = None,
         stdout: BinaryIO | None = None,
         shell: str = "bash",
-    ) -> Completed:
+    ) -> CommandResult:
         """Run a script with a shell of /usr/bin inside; its stdout goes to the file `stdout` when given.
 
         Raises CommandTimeout past `timeout_s`, SandboxError when the sandbox is gone. Output past 16 MiB (of a file: 1 GiB) is dropped.
         """
         if not self.is_alive:
             raise SandboxError("the sandbox is gone")
-        with self._asked(script, stdout, shell) as request:
+        with self._start_request(script, stdout, shell) as request:
             try:
                 async with asyncio.timeout(timeout_s):
                     status = await request.done
@@ -204,7 +210,9 @@ class Bubblewrap:
             except asyncio.CancelledError:
                 self._send(f"kill {request.number}")
                 raise
-        return Completed(status=status, stdout=bytes(request.stdout.data), stderr=bytes(request.stderr.data))
+        return CommandResult(
+            status=status, stdout=bytes(request.stdout.data), stderr=bytes(request.stderr.data)
+        )
 
     async def kill_processes(self) -> None:
         """Kill everything inside but pid 1, and wait until it is gone."""
@@ -215,7 +223,7 @@ class Bubblewrap:
                 f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s"
             ) from error
 
-    async def kind_of(self, path: str) -> PathKind:
+    async def path_kind(self, path: str) -> PathKind:
         """What is at an absolute path inside. Starts no process."""
         try:
             return PathKind(await self._request("stat", path.encode("utf-8", "surrogateescape").hex()))
@@ -252,34 +260,34 @@ class Bubblewrap:
             await self._network.close()
         await self._launch.clean_up_when_empty()
 
-    def put(self, name: str) -> tuple[Path, str]:
+    def stage_path(self, name: str) -> tuple[Path, str]:
         """A place for a file: its path on the host and, read-only, inside. A command that starts after it was written can read it."""
         path = self._launch.requests / name
-        self._handed_in.add(path)
+        self._staged.add(path)
         return path, f"{CONTROL}/requests/{name}"
 
-    async def _become_ready(self, *, has_network: bool) -> None:
+    async def _wait_until_ready(self, *, has_network: bool) -> None:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if has_network and line == NAMESPACE_LINE:
-            self._network = await Network.connect(self._process.pid, self._launch.user)
+            self._network = await SlirpNetwork.connect(self._process.pid, self._launch.user)
             self._send("go")
             line = await self._process.stdout.readline()
         if line != b"ready\n":
             assert self._process.stderr is not None
             raise SandboxError(
-                f"{_why_not_started(await self._process.stderr.read())}; environment_type=docker does without"
+                f"{_start_failure(await self._process.stderr.read())}; environment_type=docker does without"
             )
         self._watcher = asyncio.create_task(self._watch())
 
     @contextlib.contextmanager
-    def _asked(self, script: str, stdout: BinaryIO | None, shell: str) -> Iterator[Request]:
+    def _start_request(self, script: str, stdout: BinaryIO | None, shell: str) -> Iterator[ExecRequest]:
         """A command on its way, as long as the block lasts; `_watch` fails it when the sandbox dies."""
-        for path in list(self._handed_in):
+        for path in list(self._staged):
             if path.exists():
-                self._launch.user.admit(path, 0o640)
-                self._handed_in.discard(path)
-        request = Request(self._launch.requests, next(self._numbers), script, stdout, self._launch.user)
+                self._launch.user.grant_access(path, 0o640)
+                self._staged.discard(path)
+        request = ExecRequest(self._launch.requests, next(self._numbers), script, stdout, self._launch.user)
         self._pending[request.number] = request
         try:
             self._send(f"run {request.number} {request.token} {shell}")
@@ -303,9 +311,9 @@ class Bubblewrap:
         while line := await self._process.stdout.readline():
             verb, number, rest = line.decode().rstrip("\n").split(" ", 2)
             match verb, self._pending.get(int(number)):
-                case "exit", Request() as request:
+                case "exit", ExecRequest() as request:
                     request.finish(int(rest))
-                case "failed", Request() as request:
+                case "failed", ExecRequest() as request:
                     request.refuse(rest)
                 case _, asyncio.Future() as waiting if not waiting.done():
                     waiting.set_result(int(rest))
@@ -316,7 +324,7 @@ class Bubblewrap:
             f"the sandbox stopped answering after commands ran in it (status {self._process.returncode})"
         )
         for waiting in self._pending.values():
-            if isinstance(waiting, Request):
+            if isinstance(waiting, ExecRequest):
                 waiting.fail(death)
             elif not waiting.done():
                 waiting.set_exception(death)
@@ -326,7 +334,7 @@ class Launch:
     """What one sandbox needs on the host: a user, a directory, cgroups, a seccomp filter, and the command line that starts it."""
 
     def __init__(
-        self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: Limits
+        self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: SandboxLimits
     ) -> None:
         if has_network and (reason := why_no_network()):
             raise SandboxError(reason)
@@ -337,9 +345,9 @@ class Launch:
         try:
             directory.mkdir(parents=True, mode=0o700)
             self.user = claim_user(directory.parent.parent)
-            self.user.admit(directory, 0o710)
+            self.user.grant_access(directory, 0o710)
             self.requests.mkdir(mode=0o700)
-            self.user.admit(self.requests, 0o310)  # its names cannot be listed
+            self.user.grant_access(self.requests, 0o310)  # its names cannot be listed
             resolver = self._write_resolver() if has_network else None
             most = None if limits.memory_mb is None else limits.memory_mb * 2**20
             self.seccomp = _as_descriptor(seccomp_filter(max_shared_mapping=most))
@@ -393,18 +401,24 @@ class Launch:
     def _write_resolver(self) -> Path:
         path = self.directory / "resolv.conf"
         path.write_text("".join(f"nameserver {server}\n" for server in name_servers()))
-        self.user.admit(path, 0o640)
+        self.user.grant_access(path, 0o640)
         return path
 
 
 def bubblewrap_command(
-    *, requests: Path, skeleton: Path, hostname: str, resolver: Path | None, limits: Limits, seccomp: int
+    *,
+    requests: Path,
+    skeleton: Path,
+    hostname: str,
+    resolver: Path | None,
+    limits: SandboxLimits,
+    seccomp: int,
 ) -> list[str]:
     """The command line of bubblewrap. The order of the mounts matters: later ones lie on top of earlier ones.
 
     `resolver` is the resolv.conf of a sandbox whose network namespace exists already.
     """
-    sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.storage_shares_mb.items()}
+    sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
     command = [
         _program("bwrap", "bubblewrap"),
         *(
@@ -464,7 +478,7 @@ def bubblewrap_command(
         str(requests),
         f"{CONTROL}/requests",
     ]
-    return [*command, "--chdir", "/", "--", *exec_server_command(limits.of_one_process())]
+    return [*command, "--chdir", "/", "--", *exec_server_command(limits.rlimits())]
 
 
 @cache
@@ -493,7 +507,7 @@ def why_no_sandbox() -> str | None:
             skeleton = run / "skeleton"
             skeleton.mkdir(mode=0o755)
             launch = Launch(
-                run / "probe", skeleton=skeleton, hostname="probe", has_network=False, limits=Limits()
+                run / "probe", skeleton=skeleton, hostname="probe", has_network=False, limits=SandboxLimits()
             )
             try:
                 probe = subprocess.run(
@@ -512,7 +526,7 @@ def why_no_sandbox() -> str | None:
         return f"bubblewrap does not start within {START_TIMEOUT_S} s"
     except SandboxError as error:
         return str(error)
-    return None if probe.stdout == b"ready\n" else _why_not_started(probe.stderr)
+    return None if probe.stdout == b"ready\n" else _start_failure(probe.stderr)
 
 
 def missing_programs() -> list[str]:
@@ -533,7 +547,7 @@ def missing_programs() -> list[str]:
     ]
 
 
-def _why_not_started(errors: bytes) -> str:
+def _start_failure(errors: bytes) -> str:
     lines = errors.decode(errors="replace").strip().splitlines()
     return (
         f"bubblewrap could not start a sandbox here ({lines[-1] if lines else 'no message'}); "

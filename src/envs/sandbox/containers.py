@@ -32,10 +32,10 @@ from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
     REWARD_FILES,
-    Allowance,
     ChunkReader,
-    Collection,
-    decoded,
+    DownloadBudget,
+    TrialDownloads,
+    decode_output,
     unpack_file,
 )
 from src.envs.sandbox.run_directory import run_directory
@@ -52,7 +52,7 @@ class ContainerEnvironment(DockerEnvironment):
         self._run_label = run_label
         self._overlay: Path | None = None
         super().__init__(*args, **kwargs)
-        self._collection = Collection(self.trial_paths.trial_dir)
+        self._downloads = TrialDownloads(self.trial_paths.trial_dir)
         folder = self.trial_paths.trial_dir.resolve()
         binds = [
             mount
@@ -110,7 +110,7 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """A directory, without what came from the container itself: it would go back in place of the files that the agent made."""
-        if not await asyncio.to_thread(self._collection.has_taken, Path(source_dir)):
+        if not await asyncio.to_thread(self._downloads.has_downloads_below, Path(source_dir)):
             await super().upload_dir(source_dir, target_dir)
             return
         with tempfile.TemporaryDirectory() as place:
@@ -118,7 +118,7 @@ class ContainerEnvironment(DockerEnvironment):
             await super().upload_dir(place, target_dir)
 
     def _stage(self, source: Path, place: Path) -> None:
-        for path, target in self._collection.made_here(source, str(place)):
+        for path, target in self._downloads.host_files(source, str(place)):
             if path.is_file():
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target)
@@ -170,7 +170,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     def _collect(self, source: str, target: Path, service: str) -> None:
         """A directory of a container, within the bounds. Blocks."""
-        given = self._collection.allowance(source)
+        given = self._downloads.allowance(source)
         left = replace(given)
         is_whole = True
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
@@ -181,10 +181,10 @@ class ContainerEnvironment(DockerEnvironment):
                         container, f"{source.rstrip('/')}/{name}", target, left, optional=True
                     )
             is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, left)
-        self._collection.take(source, given, left, is_whole=is_whole)
+        self._downloads.take(source, given, left, is_whole=is_whole)
 
     def _unpack(
-        self, container: Any, path: str, target: Path, left: Allowance, *, optional: bool = False
+        self, container: Any, path: str, target: Path, left: DownloadBudget, *, optional: bool = False
     ) -> bool:
         try:
             chunks, _ = container.get_archive(path)
@@ -195,11 +195,11 @@ class ContainerEnvironment(DockerEnvironment):
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
         reader = ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE)
-        return self._collection.unpack(reader, target, left) and not reader.was_cut
+        return self._downloads.unpack(reader, target, left) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
         """A regular file of a container, within the bounds. Blocks."""
-        given = self._collection.allowance(source)
+        given = self._downloads.allowance(source)
         left = replace(given)
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             try:
@@ -211,9 +211,9 @@ class ContainerEnvironment(DockerEnvironment):
             try:
                 unpack_file(ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE), target, left)
             except SandboxError:
-                self._collection.take(source, given, given, is_whole=False)
+                self._downloads.take(source, given, given, is_whole=False)
                 raise
-        self._collection.take(source, given, left, is_whole=True)
+        self._downloads.take(source, given, left, is_whole=True)
 
     def _container(self, client: docker.DockerClient, service: str) -> Any:
         from harbor.environments.docker.docker import _sanitize_docker_compose_project_name as project_name
@@ -252,7 +252,7 @@ class ContainerEnvironment(DockerEnvironment):
             await DockerEnvironment._terminate_process(process)
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
         return ExecResult(
-            stdout=await decoded(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
+            stdout=await decode_output(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
         )
 
 

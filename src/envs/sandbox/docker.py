@@ -31,7 +31,7 @@ ADDRESS_POOLS = 25  # Docker's default pools hold about 31 networks, and each tr
 
 
 @dataclass(kw_only=True, slots=True)
-class Cleaned:
+class CleanupReport:
     """What a clean-up did, one line each."""
 
     removed: list[str] = field(default_factory=list)
@@ -80,46 +80,46 @@ def run_labels(run_label: str) -> dict[str, str]:
 
 def process_name(pid: int) -> str:
     """A name that no other process of this machine ever has: a number is given again, but not at the same moment."""
-    return f"{socket.gethostname()}:{pid}:{_started(pid) or 0}"
+    return f"{socket.gethostname()}:{pid}:{_start_time(pid) or 0}"
 
 
-def remove_dead(*, keep: Iterable[str]) -> Cleaned:
+def remove_dead(*, keep: Iterable[str]) -> CleanupReport:
     """Remove what this user's dead runs left in the engine. The runs in `keep`, and those whose process lives, are left alone."""
     kept = set(keep)
-    cleaned = Cleaned()
+    cleaned = CleanupReport()
     with engine(timeout_s=REMOVE_TIMEOUT_S) as client:
-        dead: list[_Thing] = []
+        dead: list[_DockerObject] = []
         living_projects: set[str] = set()
-        for thing in _things(client, f"{OWNER_LABEL}={os.getuid()}"):
-            process = thing.labels.get(PROCESS_LABEL)
-            if thing.labels.get(RUN_LABEL) in kept or (process is not None and _lives(process)):
-                living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
-            elif process is not None and _is_elsewhere(process):
-                living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
+        for item in _list_objects(client, f"{OWNER_LABEL}={os.getuid()}"):
+            process = item.labels.get(PROCESS_LABEL)
+            if item.labels.get(RUN_LABEL) in kept or (process is not None and _is_running(process)):
+                living_projects.add(item.labels.get(PROJECT_LABEL, ""))
+            elif process is not None and _is_on_other_host(process):
+                living_projects.add(item.labels.get(PROJECT_LABEL, ""))
                 cleaned.left_alone.append(
-                    f"{thing.name}: its trainer ran on the host {process.partition(':')[0]}"
+                    f"{item.name}: its trainer ran on the host {process.partition(':')[0]}"
                 )
             else:
-                dead.append(thing)
+                dead.append(item)
         living_projects.discard("")  # of what was made without compose
         projects = {
-            thing.labels[PROJECT_LABEL] for thing in dead if PROJECT_LABEL in thing.labels
+            item.labels[PROJECT_LABEL] for item in dead if PROJECT_LABEL in item.labels
         } - living_projects
         for project in sorted(projects):
-            dead += _things(client, f"{PROJECT_LABEL}={project}")
-            dead += _images(client, project)
+            dead += _list_objects(client, f"{PROJECT_LABEL}={project}")
+            dead += _built_images(client, project)
         unique = {
-            (thing.kind, thing.id): thing
-            for thing in dead
-            if thing.labels.get(PROJECT_LABEL, "") not in living_projects
+            (item.kind, item.id): item
+            for item in dead
+            if item.labels.get(PROJECT_LABEL, "") not in living_projects
         }
-        for thing in sorted(unique.values(), key=lambda thing: KINDS.index(thing.kind)):
-            _remove(thing, cleaned)
+        for item in sorted(unique.values(), key=lambda item: KINDS.index(item.kind)):
+            _remove(item, cleaned)
     return cleaned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Thing:
+class _DockerObject:
     kind: str
     id: str
     name: str
@@ -128,11 +128,11 @@ class _Thing:
     reload: Callable[[], object]  # raises NotFound once it is gone
 
 
-def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
+def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject]:
     """The containers, networks and volumes with a label."""
     filters: dict[str, str | list[str] | bool] = {"label": label}
     found = [
-        _Thing(
+        _DockerObject(
             kind="container",
             id=str(one.id),
             name=f"container {one.name}",
@@ -145,7 +145,7 @@ def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
     for one in client.networks.list(filters=filters):
         labels = one.attrs.get("Labels") or {}
         found.append(
-            _Thing(
+            _DockerObject(
                 kind="network",
                 id=str(one.id),
                 name=f"network {one.name}",
@@ -157,7 +157,7 @@ def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
     for one in client.volumes.list(filters=filters):
         labels = one.attrs.get("Labels") or {}
         found.append(
-            _Thing(
+            _DockerObject(
                 kind="volume",
                 id=str(one.id),
                 name=f"volume {one.name}",
@@ -169,7 +169,7 @@ def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
     return found
 
 
-def _images(client: docker.DockerClient, project: str) -> list[_Thing]:
+def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObject]:
     """The images that compose built for the services of one project. A task's own image has a name of its own and serves other trials."""
     found = []
     for image in client.images.list(filters={"label": f"{PROJECT_LABEL}={project}"}):
@@ -177,7 +177,7 @@ def _images(client: docker.DockerClient, project: str) -> list[_Thing]:
             if tag.startswith((f"{project}-", f"{project}_")):
                 remove, reload = _image_calls(client, tag)
                 found.append(
-                    _Thing(
+                    _DockerObject(
                         kind="image",
                         id=tag,
                         name=f"image {tag}",
@@ -193,37 +193,37 @@ def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], An
     return lambda: client.images.remove(tag), lambda: client.images.get(tag)
 
 
-def _remove(thing: _Thing, cleaned: Cleaned) -> None:
+def _remove(item: _DockerObject, cleaned: CleanupReport) -> None:
     """Remove it and look whether it is gone; what somebody else removed meanwhile is not reported."""
     reason = "the engine says nothing"
     try:
-        thing.remove()
+        item.remove()
     except NotFound:
         return
     except (APIError, DockerException, OSError) as error:
         reason = " ".join(str(getattr(error, "explanation", None) or error).split())[:200]
     try:
-        thing.reload()
+        item.reload()
     except NotFound:
-        cleaned.removed.append(thing.name)
+        cleaned.removed.append(item.name)
     except (DockerException, OSError) as error:
-        cleaned.failed.append(f"{thing.name}: {error}")
+        cleaned.failed.append(f"{item.name}: {error}")
     else:
-        cleaned.failed.append(f"{thing.name}: {reason}")
+        cleaned.failed.append(f"{item.name}: {reason}")
 
 
-def _is_elsewhere(process: str) -> bool:
+def _is_on_other_host(process: str) -> bool:
     return process.partition(":")[0] != socket.gethostname()
 
 
-def _lives(process: str) -> bool:
+def _is_running(process: str) -> bool:
     """Whether the process of that name lives on this machine."""
     host, _, rest = process.partition(":")
     pid, _, started = rest.partition(":")
-    return host == socket.gethostname() and pid.isdigit() and started == str(_started(int(pid)) or "gone")
+    return host == socket.gethostname() and pid.isdigit() and started == str(_start_time(int(pid)) or "gone")
 
 
-def _started(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """When a process began, in the kernel's ticks; None for one that is gone."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()

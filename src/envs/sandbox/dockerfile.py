@@ -60,7 +60,7 @@ class MakeDirectory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class BuildPlan:
     """What a Dockerfile asks for, in order, and what holds once it is built."""
 
     steps: tuple[Run | Copy | MakeDirectory, ...] = ()
@@ -68,7 +68,7 @@ class Recipe:
     workdir: str = "/"
 
 
-def parse_dockerfile(path: Path) -> Recipe:
+def parse_dockerfile(path: Path) -> BuildPlan:
     """Read a Dockerfile whose build context is its own directory. Raises ConfigError for what the sandbox cannot do."""
     steps: list[Run | Copy | MakeDirectory] = []
     environment: dict[str, str] = {}
@@ -113,7 +113,7 @@ def parse_dockerfile(path: Path) -> Recipe:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
-    return Recipe(steps=tuple(steps), environment=environment, workdir=workdir)
+    return BuildPlan(steps=tuple(steps), environment=environment, workdir=workdir)
 
 
 def why_not_runnable(script: str) -> str | None:

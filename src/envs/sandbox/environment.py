@@ -30,22 +30,22 @@ from src.core.errors import ConfigError, SandboxError
 from src.envs.sandbox.bubblewrap import (
     BASE_ENVIRONMENT,
     Bubblewrap,
+    CommandResult,
     CommandTimeout,
-    Completed,
     missing_programs,
 )
-from src.envs.sandbox.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
+from src.envs.sandbox.dockerfile import USE_DOCKER, BuildPlan, Copy, MakeDirectory, Run, parse_dockerfile
 from src.envs.sandbox.exec_server import PathKind
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
     REWARD_FILES,
     BoundedFile,
-    Collection,
-    decoded,
+    TrialDownloads,
+    decode_output,
     write_untrusted_file,
 )
 from src.envs.sandbox.network import why_no_network
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
@@ -72,10 +72,10 @@ class SandboxEnvironment(BaseEnvironment):
         self._run_label = run_label
         self._network_given = network
         self._sandbox: Bubblewrap | None = None
-        self._recipe = Recipe(environment={})
+        self._plan = BuildPlan(environment={})
         self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths inside
         super().__init__(*args, **kwargs)
-        self._collection = Collection(self.trial_paths.trial_dir)
+        self._downloads = TrialDownloads(self.trial_paths.trial_dir)
 
     @staticmethod
     @override
@@ -100,14 +100,14 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     def _validate_definition(self) -> None:
-        self._recipe = read_recipe(self.environment_dir, self.task_env_config)
+        self._plan = read_build_plan(self.environment_dir, self.task_env_config)
 
     @property
     def shares_network(self) -> bool:
-        network = network_of(self.task_env_config, given=self._network_given)
-        if network is Network.REFUSED:
+        network = network_access(self.task_env_config, given=self._network_given)
+        if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
-        return network is Network.PUBLIC
+        return network is NetworkAccess.PUBLIC
 
     @property
     def is_alive(self) -> bool:
@@ -130,7 +130,7 @@ class SandboxEnvironment(BaseEnvironment):
     async def _build(self) -> None:
         """The steps of the recipe. Every command starts a shell, so directories are made by the command of the next step."""
         directories = [*self._mount_targets(), self._workdir]
-        for step in self._recipe.steps:
+        for step in self._plan.steps:
             match step:
                 case MakeDirectory(path=path):
                     directories.append(path)
@@ -145,7 +145,7 @@ class SandboxEnvironment(BaseEnvironment):
                 case Run():
                     await self._make_directories(directories)
                     directories = []
-                    await self._build_step(step)
+                    await self._run_build_step(step)
         await self._make_directories(directories)
 
     @override
@@ -165,10 +165,10 @@ class SandboxEnvironment(BaseEnvironment):
         user = self._resolve_user(user)
         if user not in ROOT_USERS:
             raise SandboxError(f"the sandbox has no user {user!r}, only root; {USE_DOCKER}")
-        environment = {**self._recipe.environment, **(self._merge_env(env) or {})}
+        environment = {**self._plan.environment, **(self._merge_env(env) or {})}
         script = command_script(command, cwd=cwd or self._workdir, environment=environment)
-        completed = await self._running.run(script, timeout_s=timeout_sec)
-        stdout, stderr = [await decoded(output) for output in (completed.stdout, completed.stderr)]
+        completed = await self._bubblewrap.run(script, timeout_s=timeout_sec)
+        stdout, stderr = [await decode_output(output) for output in (completed.stdout, completed.stderr)]
         if callback := self._output_callback():
             if stdout:
                 await callback(stdout, "stdout")
@@ -179,15 +179,17 @@ class SandboxEnvironment(BaseEnvironment):
     @property
     def environment_variables(self) -> Mapping[str, str]:
         """What every command of the task sees."""
-        return {**BASE_ENVIRONMENT, **self._recipe.environment, **(self._merge_env(None) or {})}
+        return {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
 
     async def kill_processes(self) -> None:
         """End everything the agent left running."""
-        await self._running.kill_processes()
+        await self._bubblewrap.kill_processes()
 
-    async def run_script(self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None) -> Completed:
+    async def run_script(
+        self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None
+    ) -> CommandResult:
         """Run a script that is not the task's own, with the system's programs and none of the task's environment variables."""
-        return await self._running.run(
+        return await self._bubblewrap.run(
             f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}",
             timeout_s=timeout_s,
             stdout=stdout,
@@ -202,12 +204,12 @@ class SandboxEnvironment(BaseEnvironment):
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         if not path.startswith("/"):
             return await super().is_dir(path, user)
-        return await self._running.kind_of(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
+        return await self._bubblewrap.path_kind(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
 
     @contextmanager
-    def handed_in(self) -> Iterator[tuple[Path, str]]:
+    def staged_file(self) -> Iterator[tuple[Path, str]]:
         """A place for a file to hand in while the block lasts: its path on the host and, read-only, inside."""
-        host_path, inside_path = self._running.put(f"{next(_instances)}.in")
+        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.in")
         try:
             yield host_path, inside_path
         finally:
@@ -223,7 +225,7 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
-        files = await asyncio.to_thread(self._collection.made_here, Path(source_dir), target)
+        files = await asyncio.to_thread(self._downloads.host_files, Path(source_dir), target)
         if self.held_uploads is not None:
             self.held_uploads += files
             return
@@ -232,22 +234,22 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        given = self._collection.allowance(str(source_path))
+        given = self._downloads.allowance(str(source_path))
         left = replace(given)
         with BoundedFile(given.size) as received:
-            is_whole = await self._receive(
+            is_whole = await self._download(
                 f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}",
                 str(source_path),
                 received,
             )
             if not is_whole or given.files <= 0:
-                self._collection.take(str(source_path), given, given, is_whole=False)
+                self._downloads.take(str(source_path), given, given, is_whole=False)
                 raise SandboxError(
                     f"cannot download {source_path}: it is larger than what may be collected of one trial"
                 )
             left.files -= 1
             left.size -= received.tell()
-            self._collection.take(str(source_path), given, left, is_whole=True)
+            self._downloads.take(str(source_path), given, left, is_whole=True)
             await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
@@ -263,10 +265,10 @@ class SandboxEnvironment(BaseEnvironment):
     async def _download_dir(
         self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()
     ) -> None:
-        if await self._running.kind_of(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
+        if await self._bubblewrap.path_kind(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
             os.makedirs(target_dir, exist_ok=True)
             return
-        given = self._collection.allowance(str(source_dir))
+        given = self._downloads.allowance(str(source_dir))
         left = replace(given)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
@@ -274,17 +276,17 @@ class SandboxEnvironment(BaseEnvironment):
             for file in {" ".join(REWARD_FILES)}; do [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"; done
             /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . | /usr/bin/head -c {given.archive_bytes + 1}"""
         with BoundedFile(given.archive_bytes) as received:
-            is_whole = await self._receive(script, str(source_dir), received)
+            is_whole = await self._download(script, str(source_dir), received)
             if received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: no such directory")
             received.seek(0)
-            is_whole &= await asyncio.to_thread(self._collection.unpack, received, Path(target_dir), left)
-        self._collection.take(str(source_dir), given, left, is_whole=is_whole)
+            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), left)
+        self._downloads.take(str(source_dir), given, left, is_whole=is_whole)
 
-    async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:
+    async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
         """The output of a command goes to `received`; whether all of it is there. The agent may have replaced the programs."""
         try:
-            completed = await self._running.run(
+            completed = await self._bubblewrap.run(
                 script, timeout_s=COLLECT_TIMEOUT_S, stdout=received, shell="sh"
             )
         except CommandTimeout:
@@ -294,18 +296,18 @@ class SandboxEnvironment(BaseEnvironment):
         return not received.was_cut
 
     @property
-    def _running(self) -> Bubblewrap:
+    def _bubblewrap(self) -> Bubblewrap:
         if self._sandbox is None:
             raise SandboxError("the sandbox was not started")
         return self._sandbox
 
     @property
     def _workdir(self) -> str:
-        return self.task_env_config.workdir or self._recipe.workdir
+        return self.task_env_config.workdir or self._plan.workdir
 
-    def _limits(self) -> Limits:
-        defaults = Limits()
-        return Limits(
+    def _limits(self) -> SandboxLimits:
+        defaults = SandboxLimits()
+        return SandboxLimits(
             memory_mb=self._effective_memory_mb or defaults.memory_mb,
             storage_mb=self._effective_storage_mb or defaults.storage_mb,
         )
@@ -313,9 +315,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def _make_directories(self, directories: Sequence[str]) -> None:
         await self._unpack([], "the sandbox", directories=directories)
 
-    async def _build_step(self, step: Run) -> None:
+    async def _run_build_step(self, step: Run) -> None:
         script = command_script(step.script, cwd=step.workdir, environment=step.environment)
-        completed = await self._running.run(script)
+        completed = await self._bubblewrap.run(script)
         if completed.status != 0:
             reason = (
                 _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
@@ -343,12 +345,12 @@ class SandboxEnvironment(BaseEnvironment):
         if directories:
             chmod = f" && chmod {directory_mode:o} {quoted}" if directory_mode is not None else ""
             commands.append(f"{{ mkdir -p {quoted}{chmod}; }} || exit {CANNOT_MAKE_DIRECTORIES}")
-        host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
+        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.tar")
         try:
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
                 commands.append(_unpacking(inside_path, what, directory_wins))
-            completed = await self._running.run("\n".join(commands), shell="sh")
+            completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
         if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
@@ -373,7 +375,7 @@ def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool
     return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
 
 
-class Network(StrEnum):
+class NetworkAccess(StrEnum):
     """What network a task's sandbox has."""
 
     PUBLIC = "public"
@@ -382,18 +384,18 @@ class Network(StrEnum):
     REFUSED = "refused"  # as before, and the task or the user does ask for it
 
 
-def network_of(config: EnvironmentConfig, *, given: bool) -> Network:
+def network_access(config: EnvironmentConfig, *, given: bool) -> NetworkAccess:
     """The network of a task, as its task.toml says, or `network=true` where that is `given`."""
     if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
-        return Network.OFF
+        return NetworkAccess.OFF
     if why_no_network() is None:
-        return Network.PUBLIC
+        return NetworkAccess.PUBLIC
     # Harbor turns allow_internet into network_mode, and sets the old field to None in every configuration.
     is_asked_for = given or "network_mode" in config.model_fields_set or config.allow_internet is True
-    return Network.REFUSED if is_asked_for else Network.LACKING
+    return NetworkAccess.REFUSED if is_asked_for else NetworkAccess.LACKING
 
 
-def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
+def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPlan:
     """What to build for a task. ConfigError when the sandbox cannot stand in for its image."""
     if (environment_dir / "docker-compose.yaml").exists():
         raise ConfigError(
@@ -410,7 +412,7 @@ def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
         raise ConfigError(
             f"{environment_dir.parent}: the sandbox cannot stand in for the image {config.docker_image}; {USE_DOCKER}"
         )
-    return Recipe(environment={})
+    return BuildPlan(environment={})
 
 
 def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:

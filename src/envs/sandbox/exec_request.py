@@ -59,7 +59,7 @@ class Stream:
             self.data += kept
 
 
-class Request:
+class ExecRequest:
     """One command on its way: its script and its two FIFOs on the host. `done` becomes its exit status."""
 
     def __init__(
@@ -75,11 +75,11 @@ class Request:
         try:
             for path in self._paths:
                 os.mkfifo(path, 0o600)
-                user.admit(path, 0o620)
+                user.grant_access(path, 0o620)
                 descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             with open(self._script, "xb") as file:
                 file.write(script.encode("utf-8", "surrogateescape"))
-            user.admit(self._script, 0o640)
+            user.grant_access(self._script, 0o640)
         except OSError as error:
             for descriptor in descriptors:
                 os.close(descriptor)

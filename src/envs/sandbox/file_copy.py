@@ -46,7 +46,7 @@ class Readable(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Allowance:
+class DownloadBudget:
     """What one download may still take."""
 
     files: int = MAX_FILES
@@ -58,44 +58,44 @@ class Allowance:
         return self.size + self.files * HEADER_BYTES
 
 
-class Collection:
+class TrialDownloads:
     """What was taken from one machine of a trial so far. `note` is the file that says what was left out."""
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
         self._note = folder / NOTE
         self._files = files
         self._size = size
-        self._left = Allowance(files=files, size=size)
+        self._left = DownloadBudget(files=files, size=size)
         self.taken: set[Path] = (
             set()
         )  # files on the host that came from the machine; it need not get them back
 
-    def allowance(self, source: str) -> Allowance:
+    def allowance(self, source: str) -> DownloadBudget:
         """For a download of `source`: a part of the whole for a directory of logs, what is left for anything else."""
         share = (
             LOG_SHARE
             if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts")
             else 1
         )
-        return Allowance(
+        return DownloadBudget(
             files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share)
         )
 
-    def unpack(self, archive: Readable, target: Path, left: Allowance) -> bool:
+    def unpack(self, archive: Readable, target: Path, left: DownloadBudget) -> bool:
         """`unpack`, which remembers what it wrote. Blocks."""
         return unpack(archive, target, left, self.taken)
 
-    def made_here(self, source: Path, target: str) -> list[tuple[Path, str]]:
+    def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
         """What of a host directory did not come from the machine itself, each file with its place below `target`. Blocks."""
         return [
-            (path, place) for path, place in files_below(source, target) if path.absolute() not in self.taken
+            (path, place) for path, place in list_files(source, target) if path.absolute() not in self.taken
         ]
 
-    def has_taken(self, target: Path) -> bool:
+    def has_downloads_below(self, target: Path) -> bool:
         """Whether anything of the machine lies below a host directory."""
         return any(path.is_relative_to(target.absolute()) for path in self.taken)
 
-    def take(self, source: str, given: Allowance, left: Allowance, *, is_whole: bool) -> None:
+    def take(self, source: str, given: DownloadBudget, left: DownloadBudget, *, is_whole: bool) -> None:
         """Counts a download that was `given` an allowance of which that much is `left`, and notes one that is not whole."""
         self._left.files -= given.files - left.files
         self._left.size -= given.size - left.size
@@ -157,7 +157,7 @@ def note(path: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-async def decoded(output: bytes) -> str:
+async def decode_output(output: bytes) -> str:
     """What a command printed, as text; much of it in a thread."""
     return (
         output.decode("utf-8", "replace")
@@ -173,7 +173,7 @@ def _decoded_in_pieces(output: bytes) -> str:
     return "".join([*pieces, decoder.decode(b"", final=True)])
 
 
-def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
+def list_files(source: Path, target: str) -> list[tuple[Path, str]]:
     """Everything in a host directory, each with its place below `target` inside."""
     return [
         (path, str(PurePosixPath(target, path.relative_to(source).as_posix())))
@@ -190,7 +190,9 @@ def write_untrusted_file(received: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(received, file)
 
 
-def unpack(archive: Readable, target: Path, allowance: Allowance, taken: set[Path] | None = None) -> bool:
+def unpack(
+    archive: Readable, target: Path, allowance: DownloadBudget, taken: set[Path] | None = None
+) -> bool:
     """Unpack an archive made by an agent as far as `allowance` goes, which it uses up; whether all of it was unpacked.
 
     Regular files and directories only, never a link or a sparse file, nothing outside `target`, and nothing over a file that is there. The
@@ -217,7 +219,7 @@ def unpack(archive: Readable, target: Path, allowance: Allowance, taken: set[Pat
     return is_whole
 
 
-def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
+def unpack_file(archive: Readable, target: Path, allowance: DownloadBudget) -> None:
     """Write the one regular file of an archive. SandboxError when there is none, or it is larger than `allowance`."""
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:  # type: ignore[call-overload]
@@ -245,7 +247,7 @@ def _unpack_member(
     tar: tarfile.TarFile,
     member: tarfile.TarInfo,
     target: Path,
-    allowance: Allowance,
+    allowance: DownloadBudget,
     taken: set[Path],
     *,
     is_reward: bool,
@@ -282,7 +284,7 @@ def _unpack_member(
             written = _copy(source, file, size if is_reward else min(size, allowance.size))
     finally:
         if written < size:
-            place = _set_apart(place, is_reward=is_reward)
+            place = _rename_cut_file(place, is_reward=is_reward)
         taken.add(place.absolute())
     allowance.size -= min(allowance.size, written)
     if is_reward and written < size:
@@ -291,7 +293,7 @@ def _unpack_member(
     return written == size
 
 
-def _set_apart(place: Path, *, is_reward: bool) -> Path:
+def _rename_cut_file(place: Path, *, is_reward: bool) -> Path:
     """Nobody may take the beginning of a file for the file."""
     if is_reward:
         place.unlink()

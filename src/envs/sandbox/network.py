@@ -85,7 +85,7 @@ def namespace_prefix() -> list[str]:
     ]
 
 
-class Network:
+class SlirpNetwork:
     """The process that forwards the connections of one sandbox."""
 
     def __init__(self, process: asyncio.subprocess.Process, exit_descriptor: int) -> None:
@@ -93,7 +93,7 @@ class Network:
         self._exit_descriptor = exit_descriptor
 
     @classmethod
-    async def connect(cls, namespace_pid: int, user: SandboxUser) -> Network:
+    async def connect(cls, namespace_pid: int, user: SandboxUser) -> SlirpNetwork:
         """Connect the network namespace of this process. SandboxError where slirp4netns cannot."""
         program = shutil.which("slirp4netns", path=PROGRAMS)
         if program is None:

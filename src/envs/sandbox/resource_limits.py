@@ -33,7 +33,7 @@ JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SandboxLimits:
     """What one sandbox may use. None means not limited."""
 
     processes: int | None = 2048
@@ -43,7 +43,7 @@ class Limits:
     storage_mb: int = 4096  # of all files, and of any one
 
     @property
-    def storage_shares_mb(self) -> dict[str, int]:
+    def tmpfs_sizes_mb(self) -> dict[str, int]:
         """The sizes of the memory file systems. With a memory limit they leave a quarter of it to processes: a full disk must be an
         error of the process that writes, not the end of another one."""
         most = (
@@ -54,7 +54,7 @@ class Limits:
         shared, local = min(SHARED_MEMORY_MB, most // 8), most // 4
         return {"/": most - shared - local, "/usr/local": local, "/dev/shm": shared}
 
-    def of_one_process(self) -> dict[int, int]:
+    def rlimits(self) -> dict[int, int]:
         """The resource limits (`resource.RLIMIT_*`) of every process; RLIMIT_NPROC counts the processes of the user."""
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
@@ -71,7 +71,7 @@ class CgroupParents:
     version: int
     directories: tuple[Path, ...]
 
-    def create(self, name: str, limits: Limits, *, record: Path) -> list[Path]:
+    def create(self, name: str, limits: SandboxLimits, *, record: Path) -> list[Path]:
         """Create a sandbox's cgroups and list them in `record` before that. OSError where the kernel refuses."""
         groups = [directory / f"{CGROUP_PREFIX}-{name}" for directory in self.directories]
         record.write_text("".join(f"{group}\n" for group in groups))
@@ -82,7 +82,7 @@ class CgroupParents:
                     (group / file).write_text(str(value))
         return groups
 
-    def _values(self, limits: Limits) -> list[tuple[str, int]]:
+    def _values(self, limits: SandboxLimits) -> list[tuple[str, int]]:
         values = []
         if limits.processes is not None:
             values.append(("pids.max", limits.processes))

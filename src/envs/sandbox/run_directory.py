@@ -157,14 +157,14 @@ def _remove_run(directory: Path) -> bool:
     return removed
 
 
-def living_labels() -> set[str]:
+def live_run_labels() -> set[str]:
     """The labels of the runs whose trainer is alive."""
     root = root_directory()
     with _exclusive(root / ".lock"):
         return {directory.name for directory in _runs(root) if _is_locked(directory)}
 
 
-def sweep() -> list[str]:
+def remove_dead_runs() -> list[str]:
     """Remove the directories of dead runs, and only those; their labels."""
     root = root_directory()
     with _exclusive(root / ".lock"):
