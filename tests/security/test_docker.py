@@ -286,7 +286,7 @@ def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed(
             network.remove()
 
 
-def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
+def test_a_run_of_another_host_and_a_living_one_are_skipped() -> None:
     away, alive = (f"{name}-{secrets.token_hex(4)}" for name in ("away", "alive"))
     with engine(timeout_s=60) as client:
         networks = [
@@ -297,10 +297,10 @@ def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
             cleaned = remove_dead(keep=live_run_labels())
             for network in networks:
                 network.reload()
-            assert [line for line in cleaned.left_alone if away in line] == [
+            assert [line for line in cleaned.skipped if away in line] == [
                 f"network {away}: its trainer ran on the host another-host"
             ]
-            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.left_alone))
+            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.skipped))
         finally:
             for network in networks:
                 network.remove()

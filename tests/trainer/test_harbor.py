@@ -488,7 +488,7 @@ async def test_a_debian_image_needs_no_dockerfile_and_gets_the_files_beside_it(t
     (folder / "task.toml").write_text('[environment]\ndocker_image = "postgres:16"\n')
     with pytest.raises(
         ConfigError,
-        match="the sandbox cannot stand in for the image postgres:16; use environment_type=docker",
+        match="the sandbox cannot replace the image postgres:16; use environment_type=docker",
     ):
         source(folder)
 

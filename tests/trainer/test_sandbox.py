@@ -22,10 +22,11 @@ from harbor.models.trial.paths import TrialPaths
 from src.core.errors import ConfigError, SandboxError
 from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
-from src.envs.sandbox.environment import NetworkAccess, SandboxEnvironment, network_access
+from src.envs.sandbox.environment import SandboxEnvironment
 from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import remove_dead_runs, root_directory, run_directory
+from src.envs.sandbox.task_requirements import NetworkAccess, network_access
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
@@ -233,7 +234,7 @@ def test_a_task_has_harbors_default_network_unless_it_says_otherwise(
         warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
         parsed = EnvironmentConfig.model_validate(config)
     for reason, expected in ((None, here), ("it needs a package", lacking)):
-        monkeypatch.setattr("src.envs.sandbox.environment.why_no_network", lambda reason=reason: reason)
+        monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
         assert network_access(parsed, given=given) is expected
 
 

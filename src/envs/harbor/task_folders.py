@@ -23,9 +23,10 @@ from pydantic import ValidationError
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
-from src.envs.sandbox.environment import ROOT_USERS, NetworkAccess, network_access, read_build_plan
+from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
+from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
 logger = logging.getLogger(__name__)
 

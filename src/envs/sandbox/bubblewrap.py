@@ -5,14 +5,16 @@
                    sends "run N TOKEN SHELL"
                 <- stdout and stderr through the FIFOs, "exit N STATUS" from pid 1
 
-The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore has no file of the host that it
-can fill, replace by a link, or delete. Pid 1 ends when its stdin closes, and bubblewrap asks the kernel to kill it when the trainer dies. The
-kernel kills every process of a pid namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. For the
-kernel, "the trainer" is the thread that started bubblewrap: start sandboxes from the thread of the event loop, never from a worker thread.
+The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore
+has no file of the host that it can fill, replace by a link, or delete. Pid 1 ends when its stdin closes, and
+bubblewrap asks the kernel to kill it when the trainer dies. The kernel kills every process of a pid namespace
+together with its pid 1, so no process survives the trainer, even after `kill -9`. For the kernel, "the
+trainer" is the thread that started bubblewrap: start sandboxes from the thread of the event loop, never from
+a worker thread.
 
-Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter (`system_calls`) refuses the
-system calls that no task needs. `resource_limits` bounds memory, storage and processes; CPU time is not limited. A sandbox does not protect
-against an attacker with a kernel exploit.
+Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter
+(`system_calls`) refuses the system calls that no task needs. `resource_limits` bounds memory, storage and
+processes; CPU time is not limited. A sandbox does not protect against an attacker with a kernel exploit.
 """
 
 from __future__ import annotations
@@ -74,10 +76,11 @@ class Bubblewrap:
     async def start(
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
-        """Start a sandbox. `directory` holds its host files; it must not exist yet and lies in the directory of a run.
+        """Start a sandbox. `directory` holds its host files; it must not exist yet and lies in the directory
+        of a run.
 
-        With `share_network`, the sandbox reaches the public network, but neither the network namespace nor the loopback addresses of the
-        host. Raises SandboxError if the sandbox does not start.
+        With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
+        the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
         """
         launch = Launch(
             directory, skeleton=skeleton, hostname=hostname, has_network=share_network, limits=limits
@@ -103,7 +106,8 @@ class Bubblewrap:
         except TimeoutError as error:
             await sandbox.stop()
             raise SandboxError(
-                f"a sandbox did not start within {START_TIMEOUT_S} s; lower n_parallel_envs if the machine is overloaded"
+                f"a sandbox did not start within {START_TIMEOUT_S} s; lower n_parallel_envs if the machine "
+                "is overloaded"
             ) from error
         except BaseException:
             await sandbox.stop()
@@ -122,10 +126,11 @@ class Bubblewrap:
         stdout: BinaryIO | None = None,
         shell: Shell = "bash",
     ) -> CommandResult:
-        """Run a script inside with a shell of /usr/bin and return its result. `stdout` is a file that receives the standard output.
+        """Run a script inside with a shell of /usr/bin and return its result. `stdout` is a file that
+        receives the standard output.
 
-        Output is dropped after 16 MiB, or after 1 GiB when it goes to a file. Raises CommandTimeout after `timeout_s` seconds, and
-        SandboxError if the sandbox has ended.
+        Output is dropped after 16 MiB, or after 1 GiB when it goes to a file. Raises CommandTimeout after
+        `timeout_s` seconds, and SandboxError if the sandbox has ended.
         """
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")
@@ -191,7 +196,9 @@ class Bubblewrap:
         await self._launch.clean_up_when_empty()
 
     def stage_path(self, name: str) -> tuple[Path, str]:
-        """Return the path of a new file on the host and its read-only path inside. Commands that start after it was written can read it."""
+        """Return the path of a new file on the host and its read-only path inside. Commands that start after
+        it was written can read it.
+        """
         path = self._launch.requests / name
         self._staged.add(path)
         return path, f"{CONTROL}/requests/{name}"
@@ -236,7 +243,9 @@ class Bubblewrap:
         await self._process.communicate()
 
     async def _watch(self) -> None:
-        """Dispatch the answers of pid 1. When the sandbox ends by itself, fail the requests that have no answer."""
+        """Dispatch the answers of pid 1. When the sandbox ends by itself, fail the requests that have no
+        answer.
+        """
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             verb, number, rest = line.decode().rstrip("\n").split(" ", 2)

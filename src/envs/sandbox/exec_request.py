@@ -1,7 +1,8 @@
 """The host side of one command that runs in a sandbox: a script and two FIFOs for its output.
 
-The event loop reads stdout and stderr as they arrive. The exec server reports the exit status. The FIFOs have random names in a directory
-that the sandbox cannot list, so a process inside cannot open the output of another command.
+The event loop reads stdout and stderr as they arrive. The exec server reports the exit status. The FIFOs have
+random names in a directory that the sandbox cannot list, so a process inside cannot open the output of
+another command.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ CANNOT_START_STATUS = 126
 
 @dataclass(slots=True)
 class Stream:
-    """The bytes received from a FIFO, written to `file` if it is given and kept in `data` otherwise. Bytes beyond the limit are dropped."""
+    """The bytes received from a FIFO, written to `file` if it is given and kept in `data` otherwise. Bytes
+    beyond the limit are dropped.
+    """
 
     descriptor: int
     file: BinaryIO | None = None
@@ -43,7 +46,9 @@ class Stream:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Read the bytes written before this call. Their number is determined first, because a background process may never stop writing."""
+        """Read the bytes written before this call. Their number is determined first, because a background
+        process may never stop writing.
+        """
         size = int.from_bytes(fcntl.ioctl(self.descriptor, termios.FIONREAD, bytes(4)), "little")
         while size > 0 and (chunk := os.read(self.descriptor, size)):
             size -= len(chunk)
@@ -90,7 +95,9 @@ class ExecRequest:
             self._loop.add_reader(stream.descriptor, self._on_output, stream)
 
     def finish(self, status: int) -> None:
-        """Set the exit status of a command that has ended, after reading the rest of its output from the FIFOs."""
+        """Set the exit status of a command that has ended, after reading the rest of its output from the
+        FIFOs.
+        """
         try:
             self.stdout.drain()
             self.stderr.drain()

@@ -1,11 +1,13 @@
-"""The program that runs as pid 1 of a sandbox. It starts commands, reports their exit status and reaps orphaned processes.
+"""The program that runs as pid 1 of a sandbox. It starts commands, reports their exit status and reaps
+orphaned processes.
 
-An agent cannot read its memory, write to it or trace it: the program makes itself non-dumpable before the first command starts, and no
-process of the sandbox has capabilities. Signals from inside have no effect, because the kernel delivers a signal to pid 1 of a pid
-namespace only if pid 1 has a handler for it. The seccomp filter denies `prlimit` and scheduling calls that address pid 1.
+An agent cannot read its memory, write to it or trace it: the program makes itself non-dumpable before the
+first command starts, and no process of the sandbox has capabilities. Signals from inside have no effect,
+because the kernel delivers a signal to pid 1 of a pid namespace only if pid 1 has a handler for it. The
+seccomp filter denies `prlimit` and scheduling calls that address pid 1.
 
-The program reads one request per line from stdin and writes one answer per line to stdout. No other process has these pipes, so no command
-can report the status of another one:
+The program reads one request per line from stdin and writes one answer per line to stdout. No other process
+has these pipes, so no command can report the status of another one:
 
     run NUMBER TOKEN SHELL
                        start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes to the FIFOs
@@ -16,8 +18,9 @@ can report the status of another one:
     exit NUMBER STATUS the answer to run, killall and stat
     failed NUMBER WHY  the answer to run if the command could not be started
 
-The program is written in Perl, because perl-base is an essential package of Debian and Ubuntu, starts in 3 ms and can make system calls
-without a module. Python takes 15 ms to start and may be absent from /usr. A shell cannot call prctl.
+The program is written in Perl, because perl-base is an essential package of Debian and Ubuntu, starts in 3 ms
+and can make system calls without a module. Python takes 15 ms to start and may be absent from /usr. A shell
+cannot call prctl.
 """
 
 from __future__ import annotations
@@ -142,7 +145,9 @@ while (1) {
 
 
 def exec_server_command(limits: Mapping[int, int]) -> list[str]:
-    """Return the command line of pid 1. `limits` maps `resource.RLIMIT_*` to limits for pid 1 and every command."""
+    """Return the command line of pid 1. `limits` maps `resource.RLIMIT_*` to limits for pid 1 and every
+    command.
+    """
     numbers = call_numbers(("prctl", "prlimit64", "rt_sigprocmask", "signalfd4"))
     pairs = [str(value) for pair in {**limits, resource.RLIMIT_CORE: 0}.items() for value in pair]
     return [INTERPRETER, "-e", _PROGRAM, "--", *map(str, numbers), *pairs]

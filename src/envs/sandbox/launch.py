@@ -1,7 +1,8 @@
-"""The host side of a sandbox's start: its user, its directory, its control groups, its seccomp filter and the command line.
+"""The host side of a sandbox's start: its user, its directory, its control groups, its seccomp filter and the
+command line.
 
-The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. No other directory of the host is visible, except
-those of `HOST_SETTINGS`.
+The root of a sandbox is a tmpfs of limited size, with the host's /usr bound read-only. No other directory of
+the host is visible, except those of `HOST_SETTINGS`.
 """
 
 from __future__ import annotations
@@ -38,28 +39,70 @@ BASE_ENVIRONMENT = {
     "USER": "root",
     "LANG": "C.UTF-8",
 }
-# Bound from the host where present. The symbolic links of a merged /usr become binds, so that `rm -rf /` by an agent leaves the programs.
+# Bound from the host where present. The symbolic links of a merged /usr become binds, so that `rm -rf /` by
+# an agent leaves the programs.
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
-# The directories of a Debian image. /app is not among them, because `RUN mkdir /app` in a Dockerfile must succeed.
-# fmt: off
-PRIVATE_DIRECTORIES = ("etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log")
+# The directories of a Debian image. /app is not among them, because `RUN mkdir /app` in a Dockerfile must
+# succeed. fmt: off
+PRIVATE_DIRECTORIES = (
+    "etc",
+    "home",
+    "media",
+    "mnt",
+    "opt",
+    "root",
+    "run",
+    "srv",
+    "usr/local",
+    "var/lib",
+    "var/log",
+)
 # fmt: on
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
-# Entries of /proc, besides the processes, that are harmless to read. All others are masked unless their mode already denies access to an
-# unprivileged user: what Docker masks (keys, acpi, ...), iomem, cmdline, and entries that later kernels add.
-# fmt: off
+# Entries of /proc, besides the processes, that are harmless to read. All others are masked unless their mode
+# already denies access to an unprivileged user: what Docker masks (keys, acpi, ...), iomem, cmdline, and
+# entries that later kernels add. fmt: off
 VISIBLE_IN_PROC = (
-    "buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma",
-    "driver", "execdomains", "filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions",
-    "pressure", "self", "softirqs", "stat", "swaps", "sys", "sysvipc", "thread-self", "tty", "uptime",
-    "version", "vmstat", "zoneinfo",
+    "buddyinfo",
+    "cgroups",
+    "config.gz",
+    "consoles",
+    "cpuinfo",
+    "crypto",
+    "devices",
+    "diskstats",
+    "dma",
+    "driver",
+    "execdomains",
+    "filesystems",
+    "loadavg",
+    "meminfo",
+    "misc",
+    "mounts",
+    "net",
+    "partitions",
+    "pressure",
+    "self",
+    "softirqs",
+    "stat",
+    "swaps",
+    "sys",
+    "sysvipc",
+    "thread-self",
+    "tty",
+    "uptime",
+    "version",
+    "vmstat",
+    "zoneinfo",
 )
 # fmt: on
 
 
 class Launch:
-    """The host resources of one sandbox: a user, a directory, cgroups, the seccomp filter, and the command line that starts it."""
+    """The host resources of one sandbox: a user, a directory, cgroups, the seccomp filter, and the command
+    line that starts it.
+    """
 
     def __init__(
         self, directory: Path, *, skeleton: Path, hostname: str, has_network: bool, limits: SandboxLimits
@@ -103,7 +146,9 @@ class Launch:
             raise
 
     def clean_up(self) -> bool:
-        """Remove the files and cgroups from the host. Return False, keeping both, while a cgroup still has processes."""
+        """Remove the files and cgroups from the host. Return False, keeping both, while a cgroup still has
+        processes.
+        """
         if self.seccomp >= 0:
             os.close(self.seccomp)
             self.seccomp = -1
@@ -144,7 +189,8 @@ def bubblewrap_command(
 ) -> list[str]:
     """Return the command line of bubblewrap. Later mounts cover earlier ones.
 
-    `resolver` is the resolv.conf of a sandbox with a network, whose namespace `namespace_prefix` creates; None without a network.
+    `resolver` is the resolv.conf of a sandbox with a network, whose namespace `namespace_prefix` creates;
+    None without a network.
     """
     sizes = {place: str(size_mb * 2**20) for place, size_mb in limits.tmpfs_sizes_mb.items()}
     command = [
@@ -211,7 +257,9 @@ def bubblewrap_command(
 
 @cache
 def _proc_masks() -> tuple[str, ...]:
-    """Return options that mount /proc/sys read-only and mask what an unprivileged user could read in /proc of the host."""
+    """Return options that mount /proc/sys read-only and mask what an unprivileged user could read in /proc of
+    the host.
+    """
     masks = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() or entry.name in VISIBLE_IN_PROC or entry.is_symlink():
@@ -230,7 +278,8 @@ def _program(name: str, package: str) -> str:
     program = shutil.which(name, path="/usr/bin:/bin")
     if program is None:
         raise SandboxError(
-            f"the sandbox needs the program {name}: install the package {package}, or use environment_type=docker"
+            f"the sandbox needs the program {name}: install the package {package}, or use "
+            "environment_type=docker"
         )
     return program
 

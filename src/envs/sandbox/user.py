@@ -1,9 +1,10 @@
 """The unprivileged user of a sandbox.
 
-A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is then not root, and the kernel's
-limits per user and its checks between processes separate the sandboxes. The uids come from a range that no distribution and no tool assigns.
-Two trainers do not use the same uid, because each uid is locked by one byte of a shared file; the kernel releases the lock when the process
-ends. The sandboxes of an ordinary user run with the uid of that user.
+A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is then
+not root, and the kernel's limits per user and its checks between processes separate the sandboxes. The uids
+come from a range that no distribution and no tool assigns. Two trainers do not use the same uid, because each
+uid is locked by one byte of a shared file; the kernel releases the lock when the process ends. The sandboxes
+of an ordinary user run with the uid of that user.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LOCKS_NAME = ".uids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxUser:
-    """The user of one sandbox. `uid` is None if it is the user of the trainer. `lock` is the descriptor that reserves the uid."""
+    """The user of one sandbox. `uid` is None if it is the user of the trainer. `lock` is the descriptor that
+    reserves the uid.
+    """
 
     uid: int | None
     lock: int | None
@@ -53,7 +56,9 @@ class SandboxUser:
         ]
 
     def grant_access(self, path: Path | str, mode: int) -> None:
-        """Give this user the permissions that `mode` gives to the group. The trainer stays the owner of the file."""
+        """Give this user the permissions that `mode` gives to the group. The trainer stays the owner of the
+        file.
+        """
         if self.uid is None:
             os.chmod(path, mode & 0o700)
         else:
@@ -88,7 +93,9 @@ def claim_user(directory: Path) -> SandboxUser:
 
 
 def available_uids(uid_map: str) -> range | None:
-    """Return the uids to choose from, or None if the user namespace maps one uid only. Raises SandboxError if it maps too few."""
+    """Return the uids to choose from, or None if the user namespace maps one uid only. Raises SandboxError if
+    it maps too few.
+    """
     entries = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
     for uids in (PREFERRED_UIDS, SMALL_UIDS):
         if any(inside <= uids.start and uids.stop <= inside + count for inside, _, count in entries):
@@ -96,5 +103,6 @@ def available_uids(uid_map: str) -> range | None:
     if [count for _, _, count in entries] == [1]:
         return None
     raise SandboxError(
-        "the sandbox needs the uids 60578 to 61183, which the user namespace of this container does not map; use environment_type=docker"
+        "the sandbox needs the uids 60578 to 61183, which the user namespace of this container does not "
+        "map; use environment_type=docker"
     )
