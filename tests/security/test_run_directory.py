@@ -1,4 +1,6 @@
-"""The directory of a user's runs: private, the same for all trainers of the user, and not to be taken by another user before."""
+"""The root of run directories is private, equal for all trainers of a user, and cannot be created by another
+user first.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; ru
     reason="the other process runs without the rights that this one reads the packages with",
 )
 @pytest.mark.parametrize("variable", ["TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"])
-def test_trainers_with_other_environments_see_each_other_alive(variable: str, tmp_path: Path) -> None:
+def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path: Path) -> None:
     label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
     environment = {**os.environ, variable: str(tmp_path)}
     command = [sys.executable, "-c", HOLD, label]
@@ -47,14 +49,14 @@ def test_trainers_with_other_environments_see_each_other_alive(variable: str, tm
     assert label not in live_run_labels()
 
 
-def test_the_directories_of_runs_cannot_be_listed_or_written_by_others() -> None:
+def test_run_directories_are_closed_to_other_users() -> None:
     for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
         status = directory.stat()
         assert status.st_uid == os.geteuid()
         assert stat.S_IMODE(status.st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
 
 
-def test_another_user_cannot_take_the_place_of_the_runs(
+def test_another_user_cannot_create_the_root_directory_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")

@@ -1,7 +1,7 @@
 """A running sandbox: bubblewrap around an exec server, which is pid 1 of the sandbox's own namespaces.
 
-    host                                            sandbox (user, mount, pid, ipc, uts, cgroup and network namespace of its own)
-    run(script) -> writes N.sh and two FIFOs,   ->  pid 1 (`exec_server`) starts N.sh in a process group of its own
+    host                                            sandbox, with its own namespaces of every kind
+    run(script) -> writes N.sh and two FIFOs,   ->  pid 1 (`exec_server`) starts N.sh in a process group
                    sends "run N TOKEN SHELL"
                 <- stdout and stderr through the FIFOs, "exit N STATUS" from pid 1
 
@@ -166,7 +166,7 @@ class Bubblewrap:
             raise SandboxError(f"the sandbox did not answer within {REQUEST_TIMEOUT_S} s") from error
 
     async def _request(self, verb: str, *arguments: str) -> int:
-        """Send a request that pid 1 serves without a new process and return its status. Raises TimeoutError."""
+        """Send a request that pid 1 serves itself and return its status. Raises TimeoutError."""
         if not self.is_alive:
             raise SandboxError("the sandbox has ended")
         number = next(self._numbers)

@@ -7,6 +7,8 @@ Differences from Docker:
 - A public network, which is Harbor's default, reaches the internet but not the host. If this machine cannot
   provide one, tasks that do not request it explicitly run without a network, and the others are refused.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
+
+The module is longer than others because it implements Harbor's abstract class in one class.
 """
 
 from __future__ import annotations
@@ -278,8 +280,11 @@ class SandboxEnvironment(BaseEnvironment):
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
             set --
-            for file in {" ".join(REWARD_FILES)}; do [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"; done
-            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . | /usr/bin/head -c {budget.archive_bytes + 1}"""
+            for file in {" ".join(REWARD_FILES)}; do
+                [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"
+            done
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |
+                /usr/bin/head -c {budget.archive_bytes + 1}"""
         with BoundedFile(budget.archive_bytes) as received:
             is_whole = await self._download(script, str(source_dir), received)
             if received.tell() == 0:
@@ -409,7 +414,7 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
-    """Write a tar archive of host files with their absolute paths inside. All members belong to root. Blocks."""
+    """Write a tar archive of host files with their absolute paths inside, owned by root. Blocks."""
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, path in files:
             archive.add(

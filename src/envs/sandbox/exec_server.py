@@ -10,8 +10,8 @@ The program reads one request per line from stdin and writes one answer per line
 has these pipes, so no command can report the status of another one:
 
     run NUMBER TOKEN SHELL
-                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes to the FIFOs
-                       requests/TOKEN.{stdout,stderr}
+                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes
+                       to the FIFOs requests/TOKEN.{stdout,stderr}
     kill NUMBER        kill that process group
     killall NUMBER     kill all other processes and wait until they have ended
     stat NUMBER PATH   report the `PathKind` of a path, which is encoded in hexadecimal
@@ -64,7 +64,9 @@ sub copy {
     if (-d _) {
         must($target, -d $target || mkdir $target, $mode);
         must($target, opendir my $directory, $source);
-        for my $name (readdir $directory) { copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..' }
+        for my $name (readdir $directory) {
+            copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..';
+        }
         return;
     }
     must($source, sysopen my $in, $source, 0);
@@ -106,9 +108,10 @@ sub run {
     }
     setpgrp(0, 0);
     syscall($rt_sigprocmask, 1, $child_signal, 0, 8);
-    if (open(my $preference, '>', '/proc/self/oom_score_adj')) { syswrite $preference, '500'; close $preference }
+    if (open(my $score, '>', '/proc/self/oom_score_adj')) { syswrite $score, '500'; close $score }
     my $requests = '/.sandbox/requests';
-    open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1) && sysopen(STDERR, "$requests/$token.stderr", 1)
+    open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1)
+        && sysopen(STDERR, "$requests/$token.stderr", 1)
         && exec { "/usr/bin/$shell" } $shell, "$requests/$number.sh";
     exit 127;
 }

@@ -133,7 +133,7 @@ class BoundedFile(io.FileIO):
 
 
 class ChunkReader:
-    """A readable file over an iterator of chunks. It ends after `limit` bytes or after `timeout_s` seconds."""
+    """A readable file over an iterator of chunks. It ends after `limit` bytes or `timeout_s` seconds."""
 
     def __init__(self, chunks: Iterator[bytes], limit: int, *, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
         self._chunks = chunks
@@ -190,7 +190,7 @@ def list_files(source: Path, target: str) -> list[tuple[Path, str]]:
 
 
 def write_untrusted_file(received: IO[bytes], target: Path) -> None:
-    """Write downloaded bytes to a new file. An existing file or link at `target` is replaced, not followed."""
+    """Write downloaded bytes to a new file. An existing file or link at `target` is replaced."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     received.seek(0)

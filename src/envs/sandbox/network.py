@@ -6,8 +6,8 @@ without its DNS alias, which would lead to a resolver on a loopback address. The
 name servers directly. Link-local addresses are unreachable, because clouds serve the credentials of a machine
 there.
 
-    trainer -> unshare (user and network namespace) -> waits -> bubblewrap      (one process)
-            -> slirp4netns, as the same unprivileged user                       (ends when the descriptor `exit` is closed)
+    trainer -> unshare (user and network namespace) -> waits -> bubblewrap   (one process)
+            -> slirp4netns, as the same unprivileged user   (ends when the descriptor `exit` is closed)
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ ETC_FILES = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost\n",
     "hostname": "sandbox\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n",
+    "nsswitch.conf": (
+        "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
+    ),
     "shells": "/bin/sh\n/bin/bash\n",
     "profile": (
         'export PATH="${PATH:-/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin}"\n'
@@ -52,8 +54,9 @@ case $verb in
 install)
     for package in "${packages[@]}"; do
         package=${package%%:*}
-        if ! grep -qxF -- "$package" /usr/local/share/sandbox/packages 2>/dev/null && ! command -v -- "$package" >/dev/null; then
-            echo "E: Unable to locate package $package (this sandbox has the host's programs only; it cannot install others)" >&2
+        if ! grep -qxF -- "$package" /usr/local/share/sandbox/packages 2>/dev/null &&
+            ! command -v -- "$package" >/dev/null; then
+            echo "E: Unable to locate package $package (this sandbox only has the programs of the host)" >&2
             exit 100
         fi
         echo "$package is already installed."

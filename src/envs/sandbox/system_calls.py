@@ -18,7 +18,6 @@ import errno
 import platform
 import struct
 from collections.abc import Sequence
-from functools import cache
 
 from src.core.errors import SandboxError
 
@@ -132,13 +131,12 @@ type Instruction = tuple[int, int, int, int]  # code, jump if true, jump if fals
 
 
 def call_numbers(names: Sequence[str]) -> list[int]:
-    """Return the numbers of system calls on this machine. Raises SandboxError if the architecture is unknown."""
+    """Return the numbers of system calls here. Raises SandboxError if the architecture is unknown."""
     column = list(ARCHITECTURES).index(_architecture())
     numbers = (NUMBERS[name][column] for name in names)
     return [number for number in numbers if number is not None]
 
 
-@cache
 def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
     """Return the filter as an array of struct sock_filter.
 
