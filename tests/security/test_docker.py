@@ -128,10 +128,16 @@ async def test_downloads_from_a_container_are_limited_and_contained(
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     async with environment(tmp_path) as one:
-        hoard = f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && truncate -s 10G sparse && echo ok > 0"
+        hoard = (
+            f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && "
+            "truncate -s 10G sparse && echo ok > 0"
+        )
         assert (await one.exec(hoard)).return_code == 0
         assert everything_below(tmp_path / "trial" / "agent") == []  # no directory of the host is mounted
-        verifier = f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > reward.txt"
+        verifier = (
+            f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > "
+            "reward.txt"
+        )
         assert (await one.exec(verifier)).return_code == 0
         turns = 0
 

@@ -237,7 +237,10 @@ async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: fl
 
 @needs_sandbox
 async def test_an_agent_that_hoards_files_is_graded_and_keeps_little(tmp_path: Path) -> None:
-    hoard = "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p /logs/artifacts; cp big /logs/artifacts"
+    hoard = (
+        "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p "
+        "/logs/artifacts; cp big /logs/artifacts"
+    )
     outcome = await play(
         source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0
     )

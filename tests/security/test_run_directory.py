@@ -25,7 +25,10 @@ from tests.security.sandboxes import NOBODY, ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
-HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); "
+    "print('held', flush=True); sys.stdin.read()"
+)
 
 
 @pytest.mark.skipif(
